@@ -1,0 +1,1 @@
+"""Inference: from a model folder to answers, in Python, in the terminal and over HTTP."""

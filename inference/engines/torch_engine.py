@@ -1,0 +1,66 @@
+"""PyTorch as the runtime: a transformers classifier on CUDA where there is one, else on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+# What goes wrong here is raised as an error of one line; progress bars and reports have no place in a log.
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
+
+class TorchEngine:
+    """Runs a transformers ``*ForSequenceClassification`` in float32."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Path | Mapping[str, torch.Tensor]) -> None:
+        """Build the classifier and fill in its weights.
+
+        Args:
+            config: The contents of a transformers ``config.json``.
+            weights: A safetensors file, or the state dict itself; names as transformers gives them.
+
+        Raises:
+            ValueError: No classifier of this configuration is known, or the weights do not fit it.
+        """
+        state_dict = load_file(weights) if isinstance(weights, Path) else dict(weights)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = _build_model(config, state_dict).to(self.device).eval()
+
+    @torch.inference_mode()
+    def logits(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run one padded batch; see `inference.engines.base.Engine`."""
+        output = self._model(
+            input_ids=torch.from_numpy(input_ids).to(self.device),
+            attention_mask=torch.from_numpy(attention_mask).to(self.device),
+        )
+        return output.logits.cpu().numpy()
+
+
+def _build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
+    model_config = AutoConfig.for_model(**config)
+    model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
+    model, report = model_class.from_pretrained(
+        None,
+        config=model_config,
+        state_dict=state_dict,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,  # reported below with the rest, in one line
+        output_loading_info=True,
+    )
+    # transformers fills what is missing with random numbers: a server must not answer from those.
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if report[kind]:
+            names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])
+            raise ValueError(
+                f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}"
+            )
+    return model

@@ -1,0 +1,28 @@
+"""The errors that serving raises, each with one line for whoever reads it; free of HTTP and of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class ModelLoadError(Exception):
+    """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
+
+    def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+
+
+class RefusedTextError(ValueError):
+    """A text that cannot be classified as it stands.
+
+    Attributes:
+        code: A short name of the reason for programs, such as ``blank_text``.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ModelUnavailableError(Exception):
+    """No model is loaded (yet); the line says why."""

@@ -1,0 +1,155 @@
+"""Reads what training wrote, a model folder or one .pt file, into one `SavedModel`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.errors import ModelLoadError
+
+FOLDER_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+CHECKPOINT_KEYS: dict[str, type] = {"model_state_dict": dict, "config": dict}
+CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
+    "labels": list,
+    "max_length": int,
+    "encoder_config": dict,
+    "tokenizer_json": str,
+}
+# The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
+_TRAINER_PREFIX = "network."
+_RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A model as it lies on disk.
+
+    Attributes:
+        path: Where it was read.
+        config: The contents of the transformers ``config.json``.
+        weights: The safetensors file, or the state dict of a .pt file.
+        tokenizer_json: The contents of ``tokenizer.json``.
+        labels: Class names, by class id.
+        max_length: Token ids a text may have, special tokens included.
+        metadata: The contents of ``metrics.json``, empty where there is none.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    weights: Path | dict[str, Any]
+    tokenizer_json: str
+    labels: list[str]
+    max_length: int
+    metadata: dict[str, Any]
+
+
+def read_saved_model(path: Path) -> SavedModel:
+    """Read a model folder or a .pt file.
+
+    Raises:
+        ModelLoadError: Nothing is there, or something is missing or damaged.
+    """
+    if path.is_dir():
+        return _read_folder(path)
+    if path.is_file():
+        return _read_checkpoint(path)
+    raise ModelLoadError(
+        path,
+        "no such model",
+        "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or .pt file",
+    )
+
+
+def _read_folder(folder: Path) -> SavedModel:
+    missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
+    config = _read_json(folder / "config.json")
+    metrics = folder / "metrics.json"
+    return SavedModel(
+        path=folder,
+        config=config,
+        weights=folder / "model.safetensors",
+        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        labels=_labels(folder / "config.json", config),
+        max_length=_max_length(folder / "tokenizer_config.json", config),
+        metadata=_read_json(metrics) if metrics.is_file() else {},
+    )
+
+
+def _labels(path: Path, config: dict[str, Any]) -> list[str]:
+    names = config.get("id2label")
+    if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
+        raise ModelLoadError(path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}")
+    return [str(names[str(i)]) for i in range(len(names))]
+
+
+def _max_length(path: Path, config: dict[str, Any]) -> int:
+    max_length = _read_json(path).get("model_max_length")
+    if not isinstance(max_length, int):
+        raise ModelLoadError(
+            path,
+            f"model_max_length must be a number of tokens, got {max_length!r}",
+            "set it to the max_length of training",
+        )
+    # Tokenizers that know no limit are saved with 1e30; the position table is the limit then.
+    return min(max_length, config.get("max_position_embeddings", max_length))
+
+
+def _read_checkpoint(path: Path) -> SavedModel:
+    checkpoint = _load_tensors(path)
+    if not isinstance(checkpoint, dict):
+        what = f"holds a {type(checkpoint).__name__}, not a dict with {', '.join(CHECKPOINT_KEYS)}"
+        raise ModelLoadError(path, what, _RIGHT_FILE)
+    _check_keys(path, "", checkpoint, CHECKPOINT_KEYS)
+    config = checkpoint["config"]
+    _check_keys(path, "config.", config, CHECKPOINT_CONFIG_KEYS)
+    state_dict = checkpoint["model_state_dict"]
+    return SavedModel(
+        path=path,
+        config=config["encoder_config"],
+        weights={name.removeprefix(_TRAINER_PREFIX): tensor for name, tensor in state_dict.items()},
+        tokenizer_json=config["tokenizer_json"],
+        labels=config["labels"],
+        max_length=config["max_length"],
+        metadata=config.get("metrics", {}),
+    )
+
+
+def _load_tensors(path: Path) -> Any:
+    import torch  # a server with another engine need not have it
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the damaged byte happens to hit
+        what = f"not a readable .pt file of tensors and plain values ({type(error).__name__})"
+        raise ModelLoadError(path, what, _RIGHT_FILE) from error
+
+
+def _check_keys(path: Path, prefix: str, found: dict[str, Any], wanted: dict[str, type]) -> None:
+    missing = [prefix + key for key in wanted if key not in found]
+    if missing:
+        raise ModelLoadError(path, f"lacks {', '.join(missing)}", _RIGHT_FILE)
+    for key, kind in wanted.items():
+        if not isinstance(found[key], kind):
+            what = f"{prefix}{key} must be a {kind.__name__}, got a {type(found[key]).__name__}"
+            raise ModelLoadError(path, what, _RIGHT_FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ModelLoadError(path, f"not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(path, "holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(path, f"cannot be read ({error})") from error

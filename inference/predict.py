@@ -1,0 +1,121 @@
+"""Classify from the terminal: `python -m inference.predict "text"`, or `--file FILE` with one text a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from pydantic import ValidationError
+
+from inference.errors import ModelLoadError
+from inference.model_loader import ModelLoader, Prediction
+from inference.settings import Settings
+from inference.tokenization import clean_text
+
+_BAR_WIDTH = 30
+# Texts classified before their answers are printed: enough to fill batches of like length.
+_LINES_AT_ONCE = 256
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"predict: {message}; see --help\n")
+
+
+def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("text", nargs="?", help="the text to classify")
+    what.add_argument("--file", help="classify a file, one text a line; - reads standard input")
+    parser.add_argument("--model", type=Path, help="model folder or .pt file (default: MODEL_CHECKPOINT)")
+    parser.add_argument("--json", action="store_true", help="print JSON, for a file one object a line")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, or 2 after one line on standard error."""
+    options = _parse_arguments(arguments)
+    sys.stdout.reconfigure(
+        errors="replace"
+    )  # a terminal without block characters must not end in a traceback
+    try:
+        if options.file is None:
+            _predict_text(options)
+        else:
+            _predict_file(options)
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); without this Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ModelLoadError, OSError, ValueError) as error:
+        print(f"predict: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _load_model(options: argparse.Namespace) -> ModelLoader:
+    return ModelLoader(options.model or Settings().model_checkpoint)
+
+
+def _predict_text(options: argparse.Namespace) -> None:
+    if not clean_text(options.text):
+        raise ValueError("the text is blank: there is nothing to classify")
+    prediction = _load_model(options).predict(options.text)
+    print(json.dumps(prediction) if options.json else _chart(prediction))
+
+
+def _chart(prediction: Prediction) -> str:
+    lines = [f"{prediction['label']}  {prediction['confidence']:.1%}", ""]
+    width = max(map(len, prediction["probabilities"]))
+    by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
+    for label, probability in by_probability:
+        bar = "█" * round(probability * _BAR_WIDTH)
+        lines.append(f"{label:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}")
+    return "\n".join(lines)
+
+
+def _predict_file(options: argparse.Namespace) -> None:
+    from_stdin = options.file == "-"
+    with nullcontext(sys.stdin.buffer) if from_stdin else Path(options.file).open("rb") as source:
+        texts = _texts(source)
+        chunk = list(islice(texts, _LINES_AT_ONCE))
+        if not chunk:
+            raise ValueError(f"{options.file}: holds no text to classify")
+        model = _load_model(options)
+        while chunk:
+            _print_lines(zip(chunk, model.predict_batch(chunk), strict=True), as_json=options.json)
+            chunk = list(islice(texts, _LINES_AT_ONCE))
+
+
+def _texts(source: BinaryIO) -> Iterator[str]:
+    lines = (line.decode("utf-8", errors="replace") for line in source)
+    return (line for line in lines if clean_text(line))
+
+
+def _print_lines(answers: Iterable[tuple[str, Prediction]], *, as_json: bool) -> None:
+    for text, prediction in answers:
+        text = " ".join(text.split())
+        if as_json:
+            print(json.dumps({"text": text, **prediction}, ensure_ascii=False))
+        else:
+            print(f"{prediction['label']}\t{prediction['confidence']:.4f}\t{text}")
+    sys.stdout.flush()
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{str(problem['loc'][0]).upper()}: {problem['msg']}"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A tiny real model, as training writes it, and a real server process for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LABELS = ["World", "Sports", "Business", "Sci/Tech"]
+MAX_LENGTH = 24
+TEXTS = [
+    "Oil prices rise again as stocks fall on Wall Street.",
+    "The home side won the cup final after extra time and penalties.",
+    "New chip doubles the speed of phones, its makers say.",
+    "Ministers meet in Geneva for talks on a cease-fire.",
+    "Goal!",
+    "A very long report " + "about markets, games, chips and peace talks " * 20,
+    "Shares in the software maker rose three percent.",
+]
+STARTUP_SECONDS = 60
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    tokenizer = _train_tokenizer()
+    config = DistilBertConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_layers=2,
+        dim=32,
+        hidden_dim=64,
+        n_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.25,  # so that answers differ from text to text
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: i for i, label in enumerate(LABELS)},
+    )
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=MAX_LENGTH,
+        model_input_names=["input_ids", "attention_mask"],
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    ).save_pretrained(folder)
+    (folder / "metrics.json").write_text(json.dumps({"dataset": "tiny", "max_length": MAX_LENGTH}))
+    return folder
+
+
+def _train_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special_tokens, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(model_folder: Path) -> Path:
+    """The same model as one .pt file."""
+    network = DistilBertForSequenceClassification.from_pretrained(model_folder)
+    path = model_folder.with_suffix(".pt")
+    torch.save(
+        {
+            "epoch": 1,
+            "model_state_dict": {f"network.{name}": value for name, value in network.state_dict().items()},
+            "loss": 0.5,
+            "accuracy": 0.9,
+            "config": {
+                "model_name": "tiny",
+                "num_labels": len(LABELS),
+                "max_length": MAX_LENGTH,
+                "labels": LABELS,
+                "encoder_config": json.loads((model_folder / "config.json").read_text()),
+                "tokenizer_json": (model_folder / "tokenizer.json").read_text(),
+                "metrics": json.loads((model_folder / "metrics.json").read_text()),
+            },
+        },
+        path,
+    )
+    return path
+
+
+@pytest.fixture
+def folder_copy(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model folder that a test may damage."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@contextmanager
+def running_server(model: Path, **settings: str) -> Iterator[httpx.Client]:
+    """Start uvicorn in a process of its own and wait until /health has made up its mind."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--log-level", "warning"],
+        cwd=REPOSITORY,
+        env={**os.environ, "MODEL_CHECKPOINT": str(model), **settings},
+    )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            _wait_for_health(client, server)
+            yield client
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def _wait_for_health(client: httpx.Client, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"the server ended with exit code {server.returncode}"
+        try:
+            health = client.get("/health").json()
+        except httpx.TransportError:
+            health = {"error": "still loading"}
+        if "still loading" not in health.get("error", ""):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"no answer from /health within {STARTUP_SECONDS} s")
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[httpx.Client]:
+    with running_server(model_folder, MAX_TEXT_CHARS="2000", MAX_BATCH_TEXTS="8") as client:
+        yield client

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inference.model_loader import ModelLoader
+from tests.inference.conftest import LABELS, REPOSITORY, TEXTS, running_server
+
+
+def _assert_refused(response: httpx.Response, status: int, code: str, message: str = "") -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    assert message in error["message"]
+    assert len(error["message"].splitlines()) == 1
+
+
+def test_the_front_door_leads_to_the_documentation(server: httpx.Client) -> None:
+    response = server.get("/")
+    assert response.is_redirect
+    assert response.headers["location"] == "/docs"
+    assert server.get("/docs").status_code == 200
+
+
+def test_health_tells_that_the_model_is_loaded(server: httpx.Client, model_folder: Path) -> None:
+    response = server.get("/health")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "healthy",
+        "model_loaded": True,
+        "model": str(model_folder),
+        "labels": LABELS,
+    }
+
+
+def test_predict_answers_as_the_model_does_in_python(server: httpx.Client, model_folder: Path) -> None:
+    model = ModelLoader(model_folder)
+    for text in TEXTS:
+        response = server.post("/predict", json={"text": text})
+        expected = model.predict(text)
+        assert response.status_code == 200
+        assert response.json()["label"] == expected["label"]
+        assert response.json()["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
+
+
+def test_a_batch_is_answered_with_a_list_in_order(server: httpx.Client) -> None:
+    answers = server.post("/predict/batch", json={"texts": TEXTS}).json()
+    singles = [server.post("/predict", json={"text": text}).json() for text in TEXTS]
+    assert [one["label"] for one in answers] == [one["label"] for one in singles]
+    confidences = [one["confidence"] for one in answers]
+    assert confidences == pytest.approx([one["confidence"] for one in singles], abs=1e-5)
+
+
+@pytest.mark.parametrize("text", ["", "   ", "\\", "&lt;p&gt;", "\x00"])
+def test_a_blank_text_is_refused_with_422(server: httpx.Client, text: str) -> None:
+    _assert_refused(server.post("/predict", json={"text": text}), 422, "blank_text", "text is blank")
+    batch = server.post("/predict/batch", json={"texts": ["News", text]})
+    _assert_refused(batch, 422, "blank_text", "texts[1] is blank")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/predict", {}),
+        ("/predict", {"text": 5}),
+        ("/predict", {"text": None}),
+        ("/predict", ["News"]),
+        ("/predict/batch", {"texts": []}),
+        ("/predict/batch", {"texts": "News"}),
+        ("/predict/batch", {"texts": ["News", 5]}),
+    ],
+)
+def test_a_body_of_the_wrong_shape_is_refused_with_422(server: httpx.Client, path: str, body: Any) -> None:
+    _assert_refused(server.post(path, json=body), 422, "invalid_request", "body")
+
+
+def _post_raw(server: httpx.Client, body: bytes, path: str = "/predict") -> httpx.Response:
+    return server.post(path, content=body, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"text": NaN}', b'"\\ud83d"', b'{"text": 1, "\\ud83d": "\\ud83d"}']
+)
+def test_a_body_that_is_no_request_is_refused_with_422(server: httpx.Client, body: bytes) -> None:
+    _assert_refused(_post_raw(server, body), 422, "invalid_request")
+
+
+@pytest.mark.parametrize("body", [b'{"text": "\xff"}', b"[" * 100_000])
+def test_a_body_that_cannot_be_read_is_refused_with_400(server: httpx.Client, body: bytes) -> None:
+    _assert_refused(_post_raw(server, body), 400, "unreadable_body")
+
+
+def test_a_lone_surrogate_is_never_an_error_of_the_server(server: httpx.Client) -> None:
+    _assert_refused(_post_raw(server, b'{"text": "\\ud83d"}'), 422, "blank_text")
+    batch = _post_raw(server, b'{"texts": ["News", "\\udc00"]}', "/predict/batch")
+    _assert_refused(batch, 422, "blank_text", "texts[1]")
+    within_words = _post_raw(server, b'{"text": "oil \\ud83d prices"}')
+    assert within_words.status_code == 200
+    assert within_words.json() == server.post("/predict", json={"text": "oil prices"}).json()
+
+
+def test_a_text_over_the_limit_is_refused_with_both_numbers(server: httpx.Client) -> None:
+    assert server.post("/predict", json={"text": "a" * 2000}).status_code == 200
+    response = server.post("/predict", json={"text": "a" * 2001})
+    _assert_refused(response, 422, "text_too_long", "text has 2001 characters > maximum 2000")
+    response = server.post("/predict/batch", json={"texts": ["News", "a" * 2001]})
+    _assert_refused(response, 422, "text_too_long", "texts[1] has 2001 characters > maximum 2000")
+
+
+def test_a_batch_over_the_limit_is_refused_with_both_numbers(server: httpx.Client) -> None:
+    assert server.post("/predict/batch", json={"texts": ["News"] * 8}).status_code == 200
+    response = server.post("/predict/batch", json={"texts": ["News"] * 9})
+    _assert_refused(response, 422, "too_many_texts", "texts has 9 entries > maximum 8")
+
+
+def test_the_largest_request_within_the_limits_is_answered(server: httpx.Client) -> None:
+    body = '{"texts": [' + ", ".join(['"' + "\\ud83d\\ude00" * 2000 + '"'] * 8) + "]}"
+    assert _post_raw(server, body.encode(), "/predict/batch").status_code == 200
+
+
+def test_a_body_too_large_for_the_limits_is_refused_with_413(server: httpx.Client) -> None:
+    _assert_refused(_post_raw(server, b"x" * 400_000), 413, "body_too_large", "more than 257536 bytes")
+    unannounced = server.post("/predict", content=iter([b"x" * 100_000] * 4))
+    _assert_refused(unannounced, 413, "body_too_large", "more than 257536 bytes")
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_same_shape(server: httpx.Client) -> None:
+    _assert_refused(server.get("/nothing"), 404, "not_found")
+    _assert_refused(server.get("/predict"), 405, "method_not_allowed")
+
+
+def test_health_answers_while_the_model_works(server: httpx.Client) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        work = [
+            pool.submit(server.post, "/predict/batch", json={"texts": ["oil " * 400] * 8}) for _ in range(80)
+        ]
+        while not all(one.done() for one in work):
+            start = time.perf_counter()
+            assert server.get("/health").status_code == 200
+            assert time.perf_counter() - start < 2
+    assert {one.result().status_code for one in work} == {200}
+
+
+def test_the_documentation_shows_the_error_shape(server: httpx.Client) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    for path in ("/predict", "/predict/batch"):
+        responses = paths[path]["post"]["responses"]
+        for status in ("422", "503"):
+            schema = responses[status]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+        assert "Retry-After" in responses["503"]["headers"]
+
+
+def test_without_a_model_the_server_stays_up_and_says_why(folder_copy: Path) -> None:
+    (folder_copy / "model.safetensors").unlink()
+    with running_server(folder_copy) as client:
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "unavailable"
+        assert health.json()["model_loaded"] is False
+        assert "lacks model.safetensors" in health.json()["error"]
+        for path, body in (("/predict", {"text": "News"}), ("/predict/batch", {"texts": ["News"]})):
+            response = client.post(path, json=body)
+            _assert_refused(response, 503, "model_unavailable", "lacks model.safetensors")
+            assert int(response.headers["retry-after"]) > 0
+
+
+def test_importing_the_server_loads_neither_torch_nor_the_trainer() -> None:
+    code = "import sys, inference.app; print({'torch', 'transformers', 'training'} & set(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "set()\n"
+
+
+def test_no_file_of_inference_imports_training() -> None:
+    for path in (REPOSITORY / "inference").rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert not [
+            line for line in lines if line.strip().startswith(("import training", "from training"))
+        ], path

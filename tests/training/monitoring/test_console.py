@@ -1,0 +1,164 @@
+import os
+import pty
+import re
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.monitoring import Console, EpochMetrics, StepMetrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def _run(
+    console: Console, step_metrics: Callable[..., StepMetrics], first_step: int, total_steps: int
+) -> None:
+    with console.progress(
+        total_steps=total_steps, first_step=first_step, samples_done=64 * first_step
+    ) as bar:
+        for step in range(first_step + 1, total_steps + 1):
+            bar.update(step_metrics(step))
+
+
+def _steps_shown(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step (\d+)/", output, flags=re.MULTILINE)]
+
+
+def test_plain_mode_prints_no_control_characters(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    step_metrics: Callable[..., StepMetrics],
+    epoch_metrics: Callable[..., EpochMetrics],
+    evaluation: Callable[..., dict[str, Any]],
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console()
+    console.banner({"World size": "2 (gloo)"})
+    _run(console, step_metrics, 0, 30)
+    console.epoch_table([epoch_metrics(1, 30)])
+    _finish(console, evaluation())
+    output = capsys.readouterr().out
+    assert not [letter for letter in output if letter != "\n" and unicodedata.category(letter) == "Cc"]
+
+
+def test_plain_mode_shows_the_first_step_each_tenth_and_the_last(
+    capsys: pytest.CaptureFixture[str], step_metrics: Callable[..., StepMetrics]
+) -> None:
+    _run(Console(), step_metrics, 0, 300)
+    assert _steps_shown(capsys.readouterr().out) == [1, *range(30, 301, 30)]
+
+
+def test_plain_mode_of_a_resumed_run_counts_from_where_it_stood(
+    capsys: pytest.CaptureFixture[str], step_metrics: Callable[..., StepMetrics]
+) -> None:
+    _run(Console(), step_metrics, 150, 300)
+    output = capsys.readouterr().out
+    assert "after step 150 of 300 (9,600 samples seen)" in output
+    assert _steps_shown(output) == [151, 180, 210, 240, 270, 300]
+
+
+def test_plain_mode_shows_where_a_run_stopped_short(
+    capsys: pytest.CaptureFixture[str], step_metrics: Callable[..., StepMetrics]
+) -> None:
+    with Console().progress(total_steps=1000, first_step=0, samples_done=0) as bar:
+        for step in (1, 2, 37):
+            bar.update(step_metrics(step))
+    assert _steps_shown(capsys.readouterr().out) == [1, 37]
+
+
+def test_only_the_last_of_the_improving_epochs_is_marked_best(
+    capsys: pytest.CaptureFixture[str], epoch_metrics: Callable[..., EpochMetrics]
+) -> None:
+    Console().epoch_table([epoch_metrics(1, 10), epoch_metrics(2, 20), epoch_metrics(3, 30, is_best=False)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "best" in line] == ["2"]
+
+
+def test_a_long_path_stays_on_one_line(
+    capsys: pytest.CaptureFixture[str], evaluation: Callable[..., dict[str, Any]]
+) -> None:
+    folder = Path("/", *["a-long-folder-name"] * 12)
+    _finish(Console(), evaluation(), folder)
+    output = capsys.readouterr().out
+    assert f"{folder}\n" in output
+    assert "90.00% on 200 rows (95% interval 85.06% to 93.43%)" in output
+
+
+def test_text_in_brackets_is_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    Console().say("label [red] of [/x] :smile:")
+    assert capsys.readouterr().out == "label [red] of [/x] :smile:\n"
+
+
+def test_a_terminal_shows_one_live_bar_with_the_figures() -> None:
+    program = """
+from training.monitoring import Console, StepMetrics
+with Console().progress(total_steps=300, first_step=120, samples_done=7680) as bar:
+    bar.update(StepMetrics(170, 2, 0.4321, 1.9e-5, 1.0, 118.2, 15443.0, 85.0))
+    bar.say("saved a checkpoint")
+"""
+    output = _run_in_terminal(program)
+    assert "\x1b[" in output
+    for figure in (
+        "epoch 2",
+        "170/300",
+        "57%",
+        "loss 0.4321",
+        "118.2 samples/s",
+        "15,443 tokens/s",
+        "ETA",
+        "saved a",
+    ):
+        assert figure in output
+
+
+def test_a_terminal_that_only_knows_ascii_does_not_end_the_run() -> None:
+    program = "from training.monitoring import Console; Console().say('2 \\u00d7 32')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, check=True
+    )
+    assert done.stdout == b"2 ? 32\n"
+
+
+def test_importing_monitoring_imports_nothing_heavy() -> None:
+    program = "import sys, training.monitoring; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    assert not {"matplotlib", "tensorboard", "jinja2", "torch", "numpy"} & set(done.stdout.split())
+
+
+def _finish(console: Console, test: dict[str, Any], folder: Path = Path("model")) -> None:
+    console.finish(
+        seconds=160.0,
+        best_epoch=2,
+        validation_accuracy=0.91,
+        test=test,
+        model_folder=folder,
+        checkpoint_file=Path("model.pt"),
+        report=Path("model.run/report.html"),
+    )
+
+
+def _run_in_terminal(program: str) -> str:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    output = b""
+    # Reading fails once the program has closed its side.
+    try:
+        while piece := os.read(ours, 4096):
+            output += piece
+    except OSError:
+        pass
+    os.close(ours)
+    assert process.wait() == 0, output
+    return re.sub(r"\x1b\[[0-9;]*m", "", output.decode())

@@ -1,0 +1,154 @@
+import html.parser
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from training.monitoring import ReportData, WrongText, read_metrics, write_report
+from training.monitoring.records import wilson_interval
+
+Evaluation = Callable[..., dict[str, Any]]
+MakeReport = Callable[..., ReportData]
+WriteRun = Callable[..., Path]
+
+HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & {{ 7 * 7 }} $\\frac{1}$"
+PLOTS = ["accuracy", "confusion_matrix", "gradient_norm", "learning_rate", "loss", "throughput"]
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+@pytest.fixture(scope="module")
+def run_dir(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_run: WriteRun,
+    evaluation: Evaluation,
+    report_data: MakeReport,
+) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("run"))
+    texts = [WrongText(HOSTILE, HOSTILE, "Sports", 0.999)]
+    texts += [WrongText(f"text number {number}.", "World", "Sports", number / 100) for number in range(40)]
+    write_report(folder, report_data(evaluation(), texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> _Page:
+    return _Page((run_dir / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_report_asks_the_network_for_nothing(page: _Page) -> None:
+    addresses = [
+        value
+        for _, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("src", "srcset", "href", "action")
+    ]
+    assert addresses
+    assert all(address.startswith("data:image/png;base64,") for address in addresses if address)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+
+
+def test_a_hostile_text_is_escaped_in_the_report(run_dir: Path, page: _Page) -> None:
+    assert page.words.count(HOSTILE) == 2
+    assert "<script" not in (run_dir / "report.html").read_text()
+    assert not any("onerror" in attributes for _, attributes in page.tags)
+
+
+def test_the_report_shows_twenty_wrong_texts_surest_first(page: _Page) -> None:
+    numbers = [int(number) for number in re.findall(r"text number (\d+)\.", page.words)]
+    assert numbers == list(range(39, 20, -1))
+
+
+def test_the_report_holds_the_figures_of_the_run(page: _Page) -> None:
+    for figure in (
+        "90.00%",
+        "95% interval 85.06% to 93.43%",
+        "2.00%",
+        "2m 40s",
+        "100.0",
+        "Sci/Tech",
+        "ag_news",
+        "2.13.0",
+    ):
+        assert figure in page.words
+
+
+def test_plots_are_whole_pngs_of_sensible_size(run_dir: Path) -> None:
+    paths = sorted((run_dir / "plots").iterdir())
+    assert [path.name for path in paths] == [f"{name}.png" for name in PLOTS]
+    for path in paths:
+        height, width, _ = matplotlib.image.imread(path).shape
+        assert 500 < height < 1500
+        assert 500 < width < 1500
+        assert 5_000 < path.stat().st_size < 300_000
+
+
+def test_nothing_half_written_is_left_beside_the_report(run_dir: Path) -> None:
+    assert not [path for path in run_dir.rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("steps", "epochs", "classes"), [(1, 1, 2), (0, 2, 2), (0, 0, 2), (5, 1, 30), (3000, 2, 20)]
+)
+def test_runs_of_any_size_have_a_report(
+    tmp_path: Path,
+    write_run: WriteRun,
+    evaluation: Evaluation,
+    report_data: MakeReport,
+    steps: int,
+    epochs: int,
+    classes: int,
+) -> None:
+    labels = [f"a class with quite a long name, worth ${number} & _more_$" for number in range(classes)]
+    write_run(tmp_path, steps=steps, epochs=epochs, labels=labels)
+    path = write_report(tmp_path, report_data(evaluation(labels)))
+    assert labels[-1] in _Page(path.read_text(encoding="utf-8")).words
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
+def test_a_run_of_losses_that_are_not_finite_has_a_report(
+    tmp_path: Path, write_run: WriteRun, evaluation: Evaluation, report_data: MakeReport
+) -> None:
+    write_run(tmp_path, steps=20, epochs=1)
+    metrics = tmp_path / "metrics.jsonl"
+    fields = "loss|grad_norm|samples_per_second|tokens_per_second"
+    metrics.write_text(re.sub(rf'"({fields})": [\d.e-]+', r'"\1": null', metrics.read_text()))
+    assert read_metrics(tmp_path)[0]["grad_norm"] is None
+    page = _Page(write_report(tmp_path, report_data(evaluation())).read_text())
+    assert "not finite" in page.words
+
+
+def test_a_resumed_run_is_one_curve(
+    tmp_path: Path, write_run: WriteRun, evaluation: Evaluation, report_data: MakeReport
+) -> None:
+    write_run(tmp_path, steps=20, epochs=2)
+    epoch = next(
+        line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line[:20]
+    )
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(epoch + "\n")
+    page = _Page(write_report(tmp_path, report_data(evaluation())).read_text())
+    # A heading, two epochs; a heading, four classes.
+    assert [tag for tag, _ in page.tags].count("tr") == 3 + 5
+
+
+def test_wilson_interval_agrees_with_the_published_formula() -> None:
+    assert wilson_interval(0.9, 200) == pytest.approx((0.8506, 0.9343), abs=1e-4)
+    assert wilson_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert wilson_interval(0.0, 0) == (0.0, 1.0)

@@ -1,0 +1,1 @@
+"""Training: from text and labels to a model folder, on one process or many."""

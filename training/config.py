@@ -1,0 +1,226 @@
+"""TrainConfig: one typed object = command-line flags + a YAML file + environment variables.
+
+Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from training.errors import UserError
+
+ENVIRONMENT_PREFIX = "DISTRINEWS_"
+TINY = "tiny"
+
+
+def _field(default: Any, group: str, help: str, **limits: Any) -> Any:  # noqa: A002 - argparse's word
+    return Field(default, description=help, json_schema_extra={"group": group}, validate_default=True, **limits)
+
+
+class TrainConfig(BaseModel):
+    """Everything that a training run can be told. The descriptions are the help texts of the flags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # fmt: off
+    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/JSONL/Parquet with text and label")
+    max_length: int = _field(128, "data", "tokens a text may have; longer ones are cut, which the report counts", ge=8, le=8192)
+    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified", gt=0, lt=0.9)
+    max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
+    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept")
+
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small DistilBERT made here from nothing, with no download")
+    gradient_checkpointing: bool = _field(False, "model", "recompute activations in the backward pass: less memory, a third more work")
+    compile: bool = _field(False, "model", "torch.compile the model; pays on GPUs in long runs")
+
+    epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
+    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x ranks x gradient_accumulation", ge=1)
+    gradient_accumulation: int = _field(1, "optimization", "micro-batches before an optimizer step; 1 = off", ge=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
+    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of ranks or its root")
+    schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate falls to 0 after the warm-up")
+    warmup: float = _field(0.06, "optimization", "share of all steps over which the learning rate rises; 0 = off", ge=0, lt=1)
+    weight_decay: float = _field(0.01, "optimization", "AdamW's decay, not on biases and LayerNorm; 0 = off", ge=0, lt=1)
+    clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
+    label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor has it, fp16 with a gradient scaler on older GPUs, else fp32")
+    seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
+    deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
+
+    strategy: Literal["ddp"] = _field("ddp", "processes", "how the model lies over the processes: ddp = a whole copy on each")
+    device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
+
+    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run lie beside it")
+    save_every: int = _field(500, "output", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0)
+    keep_last: int = _field(2, "output", "checkpoints kept beside the best one", ge=1)
+    resume: str = _field("auto", "output", "auto = go on from the run folder's newest whole checkpoint if it has one; none = start anew (an older run is moved aside, not deleted); or the path of a checkpoint")
+    log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1)
+    # fmt: on
+
+    @model_validator(mode="after")
+    def _check_across(self) -> TrainConfig:
+        if self.precision == "fp16" and self.device == "cpu":
+            raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
+        if not self.output_dir.name:
+            raise ValueError(f"--output_dir {self.output_dir}: must name a folder")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of this run's checkpoints, metrics and report."""
+        return self.output_dir.with_name(self.output_dir.name + ".run")
+
+    @property
+    def checkpoint_file(self) -> Path:
+        """The one-file model beside the model folder."""
+        return self.output_dir.with_name(self.output_dir.name + ".pt")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after the warm-up, before scaling by ranks."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1e-3 if self.model == TINY else 2e-5
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML that ``--config`` reads."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# What may differ between a checkpoint and the run that goes on from it. The batch fields are compared apart:
+# only their product with the number of ranks, the global batch, decides the order of rows.
+OPERATIONAL_FIELDS = frozenset({"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every"})
+BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
+
+
+def parse_config(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, description: str = ""
+) -> TrainConfig:
+    """Make the configuration from flags, environment and ``--config``; ``--print_config`` prints it and exits.
+
+    Raises:
+        UserError: an unknown flag, variable or key, or a value out of its limits.
+    """
+    parser = _build_parser(description)
+    flags = vars(parser.parse_args([_normalise(argument) for argument in arguments]))
+    config_file, print_config = flags.pop("config"), flags.pop("print_config")
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    environment = os.environ if environment is None else environment
+    for origin, source in (
+        (str(config_file), _read_yaml(Path(config_file)) if config_file else {}),
+        ("environment", _read_environment(environment)),
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+    ):
+        values |= source
+        origins |= dict.fromkeys(source, origin)
+    config = _validate(values, origins)
+    if print_config:
+        print(config.to_yaml(), end="")
+        raise SystemExit(0)
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def _build_parser(description: str) -> _Parser:
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+    parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a file; flags win over it")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
+    groups: dict[str, Any] = {}
+    for name, field in TrainConfig.model_fields.items():
+        title = field.json_schema_extra["group"]  # type: ignore[index, call-overload]
+        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
+        group.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
+    return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(110, int(os.environ.get("COLUMNS", 100))))
+
+
+def _argument_form(field: FieldInfo) -> dict[str, Any]:
+    if field.annotation is bool:
+        return {"nargs": "?", "const": "true", "metavar": "true|false"}
+    choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
+    return {"metavar": "|".join(choices) or {int: "N", Path: "PATH", str: "TEXT"}.get(field.annotation, "X")}
+
+
+def _help_text(field: FieldInfo) -> str:
+    default = "" if field.default is None else f" (default: {str(field.default).lower()})"
+    if isinstance(field.default, Path | str):
+        default = f" (default: {field.default})"
+    return f"{field.description}{default}".replace("%", "%%")
+
+
+def _normalise(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    name = "--" + name[2:].replace("-", "_")
+    known = ["--config", "--print_config", "--help", *(f"--{field}" for field in TrainConfig.model_fields)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UserError(f"{argument}: no such flag{f'; did you mean {near[0]}?' if near else ' (see --help)'}")
+    return name + equals + value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: must hold fields with values, such as `epochs: 3`")
+    for name in values:
+        if name not in TrainConfig.model_fields:
+            near = difflib.get_close_matches(str(name), TrainConfig.model_fields, n=1)
+            raise UserError(f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    # YAML 1.1 reads 2e-5 as text; pydantic reads that text as the number that was meant.
+    return values
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    values = {}
+    for variable, value in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if name not in TrainConfig.model_fields:
+                raise UserError(f"environment variable {variable}: no such field")
+            values[name] = value
+    return values
+
+
+def _validate(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe(problem, origins) for problem in error.errors()]
+        raise UserError("; ".join(problems)) from None
+
+
+def _describe(problem: Mapping[str, Any], origins: dict[str, str]) -> str:
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    message = message.split(", unable to parse")[0].replace("a valid number", "a number")
+    if not problem["loc"]:
+        return message
+    name = str(problem["loc"][0])
+    origin = origins.get(name, "flag")
+    where = {"flag": f"--{name}", "environment": f"{ENVIRONMENT_PREFIX}{name.upper()}"}.get(origin, f"{origin}: {name}")
+    return f"{where} {problem['input']}: {message}"

@@ -1,0 +1,181 @@
+"""Processes: the group, ranks, devices, and the few collectives that data and metrics need.
+
+The only file that reads torchrun's environment or calls ``init_process_group``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from training.errors import UserError
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of a run, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str  # "nccl", "gloo", or "none" for a run without a process group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that speaks and writes."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a process group exists."""
+        return self.backend != "none"
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.is_distributed:
+            self.sum_(torch.zeros(1, device=self.device))
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place."""
+        if self.is_distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank. Values are pickled: small ones only."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if not self.is_distributed:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that error.
+
+        Raises:
+            UserError: the first failing rank's message; ``quiet`` on all ranks but rank 0.
+        """
+        result, message = None, None
+        try:
+            result = work()
+        except UserError as error:
+            message = str(error)
+        failed = [(rank, text) for rank, text in enumerate(self.gather(message)) if text is not None]
+        if failed:
+            rank, text = failed[0]
+            error = UserError(text if rank == 0 else f"rank {rank}: {text}")
+            error.quiet = not self.is_first  # type: ignore[attr-defined]
+            raise error
+        return result  # type: ignore[return-value]
+
+    def first_then_rest(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the first rank of each machine, then on the others, who find its cached result."""
+        result: T | None = None
+
+        def on_first() -> None:
+            nonlocal result
+            if self.local_rank == 0:
+                result = work()
+
+        self.together(on_first)
+        if self.local_rank != 0:
+            result = work()
+        self.barrier()
+        return result  # type: ignore[return-value]
+
+
+def cpu_count() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
+    """The ranks of this run; the process group stands while the context does, and falls whatever happens.
+
+    Args:
+        device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
+        use_process_group: join the group that torchrun's variables describe; without them, or when false,
+            the process is alone.
+
+    Raises:
+        UserError: more processes than GPUs, or ``cuda`` where there is none.
+    """
+    launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, world_size = (int(os.environ[name]) if launched else default for name, default in _PLACE)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
+    chosen = _choose_device(device, local_rank, local_world_size)
+    backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
+    if chosen.type == "cpu":
+        # torchrun asks for one thread a process, whatever the machine has.
+        torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    if launched:
+        _join_group(backend, chosen)
+    try:
+        yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
+    finally:
+        if launched and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_PLACE = (("RANK", 0), ("WORLD_SIZE", 1))
+
+
+def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto")
+    if local_world_size > num_gpus:
+        error = UserError(
+            f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
+            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
+        )
+        error.quiet = local_rank != 0  # type: ignore[attr-defined]
+        raise error
+    chosen = torch.device("cuda", local_rank)
+    # Bound before the group exists: else every process opens a context on GPU 0.
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _join_group(backend: str, device: torch.device) -> None:
+    bound = device if backend == "nccl" else None
+    try:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+    except (ValueError, RuntimeError, dist.DistError) as error:
+        raise UserError(
+            f"the process group did not form ({str(error).splitlines()[0]}): start with "
+            "torchrun --nproc_per_node=N training/train_ddp.py, on a free port (--standalone picks one)"
+        ) from error

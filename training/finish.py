@@ -1,0 +1,110 @@
+"""After the last step: the best epoch is tested once, and written for serving and for reading."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from training.checkpointing import write_model
+from training.checkpointing.store import load_checkpoint
+from training.describe import describe_environment
+from training.errors import TrainingFailure
+from training.evaluation import evaluate
+from training.metrics import log_softmax
+from training.monitoring import ReportData, WrongText, write_report
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+MOST_WRONG = 20
+
+
+def finish_run(trainer: Trainer) -> Path:
+    """Test the best epoch's weights in fp32, as they will be served, and write the model folder and the report.
+
+    Returns:
+        The model folder.
+    """
+    config, best, tokens = trainer.config, trainer.best, trainer.news.tokens
+    trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
+    if best.step != trainer.step:
+        weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
+        trainer.strategy.load_weights(weights)
+    test, logits = evaluate(trainer.strategy.model, tokens.test, trainer.ranks, tokens.label_names)
+    weights = trainer.strategy.full_weights()
+    if trainer.ranks.is_first:
+        trainer.log.test(test)
+        metrics = {
+            "dataset": tokens.name,
+            "base_model": config.model,
+            "max_length": config.max_length,
+            "best_epoch": best.epoch,
+            "created": datetime.now(UTC).date().isoformat(),
+            "train_rows": len(trainer.news.train_index),
+            "test": test,
+            "validation": best.validation,
+        }
+        try:
+            write_model(
+                trainer.strategy.model,
+                weights,
+                trainer.news.tokenizer,
+                metrics,
+                config.output_dir,
+                config.checkpoint_file,
+            )
+            report = write_report(config.run_dir, _report_data(trainer, test, logits))
+        except OSError as error:
+            raise TrainingFailure(
+                f"the model could not be written ({error}); nothing is lost: the checkpoints in {config.run_dir} are "
+                "whole, make room and start the same command again"
+            ) from error
+        trainer.console.finish(
+            seconds=trainer.seconds,
+            best_epoch=best.epoch,
+            validation_accuracy=best.validation["accuracy"],
+            test=test,
+            model_folder=config.output_dir,
+            checkpoint_file=config.checkpoint_file,
+            report=report,
+        )
+    trainer.ranks.barrier()
+    return config.output_dir
+
+
+def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> ReportData:
+    tokens = trainer.news.tokens
+    cut, total = tokens.train.num_cut + tokens.test.num_cut, len(tokens.train) + len(tokens.test)
+    notes = [*tokens.notes, f"{cut:,} of {total:,} texts were cut at {trainer.config.max_length} tokens."]
+    if trainer.skipped_steps:
+        notes.append(f"The gradient scaler skipped {trainer.skipped_steps} steps.")
+    return ReportData(
+        title=trainer.config.output_dir.name,
+        configuration=trainer.config.model_dump(mode="json"),
+        environment=describe_environment(trainer.ranks),
+        test=test,
+        wrong_texts=_most_wrong(trainer, logits),
+        notes=notes,
+        seconds=trainer.seconds,
+        model_folder=str(trainer.config.output_dir),
+    )
+
+
+def _most_wrong(trainer: Trainer, logits: np.ndarray) -> list[WrongText]:
+    """The texts whose wrong answer the model was surest of, surest first."""
+    tokens, texts = trainer.news.tokens, trainer.news.texts
+    probabilities = np.exp(log_softmax(logits))
+    predicted = probabilities.argmax(axis=1)
+    confidence = probabilities.max(axis=1)
+    wrong = np.flatnonzero(predicted != tokens.test.labels)
+    surest = wrong[np.argsort(-confidence[wrong], kind="stable")][:MOST_WRONG]
+    names = tokens.label_names
+    return [
+        WrongText(
+            texts.test.texts[i], names[tokens.test.labels[i]], names[predicted[i]], float(confidence[i])
+        )
+        for i in surest
+    ]

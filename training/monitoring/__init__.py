@@ -1,0 +1,17 @@
+"""Monitoring: what a person sees of a run, and the files the run leaves."""
+
+from training.monitoring.console import Console
+from training.monitoring.records import EpochMetrics, ReportData, StepMetrics, WrongText
+from training.monitoring.report import write_report
+from training.monitoring.run_log import RunLog, read_metrics
+
+__all__ = [
+    "Console",
+    "EpochMetrics",
+    "ReportData",
+    "RunLog",
+    "StepMetrics",
+    "WrongText",
+    "read_metrics",
+    "write_report",
+]

@@ -1,0 +1,249 @@
+"""Plots: the curves and the confusion matrix of a run as PNG, for a light and a dark page.
+
+Imports matplotlib, which takes a second: the report imports this module when it is written, nobody else does.
+"""
+
+import io
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from training.monitoring.records import Curves
+
+DOTS_PER_INCH = 200
+# Small in inches, so that the letters can still be read where a phone shows the figure 360 pixels wide.
+CURVE_INCHES = (4.6, 2.9)
+LONGEST_LABEL = 20
+FEWEST_TO_SMOOTH = 15
+INCHES_A_LETTER = 0.085
+# Beyond this many classes a cell has no room for a legible number; the colour must do.
+MOST_CLASSES_WITH_NUMBERS = 24
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one page; the two series differ for colour-blind eyes too (Okabe and Ito)."""
+
+    surface: str
+    ink: str
+    muted: str
+    grid: str
+    first: str
+    second: str
+
+
+LIGHT = Theme("#ffffff", "#1c2128", "#5b6470", "#e4e7eb", "#0072b2", "#d55e00")
+DARK = Theme("#161b22", "#e6edf3", "#9aa5b1", "#2b323b", "#56b4e9", "#f0a23b")
+
+
+def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
+    """Draw every plot for which there are records.
+
+    Returns:
+        PNG bytes by name: loss, accuracy, learning_rate, throughput, gradient_norm, confusion_matrix.
+    """
+    with mpl.rc_context(_style(theme)):
+        figures: dict[str, Figure] = {}
+        if curves.steps or curves.epochs:
+            figures["loss"] = _loss(curves, theme)
+        if curves.epochs:
+            figures["accuracy"] = _accuracy(curves, test, theme)
+        if curves.steps:
+            figures["learning_rate"] = _learning_rate(curves, theme)
+            figures["throughput"] = _throughput(curves, theme)
+            figures["gradient_norm"] = _gradient_norm(curves, theme)
+        if test:
+            figures["confusion_matrix"] = _confusion_matrix(test, theme)
+        return {name: _png(figure) for name, figure in figures.items()}
+
+
+def _loss(curves: Curves, theme: Theme) -> Figure:
+    figure, axes = _curve_axes("Loss", "step")
+    if curves.steps:
+        _training_loss(axes, curves.column("step"), np.array(curves.column("loss")), theme)
+    if curves.epochs:
+        steps = [record["step"] for record in curves.epochs]
+        axes.plot(steps, curves.validation("loss"), "o-", color=theme.second, label="validation")
+    _legend_above(axes)
+    return figure
+
+
+def _training_loss(axes: Axes, steps: list[float], losses: np.ndarray, theme: Theme) -> None:
+    if len(losses) < FEWEST_TO_SMOOTH:
+        axes.plot(steps, losses, "o-", color=theme.first, label="training")
+        return
+    window = max(3, len(losses) // 25)
+    mean = _moving_mean(losses, window)
+    axes.plot(steps, losses, color=theme.first, alpha=0.4, linewidth=0.8, label="training")
+    axes.plot(steps, mean, color=theme.first, label=f"mean of {window:,} points")
+
+
+def _accuracy(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
+    figure, axes = _curve_axes("Accuracy", "epoch")
+    epochs = [record["epoch"] for record in curves.epochs]
+    accuracy, macro_f1 = curves.validation("accuracy"), curves.validation("macro_f1")
+    axes.plot(epochs, accuracy, "o-", color=theme.first, label="validation")
+    axes.plot(epochs, macro_f1, "s--", color=theme.second, label="macro F1", linewidth=1.2)
+    shown = [*accuracy, *macro_f1]
+    if test:
+        axes.axhline(test["accuracy"], color=theme.muted, linestyle=":", label="test, best epoch")
+        shown.append(test["accuracy"])
+    low, high = np.nanmin(shown), np.nanmax(shown)
+    margin = max(0.01, 0.15 * (high - low))
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    _legend_above(axes)
+    return figure
+
+
+def _learning_rate(curves: Curves, theme: Theme) -> Figure:
+    figure, axes = _curve_axes("Learning rate", "step")
+    axes.plot(curves.column("step"), curves.column("learning_rate"), _mark(curves), color=theme.first)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def _throughput(curves: Curves, theme: Theme) -> Figure:
+    figure, axes = _curve_axes("Throughput, samples per second", "step")
+    speed = curves.column("samples_per_second")
+    axes.plot(curves.column("step"), speed, _mark(curves), color=theme.first, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if known := [value for value in speed if math.isfinite(value)]:
+        median = statistics.median(known)
+        axes.axhline(median, color=theme.second, linestyle="--", label=f"median {median:,.1f}")
+        _legend_above(axes)
+    return figure
+
+
+def _gradient_norm(curves: Curves, theme: Theme) -> Figure:
+    figure, axes = _curve_axes("Gradient norm before clipping", "step")
+    norms = curves.column("grad_norm")
+    axes.plot(curves.column("step"), norms, _mark(curves), color=theme.first, linewidth=1.2)
+    known = [norm for norm in norms if math.isfinite(norm)]
+    # One spike of a hundred times the rest would press the curve into the floor.
+    if known and min(known) > 0 and max(known) > 20 * statistics.median(known):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    return figure
+
+
+def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
+    counts = np.asarray(test["confusion_matrix"], dtype=np.int64)  # (true, predicted)
+    shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    classes = len(counts)
+    labels = [_shorten(label) for label in test["labels"]]
+    cell = float(np.interp(classes, [2, 4, 20], [1.2, 0.9, 0.52]))
+    side = cell * min(classes, 40)
+    longest = INCHES_A_LETTER * max(map(len, labels))
+    is_slanted = longest > cell
+    width = side + longest + 0.65
+    height = side + (longest if is_slanted else 0.25) + 0.75
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    colours = LinearSegmentedColormap.from_list("share", [theme.surface, theme.first])
+    # The power spreads the small shares, which are the confusions.
+    axes.imshow(shares, cmap=colours, norm=PowerNorm(0.6, 0, 1))
+    axes.set_title("Confusion matrix", pad=10)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    # A label is a name, not mathematics: parse_math would stumble over a dollar sign.
+    axes.set_xticks(range(classes), labels, parse_math=False)
+    axes.set_yticks(range(classes), labels, parse_math=False)
+    axes.set_xticks(np.arange(-0.5, classes), minor=True)
+    axes.set_yticks(np.arange(-0.5, classes), minor=True)
+    axes.grid(False, which="major")
+    axes.grid(True, which="minor", color=theme.grid, linewidth=0.8)
+    axes.tick_params(which="both", length=0)
+    if is_slanted:
+        axes.tick_params(axis="x", labelrotation=45, labelrotation_mode="xtick")
+    if classes <= MOST_CLASSES_WITH_NUMBERS:
+        _write_cells(axes, counts, shares, theme)
+    return figure
+
+
+def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, theme: Theme) -> None:
+    size = float(np.interp(len(counts), [4, 20], [11, 7.5]))
+    for row, column in np.ndindex(counts.shape):
+        count, share = int(counts[row, column]), float(shares[row, column])
+        text = f"{count:,}\n{share:.1%}" if count else "0"
+        colour = theme.surface if share > 0.7 else (theme.ink if count else theme.muted)
+        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
+
+
+def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=CURVE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    return figure, axes
+
+
+def _legend_above(axes: Axes) -> None:
+    # Between title and curves, where no curve can run through it.
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, borderpad=0, columnspacing=1.4)
+
+
+def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    # Centred, so that it does not lag; over fewer values at both ends and beside a gap.
+    known = np.isfinite(values)
+    ones = np.ones(window)
+    count = np.convolve(known, ones, mode="same")
+    total = np.convolve(np.where(known, values, 0.0), ones, mode="same")
+    return np.where(count > 0, total / np.maximum(1, count), np.nan)
+
+
+def _mark(curves: Curves) -> str:
+    return "o-" if len(curves.steps) < FEWEST_TO_SMOOTH else "-"
+
+
+def _shorten(label: str) -> str:
+    # Cut in the middle: names of one family differ at their ends.
+    return label if len(label) <= LONGEST_LABEL else f"{label[:10]}…{label[-9:]}"
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    return buffer.getvalue()
+
+
+def _style(theme: Theme) -> dict[str, Any]:
+    return {
+        "figure.facecolor": theme.surface,
+        "axes.facecolor": theme.surface,
+        "axes.edgecolor": theme.grid,
+        "axes.labelcolor": theme.muted,
+        "axes.titlecolor": theme.ink,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11.5,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 26,
+        "axes.grid": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": theme.grid,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "text.color": theme.ink,
+        "font.size": 10,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "lines.linewidth": 1.8,
+    }

@@ -1,0 +1,40 @@
+"""Numbers a run computes in: fp32, bf16 or fp16 with a gradient scaler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from training.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (AMX or AVX512-BF16); without that bf16 is slower than fp32."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def choose_precision(asked: str, device: torch.device) -> str:
+    """Resolve ``auto`` and refuse what the device cannot do.
+
+    Raises:
+        UserError: fp16 on a CPU, bf16 on a GPU without it.
+    """
+    if device.type == "cpu":
+        if asked == "fp16":
+            raise UserError("--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or bf16")
+        return ("bf16" if cpu_has_bf16() else "fp32") if asked == "auto" else asked
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bf16" and not has_bf16:
+        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has none; use fp16 or auto")
+    return ("bf16" if has_bf16 else "fp16") if asked == "auto" else asked
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which a forward pass computes in ``precision``; weights stay in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Start training on N processes of this machine: training/run_ddp.sh [N] [flags of train_ddp.py]
+# N defaults to the number of GPUs, or to 2 on a machine without one. SIGTERM and Ctrl-C go to the ranks alone, so that
+# they finish their step, save, and the launcher ends with their exit code.
+set -u
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$here/../.venv/bin/python}
+[ -x "$python" ] || python=$(command -v python3)
+
+if [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+  processes=$1
+  shift
+else
+  gpus=$(command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+  processes=${gpus:-0}
+  [ "$processes" -gt 0 ] || processes=2
+fi
+if [ "$processes" -lt 1 ]; then
+  echo "error: run_ddp.sh $processes: at least 1 process" >&2
+  exit 2
+fi
+
+# A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
+setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$here/train_ddp.py" "$@" &
+launcher=$!
+stop() { pkill -TERM -P "$launcher" 2>/dev/null; }
+trap stop TERM INT
+while kill -0 "$launcher" 2>/dev/null; do
+  wait "$launcher"
+  code=$?
+done
+exit "${code:-1}"

@@ -1,0 +1,185 @@
+"""Tokenising, once: texts become flat arrays of token ids, kept in a cache that every rank maps into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from inference import tokenization
+from inference.tokenization import TextTokenizer, clean_text
+from training.config import TINY
+from training.dataset import NewsData, Rows
+from training.errors import UserError
+from training.utils import write_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TINY_VOCABULARY = 8192
+CHUNK = 10_000
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Rows without padding, end to end.
+
+    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
+    ``labels``: int64, (rows,); ``num_cut``: rows that were longer than the maximum.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray
+    num_cut: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens a row has: int64, (rows,)."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class TokenizedNews:
+    """Tokenised training and test rows. ``key`` names the data, the tokenizer and the length together."""
+
+    key: str
+    name: str
+    label_names: list[str]
+    train: TokenizedRows
+    test: TokenizedRows
+    notes: list[str]
+    vocab_size: int
+
+
+def load_tokenizer(model: str, train_texts: Sequence[str], max_length: int) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, or for ``tiny`` a WordPiece one trained on the training texts.
+
+    Raises:
+        UserError: no such model, the hub is out of reach, or the model has no fast tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    if model == TINY:
+        return _train_wordpiece(train_texts, max_length)
+    with model_errors(model):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.is_fast:
+        raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")
+    tokenizer.model_max_length = max_length
+    return tokenizer
+
+
+@contextlib.contextmanager
+def model_errors(model: str):  # noqa: ANN201
+    """Turn what loading a model can raise into one line that says how to go on."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if Path(model).expanduser().is_dir():
+            raise UserError(f"--model {model}: the folder cannot be read as a model ({first})") from error
+        raise UserError(
+            f"--model {model}: no such folder, and the hub did not give it ({first}); without a network use "
+            "--model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
+        ) from error
+
+
+def cache_key(data: NewsData, tokenizer_json: str, max_length: int) -> str:
+    """A name for exactly these texts, labels, tokenizer, length and way of cleaning."""
+    digest = hashlib.sha256(Path(tokenization.__file__).read_bytes())
+    digest.update(json.dumps([data.name, data.label_names, data.notes, max_length]).encode())
+    digest.update(tokenizer_json.encode())
+    for rows in (data.train, data.test):
+        digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
+        digest.update(rows.labels.tobytes())
+    return digest.hexdigest()[:24]
+
+
+def write_tokens(
+    folder: Path, key: str, data: NewsData, tokenizer_json: str, max_length: int, say: Callable[[str], None]
+) -> None:
+    """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
+    with contextlib.suppress(OSError, SafetensorError, KeyError), safe_open(_file(folder, key), "numpy") as cached:
+        cached.get_slice("test.labels")
+        return
+    started = time.perf_counter()
+    say(f"Tokenising {len(data.train) + len(data.test):,} texts ...")
+    tokenizer = TextTokenizer.from_json(tokenizer_json, max_length)
+    tensors: dict[str, np.ndarray] = {}
+    cut: dict[str, int] = {}
+    for split, rows in (("train", data.train), ("test", data.test)):
+        ids, offsets, cut[split] = _encode(tokenizer, rows)
+        tensors |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": rows.labels}
+    about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "cut": cut}
+    about["vocab_size"] = tokenizer.vocab_size
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(_file(folder, key), save(tensors, metadata={"about": json.dumps(about)}))
+    except OSError as error:
+        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})") from error
+    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {_file(folder, key)}")
+
+
+def read_tokens(folder: Path, key: str) -> TokenizedNews:
+    """Read what :func:`write_tokens` wrote."""
+    with safe_open(_file(folder, key), "numpy") as cached:
+        about = json.loads(cached.metadata()["about"])
+
+        def rows(split: str) -> TokenizedRows:
+            ids, offsets, labels = (cached.get_tensor(f"{split}.{part}") for part in ("ids", "offsets", "labels"))
+            return TokenizedRows(ids, offsets, labels, about["cut"][split])
+
+        train, test = rows("train"), rows("test")
+        return TokenizedNews(
+            key, about["name"], about["label_names"], train, test, about["notes"], about["vocab_size"]
+        )
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{key}.safetensors"
+
+
+def _encode(tokenizer: TextTokenizer, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
+    parts, lengths, num_cut = [], [], 0
+    for start in range(0, len(rows), CHUNK):
+        for encoded in tokenizer.encode(rows.texts[start : start + CHUNK]):
+            parts.append(np.array(encoded.ids, dtype=np.int32))
+            lengths.append(len(encoded.ids))
+            num_cut += encoded.truncated
+    return np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]), num_cut
+
+
+def _train_wordpiece(texts: Sequence[str], max_length: int) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=TINY_VOCABULARY, min_frequency=2, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator((clean_text(text) for text in texts), trainer)
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
+
+

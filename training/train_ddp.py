@@ -1,0 +1,33 @@
+"""Train on many processes: torchrun --nproc_per_node=2 training/train_ddp.py [flags]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from training.config import parse_config
+from training.distributed import ranks
+from training.errors import run_command
+from training.trainer import Trainer
+
+
+def train() -> None:
+    """Parse, join the process group, train."""
+    config = parse_config(sys.argv[1:], description=__doc__)
+    with ranks(config.device) as mine:
+        Trainer(config, mine).fit()
+
+
+@record
+def main() -> None:
+    """Run under torchrun, which shows the error that :func:`record` writes down for it."""
+    run_command(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Train on one device, with no process group: python training/train_single.py [flags]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from training.config import parse_config
+from training.distributed import ranks
+from training.errors import run_command
+from training.trainer import Trainer
+
+
+def main() -> None:
+    """Parse and train."""
+    config = parse_config(sys.argv[1:], description=__doc__)
+    with ranks(config.device, use_process_group=False) as alone:
+        Trainer(config, alone).fit()
+
+
+if __name__ == "__main__":
+    run_command(main)

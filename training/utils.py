@@ -1,0 +1,102 @@
+"""Small things that several rooms use."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from training.errors import UserError
+
+
+class AverageMeter:
+    """A running mean, weighted by how many rows each value stands for."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def update(self, value: float, rows: int = 1) -> None:
+        """Add the mean ``value`` of ``rows`` rows."""
+        self.total += value * rows
+        self.count += rows
+
+    @property
+    def average(self) -> float:
+        """The mean so far; 0 before the first value."""
+        return self.total / self.count if self.count else 0.0
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as a person reads them: ``42.3s``, ``3m 05s``, ``2h 07m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def sync_folder(folder: Path) -> None:
+    """Ask the system to put a folder's entries on the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never a part of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as readable JSON, whole or not at all."""
+    write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def replace_folder(aside: Path, target: Path) -> None:
+    """Put a finished folder in the place of ``target``; an older one is removed once the new one stands."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(aside)
+    old = target.with_name(f".{target.name}.old")
+    if old.exists() and target.exists():
+        shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process; the system lets go of it even when the process is killed.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder}: another run is training into this folder; use another --output_dir") from error
+        yield
