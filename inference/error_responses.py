@@ -47,9 +47,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _internal_error)
 
 
-def error_response(
-    status: int, code: str, message: str, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
+def error_response(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Build the answer to a refused request."""
     return JSONResponse({"error": {"code": code, "message": message}}, status_code=status, headers=headers)
 

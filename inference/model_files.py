@@ -74,7 +74,7 @@ def _read_folder(folder: Path) -> SavedModel:
         weights=folder / "model.safetensors",
         tokenizer_json=_read_text(folder / "tokenizer.json"),
         labels=_labels(folder / "config.json", config),
-        max_length=_max_length(folder / "tokenizer_config.json", config),
+        max_length=_within_positions(_max_length(folder / "tokenizer_config.json"), config),
         metadata=_read_json(metrics) if metrics.is_file() else {},
     )
 
@@ -86,7 +86,7 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
     return [str(names[str(i)]) for i in range(len(names))]
 
 
-def _max_length(path: Path, config: dict[str, Any]) -> int:
+def _max_length(path: Path) -> int:
     max_length = _read_json(path).get("model_max_length")
     if not isinstance(max_length, int):
         raise ModelLoadError(
@@ -94,8 +94,12 @@ def _max_length(path: Path, config: dict[str, Any]) -> int:
             f"model_max_length must be a number of tokens, got {max_length!r}",
             "set it to the max_length of training",
         )
+    return max_length
+
+
+def _within_positions(max_length: int, config: dict[str, Any]) -> int:
     # Tokenizers that know no limit are saved with 1e30; the position table is the limit then.
-    return min(max_length, config.get("max_position_embeddings", max_length))
+    return min(max_length, config.get("max_position_embeddings") or max_length)
 
 
 def _read_checkpoint(path: Path) -> SavedModel:
@@ -113,7 +117,7 @@ def _read_checkpoint(path: Path) -> SavedModel:
         weights={name.removeprefix(_TRAINER_PREFIX): tensor for name, tensor in state_dict.items()},
         tokenizer_json=config["tokenizer_json"],
         labels=config["labels"],
-        max_length=config["max_length"],
+        max_length=_within_positions(config["max_length"], config["encoder_config"]),
         metadata=config.get("metrics", {}),
     )
 
@@ -134,7 +138,7 @@ def _check_keys(path: Path, prefix: str, found: dict[str, Any], wanted: dict[str
         raise ModelLoadError(path, f"lacks {', '.join(missing)}", _RIGHT_FILE)
     for key, kind in wanted.items():
         if not isinstance(found[key], kind):
-            what = f"{prefix}{key} must be a {kind.__name__}, got a {type(found[key]).__name__}"
+            what = f"{prefix}{key} must be of type {kind.__name__}, got {type(found[key]).__name__}"
             raise ModelLoadError(path, what, _RIGHT_FILE)
 
 

@@ -100,9 +100,7 @@ class ModelLoader:
         ids = self._tokenizer.encode(["News"])[0].ids
         probabilities = self._probabilities([ids])[0]
         if len(probabilities) != len(self.labels):
-            raise ModelLoadError(
-                path, f"{len(probabilities)} classes in the weights, {len(self.labels)} labels"
-            )
+            raise ModelLoadError(path, f"{len(probabilities)} classes in the weights, {len(self.labels)} labels")
         if not np.isfinite(probabilities).all():
             raise ModelLoadError(
                 path, "the model answers with NaN, its training diverged", "train with a lower learning rate"

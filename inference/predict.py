@@ -42,9 +42,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 after one line on standard error."""
     options = _parse_arguments(arguments)
-    sys.stdout.reconfigure(
-        errors="replace"
-    )  # a terminal without block characters must not end in a traceback
+    sys.stdout.reconfigure(errors="replace")  # a terminal without block characters must not end in a traceback
     try:
         if options.file is None:
             _predict_text(options)

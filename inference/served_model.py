@@ -27,9 +27,7 @@ class ServedModel:
             self.error = str(error)
             logger.error("No model is served: %s", error)
         except Exception as error:
-            self.error = (
-                f"{self.path}: the model does not load ({type(error).__name__}: {error}); see the log"
-            )
+            self.error = f"{self.path}: the model does not load ({type(error).__name__}: {error}); see the log"
             logger.exception("No model is served")
         else:
             self.error = None

@@ -22,7 +22,7 @@ ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
 
 
-def _field(default: Any, group: str, help: str, **limits: Any) -> Any:  # noqa: A002 - argparse's word
+def _field(default: Any, group: str, help: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"group": group}, validate_default=True, **limits)
 
 

@@ -123,7 +123,12 @@ def _find_split(folder: Path, split: str) -> Path | None:
 
 
 def _read_file(path: Path, label_names: Sequence[str] | None = None) -> list[FoundRow]:
-    readers = {".csv": _read_csv, ".jsonl": _read_json_lines, ".json": _read_json_lines, ".parquet": _read_parquet}
+    readers = {
+        ".csv": _read_csv,
+        ".jsonl": _read_json_lines,
+        ".json": _read_json_lines,
+        ".parquet": _read_parquet,
+    }
     if path.suffix not in readers:
         raise UserError(f"--dataset {path}: must end in {', '.join(FORMATS)}")
     try:
@@ -217,9 +222,13 @@ def _read_hub(name: str, seed: int) -> NewsData:
     try:
         found = load_dataset(name)
     except DatasetNotFoundError as error:
-        raise UserError(f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}") from error
+        raise UserError(
+            f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}"
+        ) from error
     except (OSError, DatasetsError, RuntimeError, ValueError) as error:
-        raise UserError(f"--dataset {name}: the hub could not be read ({_first_line(error)}); {OFFLINE_HINT}") from error
+        raise UserError(
+            f"--dataset {name}: the hub could not be read ({_first_line(error)}); {OFFLINE_HINT}"
+        ) from error
     return _from_datasets(name, found, seed)
 
 
@@ -235,13 +244,19 @@ def _from_datasets(name: str, found: Any, seed: int) -> NewsData:
     def rows(split: str) -> list[FoundRow]:
         texts, labels = splits[split]["text"], splits[split]["label"]
         named = (label_names[label] if label_names and label >= 0 else label for label in labels)
-        return [(f"{name} {split} row {i}", text, label) for i, (text, label) in enumerate(zip(texts, named, strict=True))]
+        return [
+            (f"{name} {split} row {i}", text, label) for i, (text, label) in enumerate(zip(texts, named, strict=True))
+        ]
 
     return _assemble(name, rows("train"), rows("test") if "test" in splits else None, label_names, seed)
 
 
 def _assemble(
-    name: str, train: list[FoundRow], test: list[FoundRow] | None, label_names: Sequence[str] | None, seed: int
+    name: str,
+    train: list[FoundRow],
+    test: list[FoundRow] | None,
+    label_names: Sequence[str] | None,
+    seed: int,
 ) -> NewsData:
     checked = [_checked(row) for row in train]
     names = list(label_names or _label_names(label for _, _, label in checked))

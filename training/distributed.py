@@ -5,6 +5,7 @@ The only file that reads torchrun's environment or calls ``init_process_group``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,9 +84,7 @@ class Ranks:
         failed = [(rank, text) for rank, text in enumerate(self.gather(message)) if text is not None]
         if failed:
             rank, text = failed[0]
-            error = UserError(text if rank == 0 else f"rank {rank}: {text}")
-            error.quiet = not self.is_first  # type: ignore[attr-defined]
-            raise error
+            raise UserError(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
         return result  # type: ignore[return-value]
 
     def first_then_rest(self, work: Callable[[], T]) -> T:
@@ -131,9 +130,10 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
     """
     launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    rank, world_size = (int(os.environ[name]) if launched else default for name, default in _PLACE)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0)) if launched else 0
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
+    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
+    )
     chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
@@ -145,10 +145,10 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
     finally:
         if launched and dist.is_initialized():
+            # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and
+            # the process aborts at its end.
+            gc.collect()
             dist.destroy_process_group()
-
-
-_PLACE = (("RANK", 0), ("WORLD_SIZE", 1))
 
 
 def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -158,12 +158,11 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     if num_gpus == 0:
         raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto")
     if local_world_size > num_gpus:
-        error = UserError(
+        raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
-            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
+            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu",
+            quiet=local_rank != 0,
         )
-        error.quiet = local_rank != 0  # type: ignore[attr-defined]
-        raise error
     chosen = torch.device("cuda", local_rank)
     # Bound before the group exists: else every process opens a context on GPU 0.
     torch.cuda.set_device(chosen)

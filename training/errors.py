@@ -9,25 +9,39 @@ from collections.abc import Callable
 EXIT_USER_ERROR = 2
 
 
-class UserError(Exception):
-    """Bad input or a bad environment; the message is all that is shown, the exit code is 2."""
+class ForeseenError(Exception):
+    """An error whose message is all that is shown.
+
+    Args:
+        message: what is wrong, where, and what to do.
+        quiet: another rank says it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, quiet: bool = False) -> None:
+        super().__init__(message)
+        self.quiet = quiet
 
 
-class TrainingFailure(Exception):
-    """Training itself went wrong (a non-finite loss, memory); the message is shown, the exit code is 1."""
+class UserError(ForeseenError):
+    """Bad input or a bad environment; nothing has been written."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class TrainingFailure(ForeseenError):
+    """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main function and turn its foreseen errors into one line and an exit code.
-
-    Ranks other than the first stay silent about an error that the first one reports (``quiet`` on it).
-    """
+    """Run a command's main function and turn its foreseen errors into one line and an exit code."""
     try:
         code = main() or 0
-    except (UserError, TrainingFailure) as error:
-        if not getattr(error, "quiet", False):
+    except ForeseenError as error:
+        if not error.quiet:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_USER_ERROR if isinstance(error, UserError) else 1
+        code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,16 @@ def finish_run(trainer: Trainer) -> Path:
     if best.step != trainer.step:
         weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
         trainer.strategy.load_weights(weights)
-    test, logits = evaluate(trainer.strategy.model, tokens.test, trainer.ranks, tokens.label_names)
+    console, world_size = trainer.console, trainer.ranks.world_size
+    counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
+    with counting as count:
+        test, logits = evaluate(
+            trainer.strategy.model,
+            tokens.test,
+            trainer.ranks,
+            tokens.label_names,
+            on_batch=lambda rows: count(rows * world_size),
+        )
     weights = trainer.strategy.full_weights()
     if trainer.ranks.is_first:
         trainer.log.test(test)
@@ -103,8 +113,6 @@ def _most_wrong(trainer: Trainer, logits: np.ndarray) -> list[WrongText]:
     surest = wrong[np.argsort(-confidence[wrong], kind="stable")][:MOST_WRONG]
     names = tokens.label_names
     return [
-        WrongText(
-            texts.test.texts[i], names[tokens.test.labels[i]], names[predicted[i]], float(confidence[i])
-        )
+        WrongText(texts.test.texts[i], names[tokens.test.labels[i]], names[predicted[i]], float(confidence[i]))
         for i in surest
     ]

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForSequenceClassification,
     DistilBertConfig,
     PreTrainedModel,
@@ -27,6 +29,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import logging as transformers_logging
 
+from inference.model_files import SavedModel
 from training.config import TINY
 from training.dataset import AG_NEWS_LABELS
 from training.dropout import RowDropout, use_row_dropout
@@ -58,11 +61,25 @@ class NewsClassifier(nn.Module):
         super().__init__()
         names = list(label_names or (LABEL_MAP.get(i, str(i)) for i in range(num_labels)))
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-        self.label_names = names
-        self.network = _load_network(pretrained_model, num_labels, labels, vocab_size)
-        self.dropout_stream = use_row_dropout(self.network)
-        self.network.config._attn_implementation = ROW_ATTENTION
-        self._first_token = FIRST_TOKEN_PATHS.get(type(self.network).__name__)
+        self._adopt(_load_network(pretrained_model, num_labels, labels, vocab_size), names)
+
+    @classmethod
+    def from_saved(cls, saved: SavedModel) -> NewsClassifier:
+        """The classifier of a model folder or ``.pt`` file that training wrote."""
+        classifier = cls.__new__(cls)
+        nn.Module.__init__(classifier)
+        config = AutoConfig.for_model(**saved.config)
+        network = AutoModelForSequenceClassification.from_config(config)
+        network.load_state_dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
+        classifier._adopt(network, saved.labels)
+        return classifier
+
+    def _adopt(self, network: PreTrainedModel, label_names: list[str]) -> None:
+        self.label_names = label_names
+        self.network = network
+        self.dropout_stream = use_row_dropout(network)
+        network.config._attn_implementation = ROW_ATTENTION
+        self._first_token = FIRST_TOKEN_PATHS.get(type(network).__name__)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Logits of a batch.
@@ -109,12 +126,23 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
     transformers_logging.disable_progress_bar()
     if name == TINY:
         config = DistilBertConfig(
-            vocab_size=vocab_size, dim=128, hidden_dim=512, n_layers=4, n_heads=4, num_labels=num_labels, **labels
+            vocab_size=vocab_size,
+            dim=128,
+            hidden_dim=512,
+            n_layers=4,
+            n_heads=4,
+            num_labels=num_labels,
+            **labels,
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     return AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=num_labels, ignore_mismatched_sizes=True, dtype=torch.float32, use_safetensors=True, **labels
+        path,
+        num_labels=num_labels,
+        ignore_mismatched_sizes=True,
+        dtype=torch.float32,
+        use_safetensors=True,
+        **labels,
     )
 
 

@@ -14,7 +14,14 @@ from training.dataset import NewsData, load_news, split_rows
 from training.distributed import Ranks
 from training.errors import UserError
 from training.model import NewsClassifier
-from training.tokenized import TokenizedNews, cache_key, load_tokenizer, model_errors, read_tokens, write_tokens
+from training.tokenized import (
+    TokenizedNews,
+    cache_key,
+    load_tokenizer,
+    model_errors,
+    read_tokens,
+    write_tokens,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,9 +67,10 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     tokens = read_tokens(cache_dir, key)
     train, validation = _split(config, tokens)
     if len(train) < ranks.world_size:
-        error = UserError(f"{ranks.world_size} ranks for {len(train)} training rows: start fewer processes")
-        error.quiet = not ranks.is_first  # type: ignore[attr-defined]
-        raise error
+        raise UserError(
+            f"{ranks.world_size} ranks for {len(train)} training rows: start fewer processes",
+            quiet=not ranks.is_first,
+        )
     texts, tokenizer = loaded or (None, None)
     return PreparedNews(tokens, train, validation, texts, tokenizer)
 
@@ -92,7 +100,8 @@ def prepare_model(config: TrainConfig, ranks: Ranks, tokens: TokenizedNews) -> N
             )
         if config.max_length > model.max_positions:
             raise UserError(
-                f"--max_length {config.max_length}: --model {config.model} has positions for {model.max_positions} tokens"
+                f"--max_length {config.max_length}: --model {config.model} has positions for "
+                f"{model.max_positions} tokens"
             )
         return model
 

@@ -91,12 +91,11 @@ class StepLog:
         where = "; ".join(f"rank {rank}, training rows {_listed(rows)}" for rank, rows in found)
         where = where or "every row's own loss is finite, the gradient overflowed"
         shown = self.describe_row(found[0][1][0]) if found else ""
-        error = TrainingFailure(
+        raise TrainingFailure(
             f"step {record.step}: {what} ({where}){shown}. The last checkpoint is good and stays; "
-            "lower --learning_rate or mend the rows, then start again"
+            "lower --learning_rate or mend the rows, then start again",
+            quiet=not self.ranks.is_first,
         )
-        error.quiet = not self.ranks.is_first  # type: ignore[attr-defined]
-        raise error
 
 
 def _listed(rows: Sequence[int], most: int = 8) -> str:

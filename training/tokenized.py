@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TINY_VOCABULARY = 8192
 CHUNK = 10_000
+PARTS = ("ids", "offsets", "labels")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ def write_tokens(
     folder: Path, key: str, data: NewsData, tokenizer_json: str, max_length: int, say: Callable[[str], None]
 ) -> None:
     """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
-    with contextlib.suppress(OSError, SafetensorError, KeyError), safe_open(_file(folder, key), "numpy") as cached:
+    with (
+        contextlib.suppress(OSError, SafetensorError, KeyError),
+        safe_open(_file(folder, key), "numpy") as cached,
+    ):
         cached.get_slice("test.labels")
         return
     started = time.perf_counter()
@@ -121,8 +126,9 @@ def write_tokens(
     tensors: dict[str, np.ndarray] = {}
     cut: dict[str, int] = {}
     for split, rows in (("train", data.train), ("test", data.test)):
-        ids, offsets, cut[split] = _encode(tokenizer, rows)
-        tensors |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": rows.labels}
+        encoded = encode_rows(tokenizer, rows)
+        tensors |= {f"{split}.{part}": getattr(encoded, part) for part in PARTS}
+        cut[split] = encoded.num_cut
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "cut": cut}
     about["vocab_size"] = tokenizer.vocab_size
     try:
@@ -133,53 +139,79 @@ def write_tokens(
     say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {_file(folder, key)}")
 
 
-def read_tokens(folder: Path, key: str) -> TokenizedNews:
-    """Read what :func:`write_tokens` wrote."""
-    with safe_open(_file(folder, key), "numpy") as cached:
-        about = json.loads(cached.metadata()["about"])
-
-        def rows(split: str) -> TokenizedRows:
-            ids, offsets, labels = (cached.get_tensor(f"{split}.{part}") for part in ("ids", "offsets", "labels"))
-            return TokenizedRows(ids, offsets, labels, about["cut"][split])
-
-        train, test = rows("train"), rows("test")
-        return TokenizedNews(
-            key, about["name"], about["label_names"], train, test, about["notes"], about["vocab_size"]
-        )
-
-
-def _file(folder: Path, key: str) -> Path:
-    return folder / f"{key}.safetensors"
-
-
-def _encode(tokenizer: TextTokenizer, rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
+def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
+    """Clean and tokenise rows."""
     parts, lengths, num_cut = [], [], 0
     for start in range(0, len(rows), CHUNK):
         for encoded in tokenizer.encode(rows.texts[start : start + CHUNK]):
             parts.append(np.array(encoded.ids, dtype=np.int32))
             lengths.append(len(encoded.ids))
             num_cut += encoded.truncated
-    return np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]), num_cut
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, num_cut)
+
+
+def read_tokens(folder: Path, key: str) -> TokenizedNews:
+    """Read what :func:`write_tokens` wrote."""
+    with safe_open(_file(folder, key), "numpy") as cached:
+        about = json.loads(cached.metadata()["about"])
+
+        def rows(split: str) -> TokenizedRows:
+            tensors = {part: cached.get_tensor(f"{split}.{part}") for part in PARTS}
+            return TokenizedRows(**tensors, num_cut=about["cut"][split])
+
+        train, test = rows("train"), rows("test")
+        return TokenizedNews(key, about["name"], about["label_names"], train, test, about["notes"], about["vocab_size"])
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{key}.safetensors"
 
 
 def _train_wordpiece(texts: Sequence[str], max_length: int) -> PreTrainedTokenizerBase:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=TINY_VOCABULARY, min_frequency=2, special_tokens=special, show_progress=False
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    words = Counter(
+        word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(clean_text(text)))
     )
-    tokenizer.train_from_iterator((clean_text(text) for text in texts), trainer)
-    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
+        normalizer,
+        splitter,
+        decoders.WordPiece(),
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
 
 
+def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
+    """A vocabulary of all letters, then words seen more than once, then parts of words, each by how often they occur.
+
+    The library's own trainer breaks ties by the order of a hash map: the same texts give another vocabulary each
+    time, and no run could be repeated. Words longer than 30 letters are left to their letters.
+    """
+    letters: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for word, count in words.items():
+        letters[word[0]] += count
+        for letter in word[1:]:
+            letters[f"##{letter}"] += count
+        if len(word) <= 30:
+            for start in range(1, len(word) - 1):
+                parts[word[: start + 1]] += count
+                parts[f"##{word[start:]}"] += count
+    repeated = Counter({word: count for word, count in words.items() if count > 1})
+    ordered = dict.fromkeys(
+        piece for pieces in (letters, repeated, parts) for piece in sorted(pieces, key=lambda p: (-pieces[p], p))
+    )
+    return list(ordered)[:size]

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,9 +119,7 @@ class Trainer:
         samples_done = (self.step // len(self.sampler)) * len(self.news.train_index)
         samples_done += self.step % len(self.sampler) * self.global_batch_size
         progress = (
-            self.console.progress(
-                total_steps=self.total_steps, first_step=self.step, samples_done=samples_done
-            )
+            self.console.progress(total_steps=self.total_steps, first_step=self.step, samples_done=samples_done)
             if self.console
             else contextlib.nullcontext()
         )
@@ -156,9 +153,7 @@ class Trainer:
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         tokens = self.news.tokens.train
         pad_to = 1 if self.ranks.device.type == "cpu" else 8
-        micro_batches = rank_share(
-            tokens, batch, self.ranks.rank, self.ranks.world_size, self.accumulation, pad_to
-        )
+        micro_batches = rank_share(tokens, batch, self.ranks.rank, self.ranks.world_size, self.accumulation, pad_to)
         step = self.step + 1
         learning_rate = learning_rate_at(
             step, self.total_steps, self.peak_learning_rate, self.config.warmup, self.config.schedule
@@ -198,9 +193,7 @@ class Trainer:
                 self.news.validation_index,
             )
         is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in self.epochs)
-        metrics = EpochMetrics(
-            epoch, self.step, self.epoch_loss.average, self.epoch_seconds, validation, is_best
-        )
+        metrics = EpochMetrics(epoch, self.step, self.epoch_loss.average, self.epoch_seconds, validation, is_best)
         self.epochs.append(metrics)
         if self.log:
             self.log.epoch(metrics)

@@ -60,7 +60,5 @@ def _build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor])
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])
-            raise ValueError(
-                f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}"
-            )
+            raise ValueError(f"{len(names)} {kind.replace('_', ' ')} for {model_class.__name__}, first {names[0]}")
     return model

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -32,6 +32,18 @@ TEXTS = [
     "Shares in the software maker rose three percent.",
 ]
 STARTUP_SECONDS = 60
+
+StartServer = Callable[..., AbstractContextManager[httpx.Client]]
+
+
+@pytest.fixture(scope="session")
+def labels() -> list[str]:
+    return LABELS
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    return TEXTS
 
 
 @pytest.fixture(scope="session")
@@ -109,9 +121,14 @@ def folder_copy(model_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
-@contextmanager
-def running_server(model: Path, **settings: str) -> Iterator[httpx.Client]:
+@pytest.fixture(scope="session")
+def start_server() -> StartServer:
     """Start uvicorn in a process of its own and wait until /health has made up its mind."""
+    return _running_server
+
+
+@contextmanager
+def _running_server(model: Path, **settings: str) -> Iterator[httpx.Client]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -144,6 +161,6 @@ def _wait_for_health(client: httpx.Client, server: subprocess.Popen[bytes]) -> N
 
 
 @pytest.fixture(scope="session")
-def server(model_folder: Path) -> Iterator[httpx.Client]:
-    with running_server(model_folder, MAX_TEXT_CHARS="2000", MAX_BATCH_TEXTS="8") as client:
+def server(start_server: StartServer, model_folder: Path) -> Iterator[httpx.Client]:
+    with start_server(model_folder, MAX_TEXT_CHARS="2000", MAX_BATCH_TEXTS="8") as client:
         yield client

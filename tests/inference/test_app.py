@@ -3,7 +3,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import httpx
 import pytest
 
 from inference.model_loader import ModelLoader
-from tests.inference.conftest import LABELS, REPOSITORY, TEXTS, running_server
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+StartServer = Callable[..., AbstractContextManager[httpx.Client]]
 
 
 def _assert_refused(response: httpx.Response, status: int, code: str, message: str = "") -> None:
@@ -29,20 +33,22 @@ def test_the_front_door_leads_to_the_documentation(server: httpx.Client) -> None
     assert server.get("/docs").status_code == 200
 
 
-def test_health_tells_that_the_model_is_loaded(server: httpx.Client, model_folder: Path) -> None:
+def test_health_tells_that_the_model_is_loaded(server: httpx.Client, model_folder: Path, labels: list[str]) -> None:
     response = server.get("/health")
     assert response.status_code == 200
     assert response.json() == {
         "status": "healthy",
         "model_loaded": True,
         "model": str(model_folder),
-        "labels": LABELS,
+        "labels": labels,
     }
 
 
-def test_predict_answers_as_the_model_does_in_python(server: httpx.Client, model_folder: Path) -> None:
+def test_predict_answers_as_the_model_does_in_python(
+    server: httpx.Client, model_folder: Path, texts: list[str]
+) -> None:
     model = ModelLoader(model_folder)
-    for text in TEXTS:
+    for text in texts:
         response = server.post("/predict", json={"text": text})
         expected = model.predict(text)
         assert response.status_code == 200
@@ -50,9 +56,9 @@ def test_predict_answers_as_the_model_does_in_python(server: httpx.Client, model
         assert response.json()["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
 
 
-def test_a_batch_is_answered_with_a_list_in_order(server: httpx.Client) -> None:
-    answers = server.post("/predict/batch", json={"texts": TEXTS}).json()
-    singles = [server.post("/predict", json={"text": text}).json() for text in TEXTS]
+def test_a_batch_is_answered_with_a_list_in_order(server: httpx.Client, texts: list[str]) -> None:
+    answers = server.post("/predict/batch", json={"texts": texts}).json()
+    singles = [server.post("/predict", json={"text": text}).json() for text in texts]
     assert [one["label"] for one in answers] == [one["label"] for one in singles]
     confidences = [one["confidence"] for one in answers]
     assert confidences == pytest.approx([one["confidence"] for one in singles], abs=1e-5)
@@ -85,9 +91,7 @@ def _post_raw(server: httpx.Client, body: bytes, path: str = "/predict") -> http
     return server.post(path, content=body, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"text": NaN}', b'"\\ud83d"', b'{"text": 1, "\\ud83d": "\\ud83d"}']
-)
+@pytest.mark.parametrize("body", [b"", b"{", b'{"text": NaN}', b'"\\ud83d"', b'{"text": 1, "\\ud83d": "\\ud83d"}'])
 def test_a_body_that_is_no_request_is_refused_with_422(server: httpx.Client, body: bytes) -> None:
     _assert_refused(_post_raw(server, body), 422, "invalid_request")
 
@@ -138,9 +142,7 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_shape(server: httpx.C
 
 def test_health_answers_while_the_model_works(server: httpx.Client) -> None:
     with ThreadPoolExecutor(8) as pool:
-        work = [
-            pool.submit(server.post, "/predict/batch", json={"texts": ["oil " * 400] * 8}) for _ in range(80)
-        ]
+        work = [pool.submit(server.post, "/predict/batch", json={"texts": ["oil " * 400] * 8}) for _ in range(80)]
         while not all(one.done() for one in work):
             start = time.perf_counter()
             assert server.get("/health").status_code == 200
@@ -158,9 +160,9 @@ def test_the_documentation_shows_the_error_shape(server: httpx.Client) -> None:
         assert "Retry-After" in responses["503"]["headers"]
 
 
-def test_without_a_model_the_server_stays_up_and_says_why(folder_copy: Path) -> None:
+def test_without_a_model_the_server_stays_up_and_says_why(start_server: StartServer, folder_copy: Path) -> None:
     (folder_copy / "model.safetensors").unlink()
-    with running_server(folder_copy) as client:
+    with start_server(folder_copy) as client:
         health = client.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "unavailable"
@@ -174,15 +176,11 @@ def test_without_a_model_the_server_stays_up_and_says_why(folder_copy: Path) -> 
 
 def test_importing_the_server_loads_neither_torch_nor_the_trainer() -> None:
     code = "import sys, inference.app; print({'torch', 'transformers', 'training'} & set(sys.modules))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
 
 
 def test_no_file_of_inference_imports_training() -> None:
     for path in (REPOSITORY / "inference").rglob("*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert not [
-            line for line in lines if line.strip().startswith(("import training", "from training"))
-        ], path
+        assert not [line for line in lines if line.strip().startswith(("import training", "from training"))], path

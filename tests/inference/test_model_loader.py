@@ -13,7 +13,6 @@ from transformers import pipeline
 
 from inference.errors import ModelLoadError
 from inference.model_loader import SUB_BATCH_TEXTS, ModelLoader
-from tests.inference.conftest import LABELS, MAX_LENGTH, TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +20,17 @@ def model(model_folder: Path) -> ModelLoader:
     return ModelLoader(model_folder)
 
 
-def test_a_folder_brings_its_labels_length_and_metrics(model: ModelLoader) -> None:
-    assert model.labels == LABELS
-    assert model.max_length == MAX_LENGTH
+def test_a_folder_brings_its_labels_length_and_metrics(model: ModelLoader, labels: list[str]) -> None:
+    assert model.labels == labels
+    assert model.max_length == 24
     assert model.metadata["dataset"] == "tiny"
 
 
-def test_answers_equal_those_of_the_transformers_pipeline(model: ModelLoader, model_folder: Path) -> None:
+def test_answers_equal_those_of_the_transformers_pipeline(
+    model: ModelLoader, model_folder: Path, texts: list[str]
+) -> None:
     classify = pipeline("text-classification", model=str(model_folder), top_k=None)
-    for text, expected in zip(TEXTS, classify(TEXTS, truncation=True), strict=True):
+    for text, expected in zip(texts, classify(texts, truncation=True), strict=True):
         answer = model.predict(text)
         assert answer["label"] == expected[0]["label"]
         assert answer["confidence"] == pytest.approx(expected[0]["score"], abs=1e-5)
@@ -37,38 +38,38 @@ def test_answers_equal_those_of_the_transformers_pipeline(model: ModelLoader, mo
         assert answer["probabilities"] == pytest.approx(scores, abs=1e-5)
 
 
-def test_the_pt_file_answers_as_the_folder_does(model: ModelLoader, checkpoint: Path) -> None:
+def test_the_pt_file_answers_as_the_folder_does(
+    model: ModelLoader, checkpoint: Path, texts: list[str], labels: list[str]
+) -> None:
     from_file = ModelLoader(checkpoint)
     assert (from_file.labels, from_file.max_length, from_file.metadata) == (
-        LABELS,
-        MAX_LENGTH,
+        labels,
+        24,
         model.metadata,
     )
-    assert from_file.predict_batch(TEXTS) == model.predict_batch(TEXTS)
+    assert from_file.predict_batch(texts) == model.predict_batch(texts)
 
 
 def test_half_precision_weights_are_served_in_float32(
-    model: ModelLoader, checkpoint: Path, tmp_path: Path
+    model: ModelLoader, checkpoint: Path, tmp_path: Path, texts: list[str]
 ) -> None:
     def halve(saved: dict[str, Any]) -> None:
         saved["model_state_dict"] = {name: value.half() for name, value in saved["model_state_dict"].items()}
 
-    answer = ModelLoader(_changed(checkpoint, tmp_path, halve)).predict(TEXTS[0])
-    assert answer["probabilities"] == pytest.approx(model.predict(TEXTS[0])["probabilities"], abs=1e-2)
+    answer = ModelLoader(_changed(checkpoint, tmp_path, halve)).predict(texts[0])
+    assert answer["probabilities"] == pytest.approx(model.predict(texts[0])["probabilities"], abs=1e-2)
 
 
-def test_a_batch_keeps_the_order_of_its_texts(model: ModelLoader) -> None:
-    texts = [f"{text} {i}" for i in range(SUB_BATCH_TEXTS) for text in TEXTS]
-    answers = model.predict_batch(texts)
-    assert len(answers) == len(texts)
-    for i in range(0, len(texts), 17):
-        assert answers[i]["probabilities"] == pytest.approx(
-            model.predict(texts[i])["probabilities"], abs=1e-5
-        )
+def test_a_batch_keeps_the_order_of_its_texts(model: ModelLoader, texts: list[str]) -> None:
+    many = [f"{text} {i}" for i in range(SUB_BATCH_TEXTS) for text in texts]
+    answers = model.predict_batch(many)
+    assert len(answers) == len(many)
+    for text, answer in list(zip(many, answers, strict=True))[::17]:
+        assert answer["probabilities"] == pytest.approx(model.predict(text)["probabilities"], abs=1e-5)
 
 
-def test_probabilities_sum_to_one_and_the_label_is_the_likeliest(model: ModelLoader) -> None:
-    for answer in model.predict_batch(TEXTS):
+def test_probabilities_sum_to_one_and_the_label_is_the_likeliest(model: ModelLoader, texts: list[str]) -> None:
+    for answer in model.predict_batch(texts):
         assert sum(answer["probabilities"].values()) == pytest.approx(1)
         assert answer["confidence"] == max(answer["probabilities"].values())
         assert answer["probabilities"][answer["label"]] == answer["confidence"]
@@ -125,9 +126,7 @@ def _cut_weights(folder: Path) -> None:
 
 def _drop_the_head(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file(
-        {name: t for name, t in weights.items() if "classifier" not in name}, folder / "model.safetensors"
-    )
+    save_file({name: t for name, t in weights.items() if "classifier" not in name}, folder / "model.safetensors")
 
 
 def _poison_the_head(folder: Path) -> None:
@@ -175,7 +174,10 @@ def _changed(checkpoint: Path, tmp_path: Path, change: Callable[[dict[str, Any]]
     [
         (lambda saved: saved.pop("config"), "lacks config"),
         (lambda saved: saved["config"].pop("tokenizer_json"), "lacks config.tokenizer_json"),
-        (lambda saved: saved["config"].update(max_length="24"), "config.max_length must be a int, got a str"),
+        (
+            lambda saved: saved["config"].update(max_length="24"),
+            "config.max_length must be of type int, got str",
+        ),
         (lambda saved: saved["config"].update(labels=["one"]), "4 classes in the weights, 1 labels"),
         (lambda saved: saved["model_state_dict"].pop("network.classifier.bias"), "1 missing keys"),
     ],

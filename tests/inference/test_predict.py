@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from inference.model_loader import ModelLoader
-from tests.inference.conftest import LABELS, REPOSITORY, TEXTS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def _run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -32,46 +33,48 @@ def _assert_refused(run: subprocess.CompletedProcess[bytes], message: str) -> No
     assert line.count("\n") == 1
 
 
-def test_one_text_is_answered_with_its_label_and_a_bar_for_each(model_folder: Path) -> None:
-    expected = ModelLoader(model_folder).predict(TEXTS[0])
-    run = _run(TEXTS[0], "--model", str(model_folder))
+def test_one_text_is_answered_with_its_label_and_a_bar_for_each(
+    model_folder: Path, texts: list[str], labels: list[str]
+) -> None:
+    expected = ModelLoader(model_folder).predict(texts[0])
+    run = _run(texts[0], "--model", str(model_folder))
     lines = run.stdout.decode().splitlines()
     assert run.returncode == 0
     assert run.stderr == b""
     assert lines[0] == f"{expected['label']}  {expected['confidence']:.1%}"
-    assert {line.split()[0] for line in lines[2:]} == set(LABELS)
+    assert {line.split()[0] for line in lines[2:]} == set(labels)
     assert all(line.endswith("%") for line in lines[2:])
     assert "█" in lines[2]
 
 
-def test_json_carries_the_whole_answer_and_the_model_comes_from_the_environment(checkpoint: Path) -> None:
-    run = _run(TEXTS[0], "--json", MODEL_CHECKPOINT=str(checkpoint))
-    assert json.loads(run.stdout) == ModelLoader(checkpoint).predict(TEXTS[0])
+def test_json_carries_the_whole_answer_and_the_model_comes_from_the_environment(
+    checkpoint: Path, texts: list[str]
+) -> None:
+    run = _run(texts[0], "--json", MODEL_CHECKPOINT=str(checkpoint))
+    assert json.loads(run.stdout) == ModelLoader(checkpoint).predict(texts[0])
 
 
-def test_a_file_is_answered_line_by_line_without_its_blank_lines(model_folder: Path, tmp_path: Path) -> None:
+def test_a_file_is_answered_line_by_line_without_its_blank_lines(
+    model_folder: Path, tmp_path: Path, texts: list[str]
+) -> None:
     file = tmp_path / "news.txt"
-    file.write_text("\n\n".join(TEXTS) + "\n", encoding="utf-8")
+    file.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     run = _run("--file", str(file), "--model", str(model_folder))
     rows = [line.split("\t") for line in run.stdout.decode().splitlines()]
-    expected = ModelLoader(model_folder).predict_batch(TEXTS)
+    expected = ModelLoader(model_folder).predict_batch(texts)
     assert [row[0] for row in rows] == [one["label"] for one in expected]
     assert [float(row[1]) for row in rows] == pytest.approx([one["confidence"] for one in expected], abs=1e-4)
-    assert [row[2] for row in rows] == [" ".join(text.split()) for text in TEXTS]
+    assert [row[2] for row in rows] == [" ".join(text.split()) for text in texts]
 
 
-def test_standard_input_is_read_even_where_it_is_not_utf8(model_folder: Path) -> None:
-    run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=b"Goal!\tby \xff\nOil\n" * 300)
+def test_input_and_terminal_that_are_not_utf8_are_no_error(model_folder: Path, labels: list[str]) -> None:
+    news = b"Goal!\tby \xff\nOil\n" * 300
+    run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")
     answers = [json.loads(line) for line in run.stdout.decode().splitlines()]
-    assert len(answers) == 600
-    assert answers[0]["text"] == "Goal! by \ufffd"
-    assert set(answers[0]["probabilities"]) == set(LABELS)
-
-
-def test_a_terminal_without_block_characters_is_no_error(model_folder: Path) -> None:
-    run = _run(TEXTS[0], "--model", str(model_folder), PYTHONIOENCODING="ascii")
     assert run.returncode == 0
-    assert b"?" in run.stdout
+    assert len(answers) == 600
+    assert answers[0]["text"] == "Goal! by ?"
+    assert set(answers[0]["probabilities"]) == set(labels)
 
 
 def test_a_reader_that_stops_early_is_no_error(model_folder: Path, tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def global_batch_size(config: TrainConfig, ranks: Ranks, resumed: Resumed | None
     A resumed run keeps its global batch on any number of ranks; the micro-batches stay at most ``batch_size`` rows.
     """
     if resumed is None:
-        return config.batch_size * ranks.world_size * config.gradient_accumulation, config.gradient_accumulation
+        return (
+            config.batch_size * ranks.world_size * config.gradient_accumulation,
+            config.gradient_accumulation,
+        )
     size = resumed.state["global_batch_size"]
     return size, max(1, -(-size // (ranks.world_size * config.batch_size)))
 

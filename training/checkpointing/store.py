@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -54,7 +53,12 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             torch.save(state, aside / STATE_FILE)
-            files = {STATE_FILE: {"bytes": (aside / STATE_FILE).stat().st_size, "sha256": _sha256(aside / STATE_FILE)}}
+            files = {
+                STATE_FILE: {
+                    "bytes": (aside / STATE_FILE).stat().st_size,
+                    "sha256": _sha256(aside / STATE_FILE),
+                }
+            }
             write_json(aside / MANIFEST, {"step": step, "files": files})
             replace_folder(aside, target)
         except (OSError, RuntimeError) as error:
@@ -148,7 +152,7 @@ def move_aside(folder: Path) -> Path:
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    os.rename(folder, target)
+    folder.rename(target)
     return target
 
 

@@ -4,7 +4,8 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,6 +60,16 @@ class Console:
             self.say(f"Going on after step {first_step:,} of {total_steps:,} ({samples_done:,} samples seen)")
         kind = LiveBar if self.is_terminal else PlainBar
         return kind(self, total_steps, first_step)
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show how far a loop over rows is, where a terminal can; yields what to call with each part's rows."""
+        if not self.is_terminal:
+            yield lambda rows: None
+            return
+        with Progress(console=self._rich, transient=True) as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda rows: progress.advance(task, rows)
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         """Print a table of the epochs; a star marks the best one."""
@@ -156,9 +167,7 @@ class LiveBar(ProgressBar):
             refresh_per_second=2,
             expand=True,
         )
-        self._task = self._progress.add_task(
-            "starting", total=total_steps, completed=first_step, time_left=""
-        )
+        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step, time_left="")
 
     def __enter__(self) -> "LiveBar":
         super().__enter__()

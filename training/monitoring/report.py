@@ -57,9 +57,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         headline=_headline(report, curves),
         epochs=curves.epochs,
         best_epoch=max((record["epoch"] for record in curves.epochs if record["is_best"]), default=None),
-        plots={
-            name: (alt, _data(light[name]), _data(dark[name])) for name, alt in PLOTS.items() if name in light
-        },
+        plots={name: (alt, _data(light[name]), _data(dark[name])) for name, alt in PLOTS.items() if name in light},
         wrong_texts=_most_wrong(report.wrong_texts),
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
     )

@@ -110,9 +110,7 @@ def _drop_lines_after(path: Path, resume_step: int) -> None:
         return
     # A test belongs to a finished run: one that goes on makes its own.
     kept = [
-        record
-        for record in read_metrics(path.parent)
-        if record["kind"] != "test" and record["step"] <= resume_step
+        record for record in read_metrics(path.parent) if record["kind"] != "test" and record["step"] <= resume_step
     ]
     write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 

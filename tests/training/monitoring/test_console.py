@@ -15,12 +15,8 @@ from training.monitoring import Console, EpochMetrics, StepMetrics
 ROOT = Path(__file__).parents[3]
 
 
-def _run(
-    console: Console, step_metrics: Callable[..., StepMetrics], first_step: int, total_steps: int
-) -> None:
-    with console.progress(
-        total_steps=total_steps, first_step=first_step, samples_done=64 * first_step
-    ) as bar:
+def _run(console: Console, step_metrics: Callable[..., StepMetrics], first_step: int, total_steps: int) -> None:
+    with console.progress(total_steps=total_steps, first_step=first_step, samples_done=64 * first_step) as bar:
         for step in range(first_step + 1, total_steps + 1):
             bar.update(step_metrics(step))
 
@@ -119,17 +115,13 @@ with Console().progress(total_steps=300, first_step=120, samples_done=7680) as b
 def test_a_terminal_that_only_knows_ascii_does_not_end_the_run() -> None:
     program = "from training.monitoring import Console; Console().say('2 \\u00d7 32')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, check=True)
     assert done.stdout == b"2 ? 32\n"
 
 
 def test_importing_monitoring_imports_nothing_heavy() -> None:
     program = "import sys, training.monitoring; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, text=True)
     assert not {"matplotlib", "tensorboard", "jinja2", "torch", "numpy"} & set(done.stdout.split())
 
 

@@ -103,9 +103,7 @@ def test_nothing_half_written_is_left_beside_the_report(run_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
-@pytest.mark.parametrize(
-    ("steps", "epochs", "classes"), [(1, 1, 2), (0, 2, 2), (0, 0, 2), (5, 1, 30), (3000, 2, 20)]
-)
+@pytest.mark.parametrize(("steps", "epochs", "classes"), [(1, 1, 2), (0, 2, 2), (0, 0, 2), (5, 1, 30), (3000, 2, 20)])
 def test_runs_of_any_size_have_a_report(
     tmp_path: Path,
     write_run: WriteRun,
@@ -138,9 +136,7 @@ def test_a_resumed_run_is_one_curve(
     tmp_path: Path, write_run: WriteRun, evaluation: Evaluation, report_data: MakeReport
 ) -> None:
     write_run(tmp_path, steps=20, epochs=2)
-    epoch = next(
-        line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line[:20]
-    )
+    epoch = next(line for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"epoch"' in line[:20])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(epoch + "\n")
     page = _Page(write_report(tmp_path, report_data(evaluation())).read_text())

@@ -45,9 +45,7 @@ def test_resuming_drops_a_line_that_a_crash_tore(tmp_path: Path, step_metrics: S
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_a_resumed_run_forgets_the_test_of_the_finished_one(
-    tmp_path: Path, write_run: Callable[..., Path]
-) -> None:
+def test_a_resumed_run_forgets_the_test_of_the_finished_one(tmp_path: Path, write_run: Callable[..., Path]) -> None:
     write_run(tmp_path, steps=4, epochs=1)
     RunLog(tmp_path, resume_step=4).close()
     assert {record["kind"] for record in read_metrics(tmp_path)} == {"step", "epoch"}
@@ -88,9 +86,7 @@ def test_tensorboard_shows_no_step_of_a_resumed_run_twice(tmp_path: Path, step_m
     _log_steps(tmp_path, step_metrics, 1, 8, resume_step=0)
     _log_steps(tmp_path, step_metrics, 6, 7, resume_step=5)
     losses = _load_events(tmp_path).Scalars("train/loss")
-    assert [(event.step, event.value) for event in losses] == [
-        (s, 0.0 if s < 6 else 5.0) for s in range(1, 8)
-    ]
+    assert [(event.step, event.value) for event in losses] == [(s, 0.0 if s < 6 else 5.0) for s in range(1, 8)]
 
 
 def _load_events(run_dir: Path) -> Any:
