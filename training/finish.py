@@ -30,6 +30,8 @@ def finish_run(trainer: Trainer) -> Path:
         The model folder.
     """
     config, best, tokens = trainer.config, trainer.best, trainer.news.tokens
+    if trainer.console:
+        trainer.console.epoch_table(trainer.epochs)
     trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     if best.step != trainer.step:
         weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]

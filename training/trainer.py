@@ -197,7 +197,7 @@ class Trainer:
         self.epochs.append(metrics)
         if self.log:
             self.log.epoch(metrics)
-            self.bar.epoch_table(self.epochs)
+            self.bar.epoch_table([metrics])
         self._save()
 
     def _save(self) -> None:

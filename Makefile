@@ -1,0 +1,48 @@
+# The only list of commands. Everything runs in .venv, which any target makes when it is missing or out of date.
+PYTHON ?= python3
+PIP_FLAGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+DEMO := checkpoints/demo
+
+.PHONY: help install demo test test-all lint format bench clean
+
+help:             ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(INSTALLED) ## Make .venv and install everything that training, serving and the tests need
+
+# torch comes first and alone: asked for together with the rest, pip may bring a build of several gigabytes.
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(PIP_FLAGS) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev]"
+	touch $@
+
+demo: $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, serve, and ask three headlines
+	PYTHON=$(BIN)/python training/run_ddp.sh 2 --dataset sample --model tiny --epochs 8 --batch_size 16 \
+		--device cpu --output_dir $(DEMO) --resume none
+	$(BIN)/python -m training.evaluate $(DEMO)
+	$(BIN)/python deployment/demo.py $(DEMO)
+
+test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(INSTALLED) ## Run the tests with the slower matrix
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## Check style and types of mistakes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## Put the code into its format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[bench]"
+	$(BIN)/python -m benchmarks.training_throughput
+
+clean:            ## Remove .venv and what tools leave; checkpoints stay
+	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
