@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.utils import logging as hub_logging
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -124,6 +125,7 @@ class NewsClassifier(nn.Module):
 def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size: int) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,

@@ -55,6 +55,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         nonlocal loaded
         if ranks.local_rank != 0:
             return ""
+        say(f"Reading {config.dataset} ...")
         data = load_news(config.dataset, config.seed)
         tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()

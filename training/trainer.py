@@ -53,10 +53,10 @@ class Trainer:
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
-        self.resumed = find_resume_point(config, ranks, self.store, self.news.tokens.key, self.say)
+        resumed = find_resume_point(config, ranks, self.store, self.news.tokens.key, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
         self.strategy = STRATEGIES[config.strategy](model, config, ranks, self.precision)
-        self.global_batch_size, self.accumulation = global_batch_size(config, ranks, self.resumed)
+        self.global_batch_size, self.accumulation = global_batch_size(config, ranks, resumed)
         lengths = self.news.tokens.train.lengths[self.news.train_index]
         self.sampler = LengthBucketSampler(lengths, self.global_batch_size, config.seed)
         self.total_steps = config.epochs * len(self.sampler)
@@ -69,8 +69,8 @@ class Trainer:
         self.seconds_before = 0.0
         self.started = time.perf_counter()
         self.stop_asked = False
-        if self.resumed:
-            self._restore(self.resumed)
+        if resumed:
+            self._restore(resumed)
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.

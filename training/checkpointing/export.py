@@ -66,7 +66,7 @@ def write_model(
     one_file = {
         "epoch": metrics["best_epoch"],
         "model_state_dict": weights,
-        "loss": metrics["validation"]["loss"],
+        "loss": metrics["test"]["loss"],
         "accuracy": metrics["test"]["accuracy"],
         "config": {
             "model_name": metrics["base_model"],

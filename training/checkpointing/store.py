@@ -142,7 +142,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         UserError: it cannot be read.
     """
     try:
-        return torch.load(path / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({str(error).splitlines()[0]})") from error
 
