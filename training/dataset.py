@@ -218,9 +218,7 @@ def _read_parquet(path: Path) -> Iterator[FoundRow]:
 def _read_hub(name: str, seed: int) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
-    from huggingface_hub.utils import logging as hub_logging
 
-    hub_logging.set_verbosity_error()  # its retries would be told in ten lines
     try:
         found = load_dataset(name)
     except DatasetNotFoundError as error:

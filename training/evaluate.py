@@ -23,6 +23,7 @@ from training.errors import UserError, run_command
 from training.evaluation import evaluate
 from training.model import NewsClassifier
 from training.monitoring import Console
+from training.quiet import quiet_libraries
 from training.tokenized import encode_rows
 
 
@@ -51,6 +52,8 @@ def evaluate_saved(path: Path, dataset: str | None, mine: Ranks, *, quiet: bool 
     Raises:
         UserError: the model or the data cannot be read, or their labels differ.
     """
+
+    quiet_libraries()
 
     def read() -> tuple[SavedModel, NewsData]:
         try:

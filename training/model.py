@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.utils import logging as hub_logging
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -28,7 +27,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import logging as transformers_logging
 
 from inference.model_files import SavedModel
 from training.config import TINY
@@ -123,9 +121,6 @@ class NewsClassifier(nn.Module):
 
 
 def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size: int) -> PreTrainedModel:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,

@@ -20,6 +20,9 @@ if [ "$processes" -lt 1 ]; then
   exit 2
 fi
 
+# Said here, torchrun does not warn of its own default; the ranks share the cores out themselves.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
 setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$here/train_ddp.py" "$@" &
 launcher=$!

@@ -73,10 +73,13 @@ def load_tokenizer(model: str, train_texts: Sequence[str], max_length: int) -> P
         UserError: no such model, the hub is out of reach, or the model has no fast tokenizer.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     if model == TINY:
         return _train_wordpiece(train_texts, max_length)
     with model_errors(model):
+        # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
+        cached_file(model, "config.json")
         tokenizer = AutoTokenizer.from_pretrained(model)
     if not tokenizer.is_fast:
         raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")

@@ -29,6 +29,7 @@ from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
 from training.precision import choose_precision
 from training.prepare import prepare_model, prepare_news
+from training.quiet import quiet_libraries
 from training.step_log import StepLog, StepRecord, rows_of
 from training.utils import AverageMeter, only_run_in, write_whole
 
@@ -45,6 +46,7 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        quiet_libraries()
         self.config = config
         self.ranks = ranks
         self.console = Console() if ranks.is_first else None

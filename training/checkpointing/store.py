@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -143,7 +144,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         return torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({str(error).splitlines()[0]})") from error
 
 
