@@ -243,7 +243,8 @@ def _from_datasets(name: str, found: Any, seed: int) -> NewsData:
 
     def rows(split: str) -> list[FoundRow]:
         texts, labels = splits[split]["text"], splits[split]["label"]
-        named = (label_names[label] if label_names and label >= 0 else label for label in labels)
+        known = label_names is not None
+        named = (label_names[label] if known and label is not None and label >= 0 else label for label in labels)
         return [
             (f"{name} {split} row {i}", text, label) for i, (text, label) in enumerate(zip(texts, named, strict=True))
         ]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.errors import UserError
+from training.errors import ForeseenError, UserError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -143,6 +143,10 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         _join_group(backend, chosen)
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
+    except ForeseenError as error:
+        # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
+        error.say()
+        raise
     finally:
         if launched and dist.is_initialized():
             # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and

@@ -23,6 +23,12 @@ class ForeseenError(Exception):
         super().__init__(message)
         self.quiet = quiet
 
+    def say(self) -> None:
+        """Print the line, once."""
+        if not self.quiet:
+            print(f"error: {self}", file=sys.stderr, flush=True)
+        self.quiet = True
+
 
 class UserError(ForeseenError):
     """Bad input or a bad environment; nothing has been written."""
@@ -39,8 +45,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         code = main() or 0
     except ForeseenError as error:
-        if not error.quiet:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        error.say()
         code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

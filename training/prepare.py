@@ -66,7 +66,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
 
     key = ranks.broadcast(ranks.together(read))
     tokens = read_tokens(cache_dir, key)
-    train, validation = _split(config, tokens)
+    train, validation = ranks.together(lambda: _split(config, tokens))
     if len(train) < ranks.world_size:
         raise UserError(
             f"{ranks.world_size} ranks for {len(train)} training rows: start fewer processes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from training.checkpointing.store import CheckpointStore, find_damage, load_chec
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
 from training.distributed import Ranks
 from training.errors import UserError
+from training.utils import only_run_in
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ def find_resume_point(
     def find() -> Path | None:
         if not ranks.is_first:
             return None
-        path = _find(config, store, say)
-        if path is not None:
-            _check_same_run(config, ranks, path, load_checkpoint(path), data_key)
-            _move_later_ones_aside(store, path, say)
-            say(f"Resuming from {path} (--resume none starts anew)")
-        return path
+        # Nothing may be moved from under a run that is still writing.
+        with only_run_in(config.run_dir) if config.run_dir.is_dir() else contextlib.nullcontext():
+            path = _find(config, store, say)
+            if path is not None:
+                _check_same_run(config, ranks, path, load_checkpoint(path), data_key)
+                _move_later_ones_aside(store, path, say)
+                say(f"Resuming from {path} (--resume none starts anew)")
+            return path
 
     path = ranks.broadcast(ranks.together(find))
     return Resumed(path, ranks.together(lambda: load_checkpoint(path))) if path is not None else None

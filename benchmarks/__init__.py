@@ -1,0 +1,1 @@
+"""Scripts that measure, and the tables that they write."""

@@ -1,0 +1,134 @@
+"""Tables: Markdown, and what stands above it: when, where, with what and by which command it was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+
+from benchmarks.processes import ROOT
+from training.distributed import cpu_count
+from training.errors import UserError
+from training.precision import cpu_has_bf16
+from training.utils import write_whole
+
+HERE = Path(__file__).resolve().parent
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments whose errors are one line."""
+
+    def __init__(self, module: str, description: str) -> None:
+        super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong."""
+        raise UserError(f"{message} (see --help)")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are figures."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """The smallest and the largest of several rounds."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float] | None) -> str:
+    """The median over rounds of the ratio within a round."""
+    if not theirs:
+        return "–"
+    return f"{median(a / b for a, b in zip(ours, theirs, strict=False)):.2f}"
+
+
+def circumstances(module: str) -> dict[str, str]:
+    """Facts about this measurement: date, commit, command, machine and versions."""
+    packages = ("torch", "transformers", "accelerate", "scikit-learn")
+    versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
+    return {
+        "Measured": f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}",
+        "Command": f"`{_command(module)}`",
+        "Machine": _machine(),
+        "Versions": ", ".join(versions),
+    }
+
+
+def fact_list(facts: dict[str, str]) -> str:
+    """Facts as a Markdown list."""
+    return "".join(f"- {name}: {value}\n" for name, value in facts.items())
+
+
+def write_table(path: Path, text: str) -> None:
+    """Write a page of tables whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Measurements of earlier runs, kept beside the page; none where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); remove it to start afresh") from error
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> str:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    cpu = f"{model}, {cpu_count()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
+    return f"{cpu}; {' + '.join(gpus) or 'no GPU'}"
+
+
+def _commit() -> str:
+    try:
+        short = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--", "training", "inference", "benchmarks/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return short + (" with changes not yet committed" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _command(module: str) -> str:
+    """The command line; of absolute paths, which mean nothing elsewhere, only the last part is shown."""
+    shown = (f".../{Path(part).name}" if Path(part).is_absolute() else part for part in sys.argv[1:])
+    return shlex.join(["python", "-m", module, *shown])

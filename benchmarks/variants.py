@@ -1,0 +1,203 @@
+"""The ways to train that are compared: each runs one epoch over the same rows and says what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import (
+    DataCollatorWithPadding,
+    DistilBertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
+from training.batching import LengthBucketSampler, pad, rank_share
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.model import NewsClassifier
+from training.optimization import learning_rate_at
+from training.parallelism import DDPStrategy
+from training.step_log import StepLog, StepRecord, rows_of
+from training.tokenized import TokenizedRows
+from training.utils import AverageMeter
+
+LEARNING_RATE = 2e-5
+WARMUP = 0.06
+CLIP_NORM = 1.0
+
+
+@dataclass
+class Epoch:
+    """What this rank measured of an epoch.
+
+    ``cells``, ``squares``: tokens with padding, and the sum of the squared padded lengths, over its rows.
+    """
+
+    ranks: Ranks
+    seconds: float = 0.0
+    cells: int = 0
+    squares: int = 0
+    loss: AverageMeter = field(default_factory=AverageMeter)
+
+    def start(self) -> None:
+        """Start the clock on all ranks together."""
+        if dist.is_initialized():
+            dist.barrier()
+        self.seconds = -time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        self.seconds += time.perf_counter()
+
+    def count(self, batch: torch.Tensor) -> None:
+        """Count a padded batch of token ids, (rows, seq)."""
+        rows, length = batch.shape
+        self.cells += rows * length
+        self.squares += rows * length**2
+
+
+def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
+    """The recipe of the textbooks: every text padded to the maximum, a DataLoader, AdamW, DDP."""
+    ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
+    labels = torch.from_numpy(rows.labels)
+    dataset = [
+        {"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))
+    ]  # what a tokenised dataset in torch's format gives
+    sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED) if ranks.is_distributed else None
+    loader = DataLoader(dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler)
+    bare = _network(workload)
+    model = DistributedDataParallel(bare) if ranks.is_distributed else bare
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step + 1, len(loader)) / LEARNING_RATE)
+    epoch = Epoch(ranks)
+    losses = []
+    epoch.start()
+    for batch in loader:
+        epoch.count(batch["input_ids"])
+        loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    epoch.stop()
+    epoch.loss.update(torch.stack(losses).mean().item())
+    return epoch
+
+
+def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str = "random") -> Epoch:
+    """``transformers.Trainer`` with dynamic padding, left at its defaults wherever the task allows."""
+    texts = [rows.ids[start:stop].tolist() for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)]
+    dataset = [
+        {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
+        for ids, label in zip(texts, rows.labels.tolist(), strict=True)
+    ]
+    epoch = Epoch(ranks)
+    collate = DataCollatorWithPadding(PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer"))
+
+    def counted(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate(examples)
+        epoch.count(batch["input_ids"])
+        return batch
+
+    arguments = TrainingArguments(
+        output_dir=str(workload.folder / "trainer"),
+        use_cpu=True,
+        per_device_train_batch_size=GLOBAL_BATCH // ranks.world_size,
+        num_train_epochs=1,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=WARMUP,
+        weight_decay=0.01,
+        max_grad_norm=CLIP_NORM,
+        optim="adamw_torch_fused",
+        train_sampling_strategy=sampling,
+        dataloader_pin_memory=False,
+        eval_strategy="no",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=SEED,
+    )
+    loop = Trainer(_network(workload), arguments, counted, dataset, callbacks=[_Clock(epoch)])
+    epoch.loss.update(loop.train().training_loss)
+    return epoch
+
+
+def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str = "fp32") -> Epoch:
+    """The step of ``training.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
+    model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
+    config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
+    strategy = DDPStrategy(model, config, ranks, precision)
+    sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
+    log = StepLog(ranks, str)
+    epoch = Epoch(ranks)
+    epoch.start()
+    for step, batch in enumerate(sampler, start=1):
+        micro_batches = rank_share(rows, batch, ranks.rank, ranks.world_size)
+        epoch.count(micro_batches[0].input_ids)
+        learning_rate = _rate(step, len(sampler))
+        result = strategy.step(micro_batches, step, learning_rate)
+        tokens = int(rows.lengths[batch].sum())
+        log.add(StepRecord(step, 1, learning_rate, len(batch), tokens, rows_of(micro_batches), result))
+        metrics, _, _ = log.flush(0.0, stop=False)
+        epoch.loss.update(metrics[0].loss, len(batch))
+    epoch.stop()
+    return epoch
+
+
+class _Clock(TrainerCallback):
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self.epoch.start()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        self.epoch.stop()
+
+
+def _network(workload: Workload) -> DistilBertForSequenceClassification:
+    model = DistilBertForSequenceClassification.from_pretrained(workload.model_folder, dtype=torch.float32)
+    return model.train()
+
+
+def _rate(step: int, steps: int) -> float:
+    return learning_rate_at(min(step, steps), steps, LEARNING_RATE, WARMUP, "linear")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train: its name in the tables, and the function that runs an epoch of it."""
+
+    title: str
+    run: Callable[[Workload, TokenizedRows, Ranks], Epoch]
+    precision: str = "fp32"
+    is_ours: bool = False
+
+
+VARIANTS = {
+    "plain": Variant("plain: every text padded to 128", plain),
+    "trainer": Variant("`transformers.Trainer`, dynamic padding", trainer),
+    "trainer-grouped": Variant(
+        "`transformers.Trainer`, length grouping", lambda *given: trainer(*given, sampling="group_by_length")
+    ),
+    "trainer-rebalanced": Variant(
+        "`transformers.Trainer`, batch rebalancing", lambda *given: trainer(*given, sampling="batch_rebalance")
+    ),
+    "ours": Variant("**ours**", ours, is_ours=True),
+    "ours-bf16": Variant("**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True),
+}

@@ -1,0 +1,161 @@
+"""What every variant trains: the same rows, the same random weights, and the work that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from training.config import TINY
+from training.dataset import NewsData, load_news
+from training.errors import UserError
+from training.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
+
+GLOBAL_BATCH = 64
+MAX_LENGTH = 128
+WARMUP_ROWS = 3 * GLOBAL_BATCH
+VOCABULARY = 30522
+SEED = 42
+
+
+@dataclass(frozen=True)
+class Size:
+    """The blocks of a DistilBERT."""
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+
+    def training_work(self, tokens: int, squares: int, rows: int = 0) -> float:
+        """Floating-point operations of the blocks' matrix products, forward and backward.
+
+        Embeddings, head, normalisation and softmax are left out.
+
+        Args:
+            tokens: tokens that pass through the blocks.
+            squares: the sum of their rows' squared lengths, for attention.
+            rows: above 0, the last block computes all but its keys and values for that many first tokens alone.
+        """
+        projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
+        block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
+        last = 2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
+        forward = (self.n_layers - 1) * block + (last if rows else block)
+        return 3.0 * forward
+
+
+SIZES = {"minilm": Size(384, 1536, 6, 12), "base": Size(768, 3072, 6, 12)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows and weights in a folder, which parent and workers read alike.
+
+    ``timed``: the rows of the measured epoch; ``warmup``: other rows, for the steps before it.
+    """
+
+    folder: Path
+    size: str
+    dataset: str
+    label_names: list[str]
+    timed: TokenizedRows
+    warmup: TokenizedRows
+
+    @property
+    def model_folder(self) -> Path:
+        """Random weights and their configuration."""
+        return self.folder / "model"
+
+    @property
+    def nominal_work(self) -> float:
+        """Operations of the real tokens, every block in full."""
+        lengths = self.timed.lengths
+        return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()))
+
+
+def make_workload(
+    folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int, say: Callable[[str], None]
+) -> Workload:
+    """Tokenise rows and write random weights into ``folder``.
+
+    Args:
+        size: a key of ``SIZES``.
+        dataset: as for training: ``sample`` or a folder in AG News' layout.
+        tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
+        num_rows: rows of the timed epoch; fewer, in whole batches, where the dataset has not so many.
+
+    Raises:
+        UserError: no such data or tokenizer, or too few rows.
+    """
+    data = load_news(dataset)
+    spoken = read_tokenizer(tokenizer, data.train.texts)
+    if len(spoken) > VOCABULARY:
+        raise UserError(f"--tokenizer {tokenizer}: {len(spoken)} entries, but the models have {VOCABULARY}")
+    most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
+    if most < GLOBAL_BATCH:
+        raise UserError(f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed")
+    if most < num_rows:
+        say(f"{data.name}: timing {most} rows, not {num_rows}: it has no more beside those to warm up on")
+    order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
+    timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
+    chosen = NewsData(Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup))
+    spelled = spoken.backend_tokenizer.to_str()
+    key = cache_key(chosen, spelled, MAX_LENGTH)
+    write_tokens(folder, key, chosen, spelled, MAX_LENGTH, lambda text: None)
+    spoken.save_pretrained(folder / "tokenizer")
+    write_weights(folder / "model", size, len(data.label_names))
+    (folder / "workload.json").write_text(json.dumps({"size": size, "key": key}))
+    return read_workload(folder)
+
+
+def read_workload(folder: Path) -> Workload:
+    """Read what :func:`make_workload` wrote."""
+    about = json.loads((folder / "workload.json").read_text())
+    tokens = read_tokens(folder, about["key"])
+    return Workload(folder, about["size"], tokens.name, tokens.label_names, tokens.train, tokens.test)
+
+
+def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
+    """A tokenizer from a folder or a ``tokenizer.json``, or with ``tiny`` one trained on ``texts``.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(tokenizer).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if tokenizer == TINY:
+        return load_tokenizer(TINY, texts, MAX_LENGTH)
+    if not path.is_file():
+        raise UserError(f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file")
+    # Padding is set by the collator; a file may bring its own, to a length that is not ours.
+    spoken = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH)
+    spoken.backend_tokenizer.no_padding()
+    spoken.backend_tokenizer.no_truncation()
+    return spoken
+
+
+def write_weights(folder: Path, size: str, num_labels: int) -> None:
+    """Write a DistilBERT of that size with random weights, always the same ones."""
+    blocks = SIZES[size]
+    config = DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=blocks.dim,
+        hidden_dim=blocks.hidden_dim,
+        n_layers=blocks.n_layers,
+        n_heads=blocks.n_heads,
+        num_labels=num_labels,
+    )
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(SEED)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)

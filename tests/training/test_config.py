@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig, parse_config
+from training.errors import UserError
+
+GROUPS = ["data", "model", "optimization", "processes", "output"]
+
+
+def parse(*arguments: str, **environment: str) -> TrainConfig:
+    return parse_config(arguments, environment)
+
+
+def yaml_file(folder: Path, content: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(content)
+    return str(path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments)
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def test_without_flags_all_is_default() -> None:
+    assert parse() == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--batch_size", "8", "--max_length", "64"),
+        ("--batch-size", "8", "--max-length", "64"),
+        ("--batch-size=8", "--max_length=64"),
+    ],
+)
+def test_flags_are_taken_with_underscore_or_dash(arguments: tuple[str, ...]) -> None:
+    config = parse(*arguments)
+
+    assert config == TrainConfig(batch_size=8, max_length=64)
+
+
+def test_a_dash_in_a_value_stays() -> None:
+    config = parse("--model", "acme/tiny-encoder", "--output-dir=my-models/a-b")
+
+    assert config.model == "acme/tiny-encoder"
+    assert config.output_dir == Path("my-models/a-b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [(("--compile",), True), (("--compile", "true"), True), (("--compile=false",), False), ((), False)],
+)
+def test_switches_are_given_alone_or_with_a_value(arguments: tuple[str, ...], value: bool) -> None:
+    assert parse(*arguments).compile is value
+
+
+def test_the_printed_configuration_fed_back_gives_an_equal_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--learning_rate", "2e-5", "--model", "tiny", "--dataset", "données", "--compile", "--seed", "7")
+
+    text = printed(capsys, *flags, "--print_config")
+
+    assert parse("--config", yaml_file(tmp_path, text)) == parse(*flags)
+    assert list(yaml.safe_load(text)) == list(TrainConfig.model_fields)
+
+
+def test_the_printed_defaults_fed_back_give_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = printed(capsys, "--print-config")
+
+    assert parse("--config", yaml_file(tmp_path, text)) == TrainConfig()
+
+
+def test_a_learning_rate_without_a_dot_is_read_from_yaml(tmp_path: Path) -> None:
+    assert parse("--config", yaml_file(tmp_path, "learning_rate: 2e-5\n")).learning_rate == 2e-5
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert parse("--config", yaml_file(tmp_path, "# nothing set\n")) == TrainConfig()
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "epochs: 4\nbatch_size: 4\nseed: 4\n")
+    environment = {"DISTRINEWS_EPOCHS": "5", "DISTRINEWS_BATCH_SIZE": "5", "PATH": "/bin", "EPOCHS": "9"}
+
+    config = parse("--config", file, "--epochs", "6", **environment)
+
+    assert (config.epochs, config.batch_size, config.seed) == (6, 5, 4)
+    assert config.max_length == TrainConfig().max_length
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--batchsize", r"--batchsize: no such flag; did you mean --batch_size\?"),
+        ("--lerning-rate", r"--lerning-rate: no such flag; did you mean --learning_rate\?"),
+        ("--confg", r"--confg: no such flag; did you mean --config\?"),
+        ("--zzzzzz", r"--zzzzzz: no such flag \(see --help\)"),
+        ("--epoch", r"--epoch: no such flag; did you mean --epochs\?"),
+        ("stray", r"unrecognized arguments: stray"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_nearest_one(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(argument)
+
+
+def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run.yaml: no field 'batchsize'; did you mean 'batch_size'\?"):
+        parse("--config", yaml_file(tmp_path, "batchsize: 4\n"))
+    with pytest.raises(UserError, match=r"environment variable DISTRINEWS_BATCHSIZE: no such field"):
+        parse(DISTRINEWS_BATCHSIZE="4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch_size", "0"), r"^--batch_size 0: must be at least 1$"),
+        (("--max_length", "7"), r"^--max_length 7: must be at least 8$"),
+        (("--max_length", "9000"), r"^--max_length 9000: must be at most 8192$"),
+        (("--validation_fraction", "0"), r"^--validation_fraction 0: must be greater than 0$"),
+        (("--warmup", "1"), r"^--warmup 1: must be less than 1$"),
+        (("--epochs", "many"), r"^--epochs many: must be a valid integer"),
+        (("--epochs", "1.5"), r"^--epochs 1.5: must be a valid integer"),
+        (("--learning_rate", "fast"), r"^--learning_rate fast: must be a number"),
+        (("--learning_rate", "nan"), r"^--learning_rate nan: must be"),
+        (("--strategy", "pipeline"), r"^--strategy pipeline: must be 'ddp'$"),
+        (("--precision", "fp8"), r"^--precision fp8: must be 'auto', 'fp32', 'bf16' or 'fp16'$"),
+        (("--compile", "perhaps"), r"^--compile perhaps: must be a valid boolean"),
+        (("--epochs",), r"--epochs: expected one argument"),
+        (("--precision", "fp16", "--device", "cpu"), r"^--precision fp16 and --device cpu: fp16 trains on GPUs only"),
+        (("--output_dir", "/"), r"^--output_dir /: must name a folder$"),
+        (("--batch_size", "0", "--epochs", "0"), r"--epochs 0: .*; --batch_size 0: |--batch_size 0: .*; --epochs 0: "),
+    ],
+)
+def test_a_value_out_of_its_limits_is_named_with_the_limit(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(*arguments)
+
+
+def test_the_origin_of_a_bad_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^DISTRINEWS_EPOCHS 0: must be at least 1$"):
+        parse(DISTRINEWS_EPOCHS="0")
+    with pytest.raises(UserError, match=r"run.yaml: epochs 0: must be at least 1$"):
+        parse("--config", yaml_file(tmp_path, "epochs: 0\n"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("- 1\n- 2\n", "must hold fields with values"), ("epochs: [1\n", "not valid YAML"), ("12\n", "must hold fields")],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"--config .*run.yaml: {message}"):
+        parse("--config", yaml_file(tmp_path, content))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone.yaml: No such file or directory"):
+        parse("--config", str(tmp_path / "gone.yaml"))
+
+
+def test_help_lists_every_flag_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+
+    assert re.findall(r"^([a-z]+):$", text, re.MULTILINE) == ["options", *GROUPS]
+    for name in TrainConfig.model_fields:
+        assert re.search(rf"^  --{name}\b", text, re.MULTILINE), name
+
+
+def test_help_tells_defaults_choices_and_off_values(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "--help").split())
+
+    for words in (
+        "0 = all (default: 0)",
+        "1 = off (default: 1)",
+        "0 = no clipping (default: 1.0)",
+        "0 = only those (default: 500)",
+        "auto|fp32|bf16|fp16",
+        "true|false",
+        "unset = 2e-5, or 1e-3 for tiny",
+        "(default: ag_news)",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("name", ["max_train_rows", "warmup", "weight_decay", "clip_norm", "label_smoothing"])
+def test_the_off_value_that_help_names_is_accepted(name: str) -> None:
+    assert "0 = " in TrainConfig.model_fields[name].description
+    assert getattr(parse(f"--{name}", "0"), name) == 0
+
+
+def test_run_folder_and_one_file_model_lie_beside_the_model_folder() -> None:
+    config = parse("--output_dir", "models/news.v2")
+
+    assert config.run_dir == Path("models/news.v2.run")
+    assert config.checkpoint_file == Path("models/news.v2.pt")
+
+
+def test_fields_that_may_change_on_resuming_exist() -> None:
+    assert TrainConfig.model_fields.keys() >= OPERATIONAL_FIELDS | BATCH_FIELDS

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from inference.model_files import read_saved_model
+from inference.model_loader import ModelLoader
+from inference.tokenization import TextTokenizer
+from training.checkpointing.export import check_output, write_model
+from training.dataset import AG_NEWS_LABELS, load_news
+from training.errors import UserError
+from training.metrics import classification_metrics
+from training.model import NewsClassifier
+from training.tokenized import load_tokenizer
+
+MAX_LENGTH = 32
+FOLDER_FILES = {
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "metrics.json",
+    "README.md",
+}
+
+
+def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0) -> NewsClassifier:
+    torch.manual_seed(seed)
+    tokenizer = load_tokenizer("tiny", load_news("sample").train.texts[:200], MAX_LENGTH)
+    model = NewsClassifier(len(label_names), "tiny", label_names, vocab_size=len(tokenizer))
+    for parameter in model.parameters():  # answers that differ from text to text
+        parameter.data.mul_(3)
+    labels = np.arange(40) % len(label_names)
+    figures = classification_metrics(np.eye(len(label_names))[labels], labels, label_names)
+    metrics = {
+        "dataset": "sample",
+        "base_model": "tiny",
+        "max_length": MAX_LENGTH,
+        "best_epoch": 2,
+        "created": "2025-01-01",
+        "train_rows": 200,
+        "test": figures,
+        "validation": figures,
+    }
+    write_model(model, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NewsClassifier]:
+    folder = tmp_path_factory.mktemp("export") / "model"
+    return folder, write_tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return load_news("sample").test.texts[:8]
+
+
+def logits_of(model: NewsClassifier, folder: Path, texts: list[str]) -> torch.Tensor:
+    tokenizer = TextTokenizer.from_file(folder / "tokenizer.json", MAX_LENGTH)
+    with torch.inference_mode():
+        return torch.cat(
+            [
+                model(torch.tensor([encoded.ids]), torch.ones(1, len(encoded.ids), dtype=torch.int64))
+                for encoded in tokenizer.encode(texts)
+            ]
+        )
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    return torch.load(folder.with_suffix(".pt"), map_location="cpu", weights_only=True)
+
+
+def test_the_folder_holds_what_is_documented_and_nothing_else(written: tuple[Path, NewsClassifier]) -> None:
+    folder, _ = written
+
+    assert {path.name for path in folder.iterdir()} == FOLDER_FILES
+    assert {path.name for path in folder.parent.iterdir()} == {"model", "model.pt"}
+    assert json.loads((folder / "metrics.json").read_text())["best_epoch"] == 2
+
+
+def test_a_transformers_pipeline_gives_the_same_answers_by_label_name(
+    written: tuple[Path, NewsClassifier], texts: list[str]
+) -> None:
+    folder, model = written
+    expected = logits_of(model, folder, texts)
+
+    classify = pipeline("text-classification", model=str(folder), top_k=None, function_to_apply="none")
+    answers = classify(texts, truncation=True)
+
+    for answer, row in zip(answers, expected, strict=True):
+        scores = {entry["label"]: entry["score"] for entry in answer}
+        assert [scores[name] for name in AG_NEWS_LABELS] == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def test_the_pipeline_cuts_at_the_max_length_of_training(written: tuple[Path, NewsClassifier]) -> None:
+    folder, _ = written
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    assert tokenizer.model_max_length == MAX_LENGTH
+    assert len(tokenizer("market " * 100, truncation=True)["input_ids"]) == MAX_LENGTH
+
+
+def test_the_configuration_is_one_that_any_transformers_reads(written: tuple[Path, NewsClassifier]) -> None:
+    folder, model = written
+    config = (folder / "config.json").read_text()
+
+    network = AutoModelForSequenceClassification.from_pretrained(folder)
+
+    assert "row_dropout" not in config
+    assert [network.config.id2label[i] for i in range(4)] == AG_NEWS_LABELS
+    assert network.config.architectures == ["DistilBertForSequenceClassification"]
+    weights = model.network.state_dict()
+    assert load_file(folder / "model.safetensors").keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
+
+
+def test_the_one_file_model_has_the_documented_keys(written: tuple[Path, NewsClassifier]) -> None:
+    folder, model = written
+
+    checkpoint = read_checkpoint(folder)
+
+    assert list(checkpoint) == ["epoch", "model_state_dict", "loss", "accuracy", "config"]
+    assert (checkpoint["epoch"], checkpoint["accuracy"]) == (2, 1.0)
+    assert checkpoint["loss"] > 0
+    config = checkpoint["config"]
+    assert {key: config[key] for key in ("model_name", "num_labels", "max_length", "labels")} == {
+        "model_name": "tiny",
+        "num_labels": 4,
+        "max_length": MAX_LENGTH,
+        "labels": AG_NEWS_LABELS,
+    }
+    assert checkpoint["model_state_dict"].keys() == model.state_dict().keys()
+
+
+def test_the_one_file_model_loads_into_a_news_classifier(
+    written: tuple[Path, NewsClassifier], texts: list[str]
+) -> None:
+    folder, model = written
+    checkpoint = read_checkpoint(folder)
+
+    fresh = NewsClassifier(4, "tiny", vocab_size=checkpoint["config"]["encoder_config"]["vocab_size"]).eval()
+    fresh.load_state_dict(checkpoint["model_state_dict"])
+
+    torch.testing.assert_close(logits_of(fresh, folder, texts), logits_of(model, folder, texts))
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_from_saved_gives_the_classifier_back(
+    written: tuple[Path, NewsClassifier], texts: list[str], suffix: str
+) -> None:
+    folder, model = written
+
+    again = NewsClassifier.from_saved(read_saved_model(folder.with_suffix(suffix))).eval()
+
+    assert again.label_names == AG_NEWS_LABELS
+    torch.testing.assert_close(logits_of(again, folder, texts), logits_of(model, folder, texts))
+
+
+def test_serving_answers_the_same_from_folder_and_file(written: tuple[Path, NewsClassifier], texts: list[str]) -> None:
+    folder, model = written
+    expected = logits_of(model, folder, texts).double().softmax(dim=1)
+
+    from_folder, from_file = ModelLoader(folder), ModelLoader(folder.with_suffix(".pt"))
+
+    assert from_folder.predict_batch(texts) == from_file.predict_batch(texts)
+    assert (from_folder.labels, from_folder.max_length, from_folder.metadata) == (
+        from_file.labels,
+        from_file.max_length,
+        from_file.metadata,
+    )
+    for answer, row in zip(from_folder.predict_batch(texts), expected, strict=True):
+        assert list(answer["probabilities"].values()) == pytest.approx(row.tolist(), abs=1e-6)
+
+
+def test_a_replaced_folder_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_tiny(folder, ["bad", "good"], seed=1)
+    (folder / "onnx").mkdir()
+    (folder / "onnx/model_int8.onnx").write_bytes(b"of the old model")
+
+    write_tiny(folder, seed=2)
+
+    assert {path.name for path in folder.iterdir()} == FOLDER_FILES
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "model.pt"}
+    assert ModelLoader(folder).labels == AG_NEWS_LABELS
+    assert read_checkpoint(folder)["config"]["labels"] == AG_NEWS_LABELS
+
+
+def test_leftovers_of_an_export_cut_short_do_no_harm(tmp_path: Path) -> None:
+    for name in (".model.tmp", ".model.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half.bin").write_bytes(b"half")
+
+    write_tiny(tmp_path / "model")
+
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "model.pt"}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == FOLDER_FILES
+
+
+def test_the_model_card_tells_labels_and_results(written: tuple[Path, NewsClassifier]) -> None:
+    folder, _ = written
+
+    card = (folder / "README.md").read_text()
+
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
+    assert "Labels: World, Sports, Business, Sci/Tech." in card
+    assert "| Sports | 1.000 | 1.000 | 1.000 | 10 |" in card
+
+
+def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, written: tuple[Path, NewsClassifier]) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(written[0], tmp_path / "model")
+
+    for name in ("new/deeper", "empty", "model"):
+        check_output(tmp_path / name)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model"]
+
+
+def test_check_output_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+
+    with pytest.raises(UserError, match=r"--output_dir .*: holds files that are no model; name a new or empty folder"):
+        check_output(tmp_path)
+
+
+def test_check_output_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        check_output(tmp_path / "model")

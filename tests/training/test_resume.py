@@ -1,0 +1,351 @@
+"""A run that was killed, stopped or damaged goes on as if nothing had been."""
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAST_STEP = 16
+STEPS = list(range(1, LAST_STEP + 1))
+
+
+def _flags(world_size: int, output: Path) -> tuple[str | Path | int, ...]:
+    return ("--batch_size", 8 // world_size, "--save_every", 2, "--keep_last", 3, "--output_dir", output)
+
+
+def _weights(output: Path) -> str:
+    return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _checkpoint(output: Path, step: int) -> Path:
+    return output.with_name(output.name + ".run") / "checkpoints" / f"step_{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> Callable[[int], Path]:
+    """`never_stopped(world_size)`: the model folder of a run that was left alone."""
+    folder, finished = tmp_path_factory.mktemp("never_stopped"), {}
+
+    def run(world_size: int) -> Path:
+        if world_size not in finished:
+            output = folder / f"on_{world_size}"
+            ended = launch_shared(world_size, *_flags(world_size, output))
+            assert ended.process.returncode == 0, ended.err
+            finished[world_size] = output
+        return finished[world_size]
+
+    return run
+
+
+@pytest.fixture
+def copied(never_stopped: Callable[[int], Path], tmp_path: Path) -> Path:
+    """A finished run of one process, without its model: checkpoints 8 (best), 12, 14 and 16."""
+    shutil.copytree(never_stopped(1).with_name("on_1.run"), tmp_path / "model.run")
+    return tmp_path / "model"
+
+
+def _kill_after(run: Any, output: Path, step: int) -> None:
+    run.wait_until(lambda: any(_checkpoint(output, later).exists() for later in range(step, LAST_STEP)))
+    run.kill()
+    assert not _checkpoint(output, LAST_STEP).exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_run_ends_with_the_weights_of_one_never_killed(
+    launch: Callable[..., Any],
+    never_stopped: Callable[[int], Path],
+    checkpoint_state: Callable[..., Any],
+    metrics_of: Callable[..., Any],
+    tmp_path: Path,
+    world_size: int,
+) -> None:
+    output = tmp_path / "model"
+    run = launch(world_size, *_flags(world_size, output), wait=False)
+    _kill_after(run, output, step=4)
+
+    again = launch(world_size, *_flags(world_size, output))
+
+    assert again.process.returncode == 0, again.err
+    assert "Resuming from" in again.out
+    assert _weights(output) == _weights(never_stopped(world_size))
+    states = [
+        checkpoint_state(folder.with_name(folder.name + ".run"), LAST_STEP)["strategy"]
+        for folder in (output, never_stopped(world_size))
+    ]
+    assert all(states[0]["model"][name].equal(weight) for name, weight in states[1]["model"].items())
+    moments = [state["optimizer"]["state"] for state in states]
+    assert all(moments[0][i]["exp_avg_sq"].equal(moment["exp_avg_sq"]) for i, moment in moments[1].items())
+    assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_killed_at_random_moments_loses_nothing(
+    launch: Callable[..., Any],
+    never_stopped: Callable[[int], Path],
+    metrics_of: Callable[..., Any],
+    tmp_path: Path,
+    world_size: int,
+) -> None:
+    output, moments = tmp_path / "model", random.Random(7)
+    for _ in range(4):
+        run = launch(world_size, *_flags(world_size, output), wait=False)
+        looks, most = iter(range(10**9)), moments.randrange(1500)
+        # Anywhere: in the imports, in a step, in a save. A run that ends first is fine, too.
+        run.wait_until(lambda looks=looks, most=most, run=run: next(looks) > most or run.process.poll() is not None)
+        run.kill()
+
+    ended = launch(world_size, *_flags(world_size, output))
+
+    assert ended.process.returncode == 0, ended.err
+    assert _weights(output) == _weights(never_stopped(world_size))
+    assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
+
+
+def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
+    launch: Callable[..., Any],
+    train_here: Callable[..., int],
+    never_stopped: Callable[[int], Path],
+    metrics_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "model"
+    run = launch(1, *_flags(1, output), wait=False)
+    run.wait_until(lambda: "step 3/" in run.out)
+
+    run.process.terminate()
+
+    assert run.wait() == 0
+    stopped_at = metrics_of(tmp_path / "model.run")[-1]["step"]
+    assert stopped_at < LAST_STEP
+    assert f"Stopped at step {stopped_at}, all saved. To go on, start the same command again." in run.out
+    assert _checkpoint(output, stopped_at).exists()
+    assert run.err == ""
+    assert train_here(*_flags(1, output)) == 0
+    assert _weights(output) == _weights(never_stopped(1))
+    assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
+
+
+@pytest.fixture(scope="module")
+def stopped_on_two(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> tuple[Path, Any]:
+    """The output folder of a run on two ranks that SIGTERM to the second of them stopped, and that run."""
+    output = tmp_path_factory.mktemp("stopped") / "model"
+    run = launch_shared(2, *_flags(2, output), wait=False)
+    run.wait_until(lambda: "step 3/" in run.out)
+    os.kill(run.ranks[1], signal.SIGTERM)
+    run.wait()
+    return output, run
+
+
+def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Path, Any]) -> None:
+    output, run = stopped_on_two
+
+    assert run.process.returncode == 0, run.err
+    assert "all saved. To go on, start the same command again." in run.out
+    assert not (output / "model.safetensors").exists()
+    assert list(_checkpoint(output, 0).parent.glob("step_*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_run_of_two_ranks_goes_on_with_another_number_and_repeats_no_row(
+    stopped_on_two: tuple[Path, Any],
+    never_stopped: Callable[[int], Path],
+    launch: Callable[..., Any],
+    train_here: Callable[..., int],
+    metrics_of: Callable[..., Any],
+    tmp_path: Path,
+    world_size: int,
+) -> None:
+    output = tmp_path / "model"
+    shutil.copytree(stopped_on_two[0].with_name("model.run"), tmp_path / "model.run")
+
+    flags = (*_flags(2, output), "--batch_size", 8 // world_size)
+    code = train_here(*flags) if world_size == 1 else launch(world_size, *flags).process.returncode
+
+    assert code == 0
+    went_on, reference = (
+        metrics_of(folder) for folder in (tmp_path / "model.run", never_stopped(1).with_name("on_1.run"))
+    )
+    assert [record["step"] for record in went_on] == STEPS
+    np.testing.assert_allclose(
+        [record["loss"] for record in went_on], [record["loss"] for record in reference], rtol=1e-4
+    )
+
+
+def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
+    start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    script = REPOSITORY / "training" / "run_ddp.sh"
+    output = tmp_path / "model"
+    environment = {"PYTHON": sys.executable}
+    run = start(["bash", script, 2, *base_flags, *_flags(2, output)], wait=False, env=environment)
+    run.wait_until(lambda: "step 3/" in run.out)
+
+    os.kill(run.process.pid, signal.SIGTERM)
+
+    assert run.wait() == 0, run.err
+    assert "all saved. To go on, start the same command again." in run.out
+    assert "Traceback" not in run.err
+
+
+def _flip_a_bit(checkpoint: Path) -> str:
+    data = bytearray((checkpoint / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / "state.pt").write_bytes(data)
+    return "state.pt does not match its SHA-256"
+
+
+def _truncate(checkpoint: Path) -> str:
+    size = (checkpoint / "state.pt").stat().st_size
+    os.truncate(checkpoint / "state.pt", size - 1000)
+    return f"state.pt has {size - 1000} bytes, not {size}"
+
+
+def _lose_the_manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+def _tear_the_manifest(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "manifest.json", 20)
+    return "manifest.json cannot be read"
+
+
+@pytest.mark.parametrize("damage", [_flip_a_bit, _truncate, _lose_the_manifest, _tear_the_manifest])
+def test_a_damaged_newest_checkpoint_is_named_and_skipped(
+    copied: Path,
+    train_here: Callable[..., int],
+    never_stopped: Callable[[int], Path],
+    capfd: pytest.CaptureFixture[str],
+    damage: Callable[[Path], str],
+) -> None:
+    newest = _checkpoint(copied, LAST_STEP)
+    why = damage(newest)
+
+    code = train_here(*_flags(1, copied))
+
+    out = capfd.readouterr().out
+    assert code == 0
+    assert f"Skipping the damaged checkpoint {newest}: {why}" in out
+    assert f"Resuming from {_checkpoint(copied, 14)}" in out
+    assert _weights(copied) == _weights(never_stopped(1))
+
+
+def test_an_unfinished_save_is_no_checkpoint(
+    copied: Path,
+    train_here: Callable[..., int],
+    never_stopped: Callable[[int], Path],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    newest = _checkpoint(copied, LAST_STEP)
+    unfinished = newest.with_name(f".{newest.name}.tmp")
+    newest.rename(unfinished)
+    _lose_the_manifest(unfinished)
+
+    code = train_here(*_flags(1, copied))
+
+    assert code == 0
+    assert f"Resuming from {_checkpoint(copied, 14)}" in capfd.readouterr().out
+    assert not unfinished.exists()
+    assert _weights(copied) == _weights(never_stopped(1))
+
+
+def test_a_run_with_no_whole_checkpoint_is_refused_and_left_as_it_is(
+    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = sorted(_checkpoint(copied, 0).parent.glob("step_*"))
+    for checkpoint in checkpoints:
+        _truncate(checkpoint)
+
+    code = train_here(*_flags(1, copied))
+
+    printed = capfd.readouterr()
+    assert code == 2
+    assert printed.err.startswith(f"error: --resume auto: none of the {len(checkpoints)} checkpoints in")
+    assert "--resume none" in printed.err
+    assert all(f"Skipping the damaged checkpoint {checkpoint}:" in printed.out for checkpoint in checkpoints)
+    assert sorted(_checkpoint(copied, 0).parent.glob("step_*")) == checkpoints
+
+
+def test_another_configuration_into_the_same_folder_is_refused_with_the_fields(
+    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = train_here(*_flags(1, copied), "--learning_rate", "5e-4", "--max_train_rows", "60", "--log_every", "3")
+
+    [line] = capfd.readouterr().err.splitlines()
+    assert code == 2
+    assert "learning_rate was None, is 0.0005" in line
+    assert "max_train_rows was 63, is 60" in line
+    assert "log_every" not in line
+
+
+def test_another_global_batch_into_the_same_folder_is_refused(
+    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = train_here(*_flags(1, copied), "--batch_size", "6")
+
+    assert code == 2
+    assert "the global batch was 8 rows, is 6" in capfd.readouterr().err
+
+
+def test_resume_none_moves_the_older_run_aside(
+    copied: Path, train_here: Callable[..., int], never_stopped: Callable[[int], Path], metrics_of: Callable[..., Any]
+) -> None:
+    code = train_here(*_flags(1, copied), "--resume", "none")
+
+    assert code == 0
+    assert (copied.parent / "model.run.1" / "checkpoints" / "step_00000016" / "state.pt").exists()
+    assert [record["step"] for record in metrics_of(copied.parent / "model.run")] == STEPS
+    assert _weights(copied) == _weights(never_stopped(1))
+
+
+def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_kept_aside(
+    copied: Path,
+    train_here: Callable[..., int],
+    never_stopped: Callable[[int], Path],
+    metrics_of: Callable[..., Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = train_here(*_flags(1, copied), "--resume", _checkpoint(copied, 12))
+
+    assert code == 0
+    assert f"Resuming from {_checkpoint(copied, 12)}" in capfd.readouterr().out
+    for step in (14, 16):
+        assert (_checkpoint(copied, step).with_name(f"step_{step:08d}.1") / "state.pt").exists()
+    assert [record["step"] for record in metrics_of(copied.parent / "model.run")] == STEPS
+    assert _weights(copied) == _weights(never_stopped(1))
+
+
+def test_a_finished_run_started_again_writes_the_same_model_and_loses_nothing(
+    copied: Path, train_here: Callable[..., int], never_stopped: Callable[[int], Path], metrics_of: Callable[..., Any]
+) -> None:
+    before = sorted(path.name for path in _checkpoint(copied, 0).parent.iterdir())
+
+    code = train_here(*_flags(1, copied))
+
+    assert code == 0
+    assert _weights(copied) == _weights(never_stopped(1))
+    assert sorted(path.name for path in _checkpoint(copied, 0).parent.iterdir()) == before
+    assert [record["step"] for record in metrics_of(copied.parent / "model.run")] == STEPS
+    assert len(metrics_of(copied.parent / "model.run", "epoch")) == 2
+    assert len(metrics_of(copied.parent / "model.run", "test")) == 1
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(
+    never_stopped: Callable[[int], Path], metrics_of: Callable[..., Any]
+) -> None:
+    run_dir = never_stopped(1).with_name("on_1.run")
+    [best] = [epoch["step"] for epoch in metrics_of(run_dir, "epoch") if epoch["is_best"]][-1:]
+
+    kept = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").iterdir())
+
+    assert kept == sorted({best, 12, 14, 16})
