@@ -22,7 +22,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 import torch
 from transformers import AutoConfig
 
-from benchmarks.processes import ROOT, Layout, run_ranks
+from benchmarks.processes import ROOT, Layout, end_with_children, run_ranks
 from benchmarks.tables import (
     HERE,
     Parser,
@@ -76,6 +76,7 @@ class Run:
 def main() -> None:
     """Run, measure and write the page."""
     options = _parse()
+    end_with_children()
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.device_count() < options.processes:
         raise UserError(f"--processes {options.processes}: this machine has {torch.cuda.device_count()} GPU")
@@ -213,7 +214,7 @@ def render(
     first = "" if on_gpu else "Measured on CPU processes: no GPU was at hand.\n\n"
     facts = circumstances(MODULE) | {
         "Model": f"DistilBERT, {options.size} size, from {options.weights}; {options.precision}",
-        "Data": f"{Path(options.dataset).name}: {rows:,} training rows, {options.epochs} epochs, "
+        "Data": f"{Path(options.dataset).name}: {rows:,} training rows, {options.epochs} epoch{'s' * (options.epochs > 1)}, "
         f"global batch {options.global_batch}, texts cut at {MAX_LENGTH} tokens",
         "Rounds": str(options.rounds),
         "Matrix rate": ", ".join(

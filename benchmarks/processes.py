@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -51,6 +52,11 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.processes} × {self.threads}"
+
+
+def end_with_children() -> None:
+    """On SIGTERM leave as on an error, so that no worker is left behind."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def run_ranks(arguments: Sequence[str], layout: Layout, *, pin: bool = True) -> list[dict[str, Any]]:

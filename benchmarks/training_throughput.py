@@ -19,7 +19,7 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.processes import Layout, run_ranks
+from benchmarks.processes import Layout, end_with_children, run_ranks
 from benchmarks.startup import COMMAND, measure_startup
 from benchmarks.tables import (
     HERE,
@@ -43,6 +43,7 @@ from training.precision import cpu_has_bf16
 
 MODULE = "benchmarks.training_throughput"
 STARTUP = "start-up"
+TITLES = {"minilm": "MiniLM", "base": "Base"}
 SCALED = {"1x1": "2x1"}  # on the first layout only our own variants run, to compare the second with
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
 HEADER = [
@@ -63,6 +64,7 @@ HEADER = [
 def main() -> None:
     """Measure what was asked for and write the page."""
     options = _parse()
+    end_with_children()
     page = Page(options.output)
     if options.startup:
         seconds = measure_startup(options.rounds or 5, say)
@@ -197,7 +199,7 @@ def render(section: dict[str, Any]) -> str:
     for layout in section["layouts"]:
         names = [name for name in section["variants"] if f"{name} {layout}" in rounds[0]]
         rows += [_row(section, name, layout) for name in names]
-    title = f"\n## {section['size'].capitalize()} size, {section['dataset']}\n\n"
+    title = f"\n## {TITLES[section['size']]} size, {section['dataset']}\n\n"
     blocks = SIZES[section["size"]]
     facts = section["facts"] | {
         "Model": f"DistilBERT, {blocks.n_layers} blocks of {blocks.dim} ({blocks.hidden_dim}), {blocks.n_heads} heads",

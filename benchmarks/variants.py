@@ -124,6 +124,8 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
         max_grad_norm=CLIP_NORM,
         optim="adamw_torch_fused",
         train_sampling_strategy=sampling,
+        # Else it multiplies loss and gradients of a classifier by the number of ranks, and clips those.
+        average_tokens_across_devices=False,
         dataloader_pin_memory=False,
         eval_strategy="no",
         save_strategy="no",

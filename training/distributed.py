@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from io import StringIO
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from training.errors import ForeseenError, UserError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+SECONDS_FOR_RANK_0 = 10.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,21 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 @contextmanager
+def one_voice() -> Iterator[None]:
+    """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        with redirect_stdout(StringIO()) if rank else nullcontext():
+            yield
+    except ForeseenError as error:
+        if rank:
+            error.quiet = True
+            # torchrun ends all ranks once one is gone; should this one go first, rank 0 would say nothing.
+            time.sleep(SECONDS_FOR_RANK_0)
+        raise
+
+
+@contextmanager
 def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
     """The ranks of this run; the process group stands while the context does, and falls whatever happens.
 
@@ -134,7 +152,8 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
     rank, world_size, local_rank, local_world_size = (
         int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
     )
-    chosen = _choose_device(device, local_rank, local_world_size)
+    with one_voice():
+        chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
         # torchrun asks for one thread a process, whatever the machine has.
@@ -164,8 +183,7 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     if local_world_size > num_gpus:
         raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
-            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu",
-            quiet=local_rank != 0,
+            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
         )
     chosen = torch.device("cuda", local_rank)
     # Bound before the group exists: else every process opens a context on GPU 0.

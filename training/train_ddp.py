@@ -11,14 +11,15 @@ if not __package__:  # started by path: the imports below need the folder above 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from training.config import parse_config
-from training.distributed import ranks
+from training.distributed import one_voice, ranks
 from training.errors import run_command
 from training.trainer import Trainer
 
 
 def train() -> None:
     """Parse, join the process group, train."""
-    config = parse_config(sys.argv[1:], description=__doc__)
+    with one_voice():
+        config = parse_config(sys.argv[1:], description=__doc__)
     with ranks(config.device) as mine:
         Trainer(config, mine).fit()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -193,6 +194,12 @@ class Trainer:
                 tokens.label_names,
                 self.precision,
                 self.news.validation_index,
+            )
+        if not math.isfinite(validation["loss"]):
+            raise TrainingFailure(
+                f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and stays; "
+                "lower --learning_rate, then start again",
+                quiet=not self.ranks.is_first,
             )
         is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in self.epochs)
         metrics = EpochMetrics(epoch, self.step, self.epoch_loss.average, self.epoch_seconds, validation, is_best)

@@ -151,7 +151,6 @@ def test_a_users_mistake_ends_a_process_with_code_2(launch: Callable[..., Any], 
             ("--epoch", "1"),
             "error: --epoch: no such flag; did you mean --epochs?",
             id="unknown flag",
-            marks=pytest.mark.xfail(strict=True, reason="flags are parsed before the ranks know one another"),
         ),
     ],
 )
@@ -172,7 +171,7 @@ def test_under_torchrun_a_users_mistake_is_said_once(
 def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    with pytest.raises(UserError, match="4 processes on a machine with 2 GPUs: .*--nproc_per_node=2") as first:
+    with pytest.raises(UserError, match=r"4 processes on a machine with 2 GPUs: .*--nproc_per_node=2") as first:
         _choose_device("auto", local_rank=0, local_world_size=4)
     with pytest.raises(UserError) as other:
         _choose_device("cuda", local_rank=3, local_world_size=4)
@@ -210,6 +209,7 @@ def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
 ) -> None:
     data, model = poisoned
     flags = ("--dataset", data, "--model", model, "--max_train_rows", 0, "--batch_size", 4, "--save_every", 1)
+    flags += ("--max_length", 128)
 
     ended = launch(2, *flags, "--output_dir", tmp_path / "model")
 

@@ -120,7 +120,7 @@ def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
 ) -> None:
     output = tmp_path / "model"
     run = launch(1, *_flags(1, output), wait=False)
-    run.wait_until(lambda: "step 3/" in run.out)
+    run.wait_until(lambda: "step 2/" in run.out)
 
     run.process.terminate()
 
@@ -140,7 +140,7 @@ def stopped_on_two(tmp_path_factory: pytest.TempPathFactory, launch_shared: Call
     """The output folder of a run on two ranks that SIGTERM to the second of them stopped, and that run."""
     output = tmp_path_factory.mktemp("stopped") / "model"
     run = launch_shared(2, *_flags(2, output), wait=False)
-    run.wait_until(lambda: "step 3/" in run.out)
+    run.wait_until(lambda: "step 2/" in run.out)
     os.kill(run.ranks[1], signal.SIGTERM)
     run.wait()
     return output, run
@@ -188,7 +188,7 @@ def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
     output = tmp_path / "model"
     environment = {"PYTHON": sys.executable}
     run = start(["bash", script, 2, *base_flags, *_flags(2, output)], wait=False, env=environment)
-    run.wait_until(lambda: "step 3/" in run.out)
+    run.wait_until(lambda: "step 2/" in run.out)
 
     os.kill(run.process.pid, signal.SIGTERM)
 
