@@ -26,10 +26,10 @@ demo: $(INSTALLED) ## Train with two processes on the built-in sample, evaluate,
 	$(BIN)/python deployment/demo.py $(DEMO)
 
 test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(INSTALLED) ## Run the tests with the slower matrix
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED) ## Check style and types of mistakes
 	$(BIN)/ruff check .

@@ -214,7 +214,7 @@ def render(
     first = "" if on_gpu else "Measured on CPU processes: no GPU was at hand.\n\n"
     facts = circumstances(MODULE) | {
         "Model": f"DistilBERT, {options.size} size, from {options.weights}; {options.precision}",
-        "Data": f"{Path(options.dataset).name}: {rows:,} training rows, {options.epochs} epoch{'s' * (options.epochs > 1)}, "
+        "Data": f"{Path(options.dataset).name}: {rows:,} training rows, --epochs {options.epochs}, "
         f"global batch {options.global_batch}, texts cut at {MAX_LENGTH} tokens",
         "Rounds": str(options.rounds),
         "Matrix rate": ", ".join(

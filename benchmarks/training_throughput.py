@@ -185,7 +185,8 @@ throw-away copy of the model; nothing is evaluated, logged to files or saved. Ea
   precision: the best `torch.mm` of 2048 × 2048 matrices, in all processes at once, measured in the same run.
   A nominal share above the other's is work saved, not speed of the machine. Embeddings, head, normalisation, dropout
   and the optimizer count as no work, but take time.
-- `transformers.Trainer` stands at its defaults but for what is named here; its progress bar and log are off.
+- `transformers.Trainer` stands at its defaults but for what is named here; its progress bar and log are off, and
+  `average_tokens_across_devices=False`: with it, a classifier's gradients come out multiplied by the number of ranks.
 - *loss*: the mean over the epoch, to see that all of them train alike.
 """
 

@@ -112,9 +112,10 @@ def _read_folder(name: str, folder: Path, seed: int) -> NewsData:
         raise UserError(f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet")
     test = _find_split(folder, "test")
     classes = folder / "classes.txt"
-    label_names = classes.read_text(encoding="utf-8").split("\n") if classes.exists() else None
-    if label_names:
-        label_names = [line.strip() for line in label_names if line.strip()]
+    label_names = None
+    if classes.exists():
+        lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
+        label_names = [line.strip() for line in lines if line.strip()]
     return _assemble(name, _read_file(train, label_names), _read_file(test, label_names) if test else None, None, seed)
 
 
@@ -217,7 +218,7 @@ def _read_parquet(path: Path) -> Iterator[FoundRow]:
 
 def _read_hub(name: str, seed: int) -> NewsData:
     from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    from datasets.exceptions import DatasetNotFoundError
 
     try:
         found = load_dataset(name)
@@ -225,7 +226,7 @@ def _read_hub(name: str, seed: int) -> NewsData:
         raise UserError(
             f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}"
         ) from error
-    except (OSError, DatasetsError, RuntimeError, ValueError) as error:
+    except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
         raise UserError(
             f"--dataset {name}: the hub could not be read ({_first_line(error)}); {OFFLINE_HINT}"
         ) from error

@@ -91,6 +91,9 @@ class NewsClassifier(nn.Module):
             (batch, num_labels).
         """
         if self._first_token is None:
+            # Batches are padded with 0; some encoders count positions by their own padding id.
+            padding = self.network.config.pad_token_id or 0
+            input_ids = input_ids.masked_fill(attention_mask == 0, padding)
             return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
         return self._first_token(self.network, input_ids, _key_mask(attention_mask))
 

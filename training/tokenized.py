@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens a row has: int64, (rows,)."""
         return np.diff(self.offsets)
@@ -92,7 +93,9 @@ def model_errors(model: str):  # noqa: ANN201
     """Turn what loading a model can raise into one line that says how to go on."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # every library below has errors of its own, its HTTP client too
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if Path(model).expanduser().is_dir():
             raise UserError(f"--model {model}: the folder cannot be read as a model ({first})") from error

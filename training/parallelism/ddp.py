@@ -70,7 +70,7 @@ class DDPStrategy:
         limit = self.config.clip_norm or math.inf
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         scaler_skipped = self._update(grad_norm)
-        self.optimizer.zero_grad(set_to_none=not self.ranks.is_distributed)
+        self.optimizer.zero_grad()
         weighted = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
         return StepResult(weighted, torch.cat(losses), grad_norm.detach(), scaler_skipped)
 
