@@ -171,13 +171,8 @@ def test_under_torchrun_a_users_mistake_is_said_once(
 def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    with pytest.raises(UserError, match=r"4 processes on a machine with 2 GPUs: .*--nproc_per_node=2") as first:
+    with pytest.raises(UserError, match=r"4 processes on a machine with 2 GPUs: .*--nproc_per_node=2"):
         _choose_device("auto", local_rank=0, local_world_size=4)
-    with pytest.raises(UserError) as other:
-        _choose_device("cuda", local_rank=3, local_world_size=4)
-
-    assert not first.value.quiet
-    assert other.value.quiet
 
 
 @pytest.fixture
