@@ -66,17 +66,12 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
 
     key = ranks.broadcast(ranks.together(read))
     tokens = read_tokens(cache_dir, key)
-    train, validation = ranks.together(lambda: _split(config, tokens))
-    if len(train) < ranks.world_size:
-        raise UserError(
-            f"{ranks.world_size} ranks for {len(train)} training rows: start fewer processes",
-            quiet=not ranks.is_first,
-        )
+    train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
     return PreparedNews(tokens, train, validation, texts, tokenizer)
 
 
-def _split(config: TrainConfig, tokens: TokenizedNews) -> tuple[np.ndarray, np.ndarray]:
+def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:
     labels = tokens.train.labels
     chosen = np.arange(len(labels))
     if 0 < config.max_train_rows < len(labels):
@@ -84,6 +79,8 @@ def _split(config: TrainConfig, tokens: TokenizedNews) -> tuple[np.ndarray, np.n
     train, validation = split_rows(labels[chosen], config.validation_fraction, config.seed)
     if len(validation) == 0:
         raise UserError(f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation")
+    if len(train) < world_size:
+        raise UserError(f"{world_size} ranks for {len(train)} training rows: start fewer processes")
     return chosen[train], chosen[validation]
 
 

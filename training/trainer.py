@@ -56,8 +56,9 @@ class Trainer:
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
-        resumed = find_resume_point(config, ranks, self.store, self.news.tokens.key, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
+        # Last of what can be refused: it may move an earlier run aside.
+        resumed = find_resume_point(config, ranks, self.store, self.news.tokens.key, self.say)
         self.strategy = STRATEGIES[config.strategy](model, config, ranks, self.precision)
         self.global_batch_size, self.accumulation = global_batch_size(config, ranks, resumed)
         lengths = self.news.tokens.train.lengths[self.news.train_index]
