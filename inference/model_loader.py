@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.engines.base import Engine
+from inference.engines.base import Engine, TokenBatch
 from inference.errors import ModelLoadError, RefusedTextError
 from inference.model_files import SavedModel, read_saved_model
 from inference.tokenization import TextTokenizer, clean_text
@@ -45,7 +45,6 @@ class ModelLoader:
         self.labels = saved.labels
         self.max_length = saved.max_length
         self.metadata: dict[str, Any] = saved.metadata
-        self._pad_id: int = saved.config.get("pad_token_id") or 0
         self._tokenizer = _load_tokenizer(saved)
         self._engine = _load_engine(saved)
         self._check_answer(saved.path)
@@ -79,13 +78,7 @@ class ModelLoader:
         return [self._prediction(row) for row in probabilities]
 
     def _probabilities(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
-        longest = max(map(len, token_ids))
-        input_ids = np.full((len(token_ids), longest), self._pad_id, dtype=np.int64)
-        attention_mask = np.zeros_like(input_ids)
-        for row, ids in enumerate(token_ids):
-            input_ids[row, : len(ids)] = ids
-            attention_mask[row, : len(ids)] = 1
-        return _softmax(self._engine.logits(input_ids, attention_mask))
+        return _softmax(self._engine.logits(TokenBatch.of(token_ids)))
 
     def _prediction(self, probabilities: NDArray[np.float64]) -> Prediction:
         best = int(probabilities.argmax())

@@ -1,24 +1,64 @@
-"""The small interface that every runtime fulfils: numpy in, logits out."""
+"""The small interface that every runtime fulfils: token ids in, logits out, numpy on both sides."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class Engine(Protocol):
-    """A loaded classifier; threads may call it at the same time."""
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The texts of one forward pass, laid end to end without padding.
 
-    def logits(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Run one padded batch.
+    Attributes:
+        ids: Token ids of all texts, (tokens,).
+        lengths: Token ids of each text, (texts,).
+    """
+
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[Sequence[int]]) -> TokenBatch:
+        """Join the token ids of texts, in order."""
+        return cls(
+            ids=np.concatenate([np.asarray(ids, dtype=np.int32) for ids in token_ids]),
+            lengths=np.array([len(ids) for ids in token_ids], dtype=np.int32),
+        )
+
+    def padded(self, pad_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return input ids and attention mask (1 for a token, 0 for padding), both (texts, longest)."""
+        inside = np.arange(self.lengths.max()) < self.lengths[:, None]
+        input_ids = np.full(inside.shape, pad_id, dtype=np.int64)
+        input_ids[inside] = self.ids
+        return input_ids, inside.astype(np.int64)
+
+
+class Engine(Protocol):
+    """A loaded classifier.
+
+    Attributes:
+        name: Runtime and precision, such as ``onnx int8``.
+        num_slots: Forward passes that may run at the same time, each on one thread.
+        pads: Whether a batch costs its longest text times its texts, rather than the sum of its tokens.
+    """
+
+    name: str
+    num_slots: int
+    pads: bool
+
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        """Run one forward pass.
 
         Args:
-            input_ids: Token ids, (batch, seq).
-            attention_mask: 1 for a token, 0 for padding, (batch, seq).
+            batch: At least one text; every text has at least one token.
+            threads: Slots that this pass may take, 1 to ``num_slots``; an engine of one slot ignores it.
 
         Returns:
-            One score a label before softmax, (batch, num_labels).
+            One score a label before softmax, (texts, labels).
         """
         ...

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from inference.engines.base import TokenBatch
+
 # What goes wrong here is raised as an error of one line; progress bars and reports have no place in a log.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
@@ -20,6 +22,9 @@ transformers_logging.set_verbosity_error()
 
 class TorchEngine:
     """Runs a transformers ``*ForSequenceClassification`` in float32."""
+
+    num_slots = 1
+    pads = True
 
     def __init__(self, config: Mapping[str, Any], weights: Path | Mapping[str, torch.Tensor]) -> None:
         """Build the classifier and fill in its weights.
@@ -33,11 +38,14 @@ class TorchEngine:
         """
         state_dict = load_file(weights) if isinstance(weights, Path) else dict(weights)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.name = f"torch {self.device.type} fp32"
+        self._pad_id: int = config.get("pad_token_id") or 0
         self._model = _build_model(config, state_dict).to(self.device).eval()
 
     @torch.inference_mode()
-    def logits(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Run one padded batch; see `inference.engines.base.Engine`."""
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        """Run one forward pass; see `inference.engines.base.Engine`."""
+        input_ids, attention_mask = batch.padded(self._pad_id)
         output = self._model(
             input_ids=torch.from_numpy(input_ids).to(self.device),
             attention_mask=torch.from_numpy(attention_mask).to(self.device),
