@@ -1,0 +1,1 @@
+"""The serving benchmark's rooms: model, servers, load, machine limit, page."""
