@@ -26,3 +26,31 @@ class RefusedTextError(ValueError):
 
 class ModelUnavailableError(Exception):
     """No model is loaded (yet); the line says why."""
+
+
+class SettingsError(ValueError):
+    """A setting has no valid value; the line names it and says what is wrong."""
+
+
+class QueueFullError(Exception):
+    """The queue cannot take these texts now.
+
+    Attributes:
+        retry_after_s: Seconds until there should be room, from the tokens waiting and the measured speed.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(Exception):
+    """A text was not answered in the time it had."""
+
+
+class ForwardError(Exception):
+    """The model failed on the batch that a text was in."""
+
+
+class WorkerDownError(Exception):
+    """Nothing takes texts from the queue: it was closed, or its workers fail again and again."""
