@@ -68,7 +68,7 @@ def run_ranks(arguments: Sequence[str], layout: Layout, *, pin: bool = True) -> 
     Raises:
         TrainingFailure: a rank failed, with the last line that it wrote.
     """
-    port = _free_port()
+    port = free_port()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * layout.processes)]
         outputs, errors = files[: layout.processes], files[layout.processes :]
@@ -137,7 +137,8 @@ def _lines(file: IO[str]) -> list[str]:
     return [line for line in file.read().splitlines() if line.strip()]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

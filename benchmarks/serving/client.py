@@ -1,0 +1,277 @@
+"""The load: one light process, closed loop or open loop, raw sockets kept alive, every request accounted for.
+
+It shares the cores with the server that it measures, so it does little: requests are made into bytes before the clock
+starts, answers are read as far as their status and length, and it reports its own share of the processor. Started as
+`python -m benchmarks.serving.client` with one JSON argument (a `Load`), it prints one JSON line (a `Tally`'s summary).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import resource
+import select
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+RECEIVED_AT_ONCE = 1 << 16
+NO_ANSWER = "no answer"  # still waiting when the patience ended
+BROKEN = "broken"  # the connection failed or was closed before the answer
+NOT_SENT = "not sent"  # more requests under way than a client may have sockets
+MOST_CONNECTIONS = 4000
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send.
+
+    Attributes:
+        bodies: A file with one JSON body a line; they are sent in turn, over and over.
+        port: Where the server listens on 127.0.0.1.
+        path: The route that is asked.
+        texts: Texts in each body.
+        seconds: How long requests are sent; those under way at its end are waited for.
+        clients: Closed loop: so many clients that each send their next request when the last is answered; 0: open loop.
+        rate: Open loop: requests a second, whatever is answered.
+        poisson: Open loop: random gaps of that mean, instead of equal ones.
+        patience: Seconds to wait, after the last request is sent, for answers.
+        first: The body to begin with.
+    """
+
+    bodies: str
+    port: int
+    path: str
+    texts: int
+    seconds: float
+    clients: int = 0
+    rate: float = 0.0
+    poisson: bool = False
+    patience: float = 60.0
+    first: int = 0
+
+
+class Tally:
+    """What became of every request."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}
+        self.done_at: list[float] = []
+        self.client_rates: list[float] = []
+        self.lateness: list[float] = []
+
+    def answered(self, status: str, since: float, now: float) -> None:
+        """Count an answer; ``since``: when its request was sent, or should have been."""
+        self.outcomes[status] += 1
+        self.seconds.setdefault(status, []).append(now - since)
+        if status == "200":
+            self.done_at.append(now)
+
+    def summary(self, load: Load, began: float) -> dict[str, Any]:
+        """Figures for the page."""
+        in_time = sum(at - began <= load.seconds for at in self.done_at)
+        return {
+            "load": asdict(load),
+            "outcomes": dict(self.outcomes),
+            "latency": {status: _quantiles(values) for status, values in self.seconds.items()},
+            # Closed loop: each client's answers over the time that they took it, so that bursts count for what they
+            # are. Open loop: answers while requests were being sent; those after it belong to no steady state.
+            "texts_per_second": load.texts * (sum(self.client_rates) if load.clients else in_time / load.seconds),
+            "texts_answered": load.texts * self.outcomes["200"],
+            "lateness_p99": _quantiles(self.lateness)["p99"] if self.lateness else 0.0,
+        }
+
+
+@dataclass(eq=False)
+class Connection:
+    """A socket that is kept alive, and the answer that is being read from it."""
+
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    since: float = 0.0  # of the request under way
+    sent: int = 0
+    answered: int = 0
+    last_answer: float = 0.0
+
+    def send(self, request: bytes, since: float) -> None:
+        """Send a request; loopback takes a body whole."""
+        self.since = since
+        self.sent += 1
+        self.socket.sendall(request)
+
+    def status(self) -> str | None:
+        """Read what came: the answer's status once it is whole, else None; BROKEN when the server hung up."""
+        try:
+            piece = self.socket.recv(RECEIVED_AT_ONCE)
+        except OSError:
+            return BROKEN
+        if not piece:
+            return BROKEN
+        self.received += piece
+        if not _is_whole(self.received):
+            return None
+        status = self.received[9:12].decode("ascii", "replace")
+        self.received.clear()
+        return status
+
+
+class Client:
+    """Sends a load and keeps the tally."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.tally = Tally()
+        self._epoll = select.epoll()
+        self._connections: dict[int, Connection] = {}
+        self._requests = _render(load)
+        self._next = load.first
+
+    def closed_loop(self) -> float:
+        """Run the clients of a closed loop; returns when they began."""
+        connections = [self._connect() for _ in range(self.load.clients)]
+        began = time.perf_counter()
+        end = began + self.load.seconds
+        waiting = {connection for connection in connections if self._send(connection, time.perf_counter())}
+        while waiting and (now := time.perf_counter()) < end + self.load.patience:
+            for connection, status in self._answers(end + self.load.patience - now):
+                now = time.perf_counter()
+                self.tally.answered(status, connection.since, now)
+                waiting.discard(connection)
+                if status == "200":
+                    connection.answered += 1
+                    connection.last_answer = now
+                if status == BROKEN:
+                    continue  # this client is out: a reconnecting one would hide the failure
+                if now < end and self._send(connection, now):
+                    waiting.add(connection)
+        self.tally.outcomes[NO_ANSWER] += len(waiting)
+        self.tally.client_rates = [c.answered / (c.last_answer - began) for c in connections if c.answered]
+        return began
+
+    def open_loop(self) -> float:
+        """Send at a rate whatever is answered, on as many connections as that takes; returns when it began."""
+        free = deque(self._connect() for _ in range(64))
+        waiting: set[Connection] = set()
+        began = time.perf_counter()
+        for due in _instants(self.load, began):
+            while (now := time.perf_counter()) < due:
+                self._take_answers(due - now, waiting, free)
+            self.tally.lateness.append(now - due)
+            connection = free.pop() if free else self._connect_more(waiting)
+            if connection is None:
+                self.tally.outcomes[NOT_SENT] += 1
+            elif self._send(connection, due):
+                waiting.add(connection)
+            self._take_answers(0, waiting, free)
+        end = began + self.load.seconds + self.load.patience
+        while waiting and (now := time.perf_counter()) < end:
+            self._take_answers(end - now, waiting, free)
+        self.tally.outcomes[NO_ANSWER] += len(waiting)
+        return began
+
+    def _take_answers(self, wait: float, waiting: set[Connection], free: deque[Connection]) -> None:
+        for connection, status in self._answers(wait):
+            if connection in waiting:
+                self.tally.answered(status, connection.since, time.perf_counter())
+                waiting.discard(connection)
+            elif connection in free:
+                free.remove(connection)  # the server closed an idle connection
+                continue
+            if status != BROKEN:
+                free.append(connection)
+
+    def _answers(self, wait: float) -> Iterator[tuple[Connection, str]]:
+        """Answers that came within ``wait`` seconds, and connections that broke."""
+        # epoll's own timeout counts in whole milliseconds; select on its descriptor is exact.
+        if wait > 0 and not select.select([self._epoll], [], [], wait)[0]:
+            return
+        for number, _ in self._epoll.poll(0):
+            connection = self._connections[number]
+            status = connection.status()
+            if status == BROKEN:
+                self._epoll.unregister(number)
+                connection.socket.close()
+                del self._connections[number]
+            if status is not None:
+                yield connection, status
+
+    def _send(self, connection: Connection, since: float) -> bool:
+        request = self._requests[self._next % len(self._requests)]
+        self._next += 1
+        try:
+            connection.send(request, since)
+        except OSError:
+            self.tally.outcomes[BROKEN] += 1
+            return False
+        return True
+
+    def _connect(self) -> Connection:
+        connection = Connection(socket.create_connection(("127.0.0.1", self.load.port), timeout=self.load.patience))
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections[connection.socket.fileno()] = connection
+        self._epoll.register(connection.socket.fileno(), select.EPOLLIN)
+        return connection
+
+    def _connect_more(self, waiting: set[Connection]) -> Connection | None:
+        try:
+            return self._connect() if len(waiting) < MOST_CONNECTIONS else None
+        except OSError:
+            return None
+
+
+def _render(load: Load) -> list[bytes]:
+    head = f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: application/json\r\n"
+    bodies = Path(load.bodies).read_bytes().splitlines()
+    return [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
+
+
+def _instants(load: Load, began: float) -> Iterator[float]:
+    """When each request of an open loop is to be sent."""
+    random = Random(load.first)
+    due = began
+    while due < began + load.seconds:
+        yield due
+        due += random.expovariate(load.rate) if load.poisson else 1 / load.rate
+
+
+def _is_whole(received: bytearray) -> bool:
+    head = received.find(b"\r\n\r\n")
+    if head < 0:
+        return False
+    length = _LENGTH.search(received, 0, head)
+    if length:
+        return len(received) >= head + 4 + int(length[1])
+    return received.endswith(b"\r\n0\r\n\r\n")  # chunked
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Nearest-rank quantiles: values that really occurred."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {name: ordered[round(q * last)] for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))}
+
+
+def main() -> None:
+    """Send the load that the argument describes."""
+    load = Load(**json.loads(sys.argv[1]))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * MOST_CONNECTIONS), hard))
+    client = Client(load)
+    gc.disable()  # a pause of the client would look like one of the server
+    cpu, wall = time.process_time(), time.perf_counter()
+    began = client.closed_loop() if load.clients else client.open_loop()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    print(json.dumps(client.tally.summary(load, began) | {"wall_s": wall, "client_cpu_s": cpu}))
+
+
+if __name__ == "__main__":
+    main()

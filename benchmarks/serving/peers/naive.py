@@ -1,0 +1,59 @@
+"""The plain recipe: FastAPI and transformers in fp32, every text padded to 128, a call a request."""
+
+from __future__ import annotations
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from benchmarks.serving.peers.classifier import FOLDER, PORT
+
+app = FastAPI()
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForSequenceClassification.from_pretrained(FOLDER).eval()
+
+
+class Text(BaseModel):
+    """One text."""
+
+    text: str
+
+
+class Texts(BaseModel):
+    """Several texts."""
+
+    texts: list[str]
+
+
+@app.post("/predict")
+def predict(request: Text) -> dict:
+    """Classify one text."""
+    return classify([request.text])[0]
+
+
+@app.post("/predict/batch")
+def predict_batch(request: Texts) -> list[dict]:
+    """Classify several texts."""
+    return classify(request.texts)
+
+
+def classify(texts: list[str]) -> list[dict]:
+    """One padded forward pass."""
+    inputs = tokenizer(texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt")
+    with torch.no_grad():
+        rows = model(**inputs).logits.softmax(dim=-1).tolist()
+    labels = model.config.id2label
+    return [
+        {
+            "label": labels[row.index(max(row))],
+            "confidence": max(row),
+            "probabilities": {labels[i]: value for i, value in enumerate(row)},
+        }
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, port=PORT, log_level="warning", access_log=False)

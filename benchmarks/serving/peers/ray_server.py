@@ -1,0 +1,36 @@
+"""Ray Serve: one replica with its batching decorator, behind its HTTP proxy."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.requests import Request
+
+from benchmarks.serving.peers.classifier import PORT, PeerClassifier
+
+
+@serve.deployment(num_replicas=1, max_ongoing_requests=512, ray_actor_options={"num_cpus": 1})
+class Classify:
+    """One replica answers single texts and lists of them."""
+
+    def __init__(self) -> None:
+        self.classifier = PeerClassifier()
+
+    @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
+    async def answer(self, requests: list[dict[str, Any]]) -> list[Any]:
+        """Answer the requests of one batch."""
+        return self.classifier.answer(requests)
+
+    async def __call__(self, request: Request) -> Any:
+        """Answer one request."""
+        return await self.answer(await request.json())
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT}, logging_config={"enable_access_log": False})
+    serve.run(Classify.bind(), route_prefix="/")
+    threading.Event().wait()

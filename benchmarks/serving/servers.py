@@ -1,0 +1,154 @@
+"""The servers that are set side by side: how each is started, what it is asked, and why its settings are its best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PEERS = "benchmarks.serving.peers"
+Body = Callable[[Sequence[str], bool], dict[str, Any]]
+Labels = Callable[[Any], list[str]]
+
+
+def _single_or_list(texts: Sequence[str], batch: bool) -> dict[str, Any]:
+    return {"texts": list(texts)} if batch else {"text": texts[0]}
+
+
+def _always_list(texts: Sequence[str], batch: bool) -> dict[str, Any]:
+    return {"texts": list(texts)}
+
+
+def _infinity_body(texts: Sequence[str], batch: bool) -> dict[str, Any]:
+    return {"model": "model", "input": list(texts)}
+
+
+def _labels(answers: Any) -> list[str]:
+    return [answer["label"] for answer in answers]
+
+
+def _infinity_labels(answers: Any) -> list[str]:
+    return [max(scores, key=lambda one: one["score"])["label"] for scores in answers["data"]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server at one choice of settings.
+
+    Attributes:
+        title: Its name on the page.
+        command: Arguments of its Python; ``{port}`` stands for the port.
+        artefact: The folder beside the weights that it serves; empty: the model folder itself, in fp32.
+        settings: What was chosen and why, for the page.
+        packages: Whose versions the page shows.
+        python: Which Python runs it: ``own`` (the benchmark's), ``peer`` or ``infinity``.
+        environment: Variables of its own.
+        paths: Routes of a single text and of a list.
+        body: The JSON of a request, from its texts and whether it goes to the list's route.
+        labels: The labels in the answer to a list.
+    """
+
+    title: str
+    command: tuple[str, ...]
+    artefact: str
+    settings: str
+    packages: tuple[str, ...] = ()
+    python: str = "peer"
+    environment: dict[str, str] = field(default_factory=dict)
+    paths: tuple[str, str] = ("/predict", "/predict/batch")
+    body: Body = _single_or_list
+    labels: Labels = _labels
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this repository's."""
+        return self.python == "own"
+
+    def folder(self, model: Path) -> Path:
+        """What it serves."""
+        return model / self.artefact
+
+    def write_bodies(self, path: Path, texts: Sequence[str], size: int) -> None:
+        """Write the JSON bodies of ``size`` texts each, a line each; a last group that is not full is left out."""
+        groups = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
+        path.write_text("".join(json.dumps(self.body(group, size > 1)) + "\n" for group in groups))
+
+
+def _ours(title: str, artefact: str, settings: str) -> Server:
+    command = ("-m", "uvicorn", "inference.app:app", "--port", "{port}", "--log-level", "warning", "--no-access-log")
+    return Server(title, command, artefact, settings, python="own")
+
+
+def _mosec(title: str, artefact: str, settings: str, **environment: str) -> Server:
+    command = ("-m", f"{PEERS}.mosec_server", "--port", "{port}", "--log-level", "error")
+    return Server(title, command, artefact, settings, ("mosec",), environment=environment)
+
+
+def _litserve(title: str, settings: str, **environment: str) -> Server:
+    command = ("-m", f"{PEERS}.litserve_server")
+    return Server(title, command, "openvino", settings, ("litserve",), environment=environment)
+
+
+_TUNED = (
+    "the worker sorts what it is handed (up to 64 requests) by length and runs sub-batches of 8, so that hardly "
+    "anything is padded; it waits 1 ms for a batch, as idle clients would pay every millisecond more. The best of six "
+    "settings tried, two workers of one thread among them"
+)
+_STOCK = "batches of up to 32, as its documentation shows them, padded to their longest text"
+
+SERVERS = {
+    "ours": _ours("**ours**", "", "everything at its default: `auto` picks the engine"),
+    "ours_native": _ours("ours, native", "native", "as ours, with this artefact"),
+    "ours_openvino": _ours("ours, OpenVINO", "openvino", "as ours, with this artefact"),
+    "ours_onnx": _ours("ours, onnxruntime", "onnx", "as ours, with this artefact"),
+    "naive": Server(
+        "plain FastAPI + PyTorch",
+        ("-m", f"{PEERS}.naive"),
+        "",
+        "the recipe of most tutorials: fp32, every text padded to 128, a forward pass a request in FastAPI's threads",
+        ("fastapi", "torch", "transformers"),
+    ),
+    "bentoml": Server(
+        "BentoML",
+        ("-m", "bentoml", "serve", f"{PEERS}.bentoml_server:Classify", "--port", "{port}", "--host", "127.0.0.1"),
+        "openvino",
+        f"{_STOCK}; its adaptive batcher decides when; one worker with both cores; metrics and access log off",
+        ("bentoml",),
+        environment={"BENTOML_DO_NOT_TRACK": "true"},
+        body=_always_list,
+    ),
+    "litserve": _litserve("LitServe", f"{_STOCK}; 5 ms wait; one worker with both cores, one API process"),
+    "litserve_tuned": _litserve(
+        "LitServe, tuned", "as mosec tuned, with LitServe's 5 ms wait", SUB_BATCH="8", MAX_BATCH="64"
+    ),
+    "mosec": _mosec("mosec", "openvino", f"{_STOCK}; its default wait of 10 ms; one worker with both cores"),
+    "mosec_tuned": _mosec("mosec, tuned", "openvino", _TUNED, SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"),
+    "mosec_tuned_onnx": _mosec(
+        "mosec, tuned, onnxruntime", "onnx", "as mosec tuned", SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"
+    ),
+    "ray": Server(
+        "Ray Serve",
+        ("-m", f"{PEERS}.ray_server"),
+        "openvino",
+        f"{_STOCK}; 5 ms wait; one replica with both cores (not tuned further)",
+        ("ray",),
+        environment={"RAY_USAGE_STATS_ENABLED": "0"},
+    ),
+    "infinity": Server(
+        "Infinity",
+        ("-m", f"{PEERS}.infinity_server"),
+        "onnx",
+        "its optimum engine, the fastest that it has on a CPU, which reads the ONNX artefact; batches of up to 32, "
+        "sorted by length by its own queue. Two of its faults are stepped around (see its script). Texts go in as "
+        "they are: it has no cleaning",
+        ("infinity_emb", "optimum", "onnxruntime"),
+        python="infinity",
+        environment={"INFINITY_ANONYMOUS_USAGE_STATS": "0", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
+        paths=("/classify", "/classify"),
+        body=_infinity_body,
+        labels=_infinity_labels,
+    ),
+}
+DEFAULT = ["ours", "naive", "bentoml", "litserve", "mosec", "mosec_tuned"]
