@@ -1,4 +1,4 @@
-"""Reads what training wrote, a model folder or one .pt file, into one `SavedModel`."""
+"""Reads a model as it lies on disk, a model folder, one .pt file or an artefact folder, into one `SavedModel`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference import manifest
 from inference.errors import ModelLoadError
+from inference.tokenization import TextTokenizer
 
-FOLDER_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS_FILE = "model.safetensors"
+# What a model folder has besides its weights; an artefact folder has a copy of each.
+DESCRIPTION_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 CHECKPOINT_KEYS: dict[str, type] = {"model_state_dict": dict, "config": dict}
 CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "labels": list,
@@ -29,7 +33,7 @@ class SavedModel:
     Attributes:
         path: Where it was read.
         config: The contents of the transformers ``config.json``.
-        weights: The safetensors file, or the state dict of a .pt file.
+        weights: The safetensors file, the state dict of a .pt file, or None for an artefact folder.
         tokenizer_json: The contents of ``tokenizer.json``.
         labels: Class names, by class id.
         max_length: Token ids a text may have, special tokens included.
@@ -38,15 +42,46 @@ class SavedModel:
 
     path: Path
     config: dict[str, Any]
-    weights: Path | dict[str, Any]
+    weights: Path | dict[str, Any] | None
     tokenizer_json: str
     labels: list[str]
     max_length: int
     metadata: dict[str, Any]
 
+    def tokenizer(self) -> TextTokenizer:
+        """Build the model's tokenizer.
+
+        Raises:
+            ModelLoadError: It is damaged, or knows more words than the model.
+        """
+        try:
+            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length)
+        except (TypeError, ValueError) as error:
+            raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
+        vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
+        if tokenizer.vocab_size > vocab_size:
+            what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
+            raise ModelLoadError(self.path, what, "give both from the same training run")
+        return tokenizer
+
+
+def is_artefact(path: Path) -> bool:
+    """Whether this is the folder that an export wrote, rather than a model."""
+    return (path / manifest.FILE_NAME).is_file()
+
+
+def artefact_folder(model: Path, engine: str) -> Path:
+    """Return where a model's artefact for an engine lies: ``MODEL/onnx``, and ``X.onnx`` for ``X.pt``."""
+    return model.with_suffix(f".{engine}") if model.is_file() else model / engine
+
+
+def weights_file(model: Path) -> Path:
+    """Return the file that holds the weights of a model folder or a .pt file."""
+    return model if model.is_file() else model / WEIGHTS_FILE
+
 
 def read_saved_model(path: Path) -> SavedModel:
-    """Read a model folder or a .pt file.
+    """Read a model folder, a .pt file or an artefact folder.
 
     Raises:
         ModelLoadError: Nothing is there, or something is missing or damaged.
@@ -63,7 +98,9 @@ def read_saved_model(path: Path) -> SavedModel:
 
 
 def _read_folder(folder: Path) -> SavedModel:
-    missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
+    weights = None if is_artefact(folder) else folder / WEIGHTS_FILE
+    wanted = sorted(DESCRIPTION_FILES + ((WEIGHTS_FILE,) if weights else ()))
+    missing = [name for name in wanted if not (folder / name).is_file()]
     if missing:
         raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
     config = _read_json(folder / "config.json")
@@ -71,7 +108,7 @@ def _read_folder(folder: Path) -> SavedModel:
     return SavedModel(
         path=folder,
         config=config,
-        weights=folder / "model.safetensors",
+        weights=weights,
         tokenizer_json=_read_text(folder / "tokenizer.json"),
         labels=_labels(folder / "config.json", config),
         max_length=_within_positions(_max_length(folder / "tokenizer_config.json"), config),

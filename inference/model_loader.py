@@ -9,13 +9,10 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.engines.base import Engine, TokenBatch
-from inference.errors import ModelLoadError, RefusedTextError
-from inference.model_files import SavedModel, read_saved_model
-from inference.tokenization import TextTokenizer, clean_text
-
-# Large enough to keep every core busy, small enough that texts in it are of like length.
-SUB_BATCH_TEXTS = 32
+from inference.engines.selection import load_model
+from inference.errors import RefusedTextError
+from inference.forward import probabilities_of
+from inference.tokenization import clean_text
 
 
 class Prediction(TypedDict):
@@ -33,21 +30,35 @@ class ModelLoader:
         labels: Class names, by class id.
         max_length: Token ids that the model reads of a text, special tokens included.
         metadata: The contents of the model's ``metrics.json``, empty where there is none.
+        tokenizer: Cleans and tokenises texts for this model.
+        engine: What runs the model.
+        info: ``engine`` (its name), ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
+            SHA-256 of the weights that training wrote) and ``path``.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Load a model folder or a .pt file.
+    def __init__(self, path: str | Path, engine: str = "auto") -> None:
+        """Load a model folder, a .pt file or an artefact folder.
+
+        Args:
+            path: Where it lies.
+            engine: One of `inference.engines.selection.ENGINES`; ``auto`` takes the fastest that works here.
 
         Raises:
-            ModelLoadError: It is missing, incomplete or damaged, or answers with no numbers.
+            ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
         """
-        saved = read_saved_model(Path(path))
-        self.labels = saved.labels
-        self.max_length = saved.max_length
-        self.metadata: dict[str, Any] = saved.metadata
-        self._tokenizer = _load_tokenizer(saved)
-        self._engine = _load_engine(saved)
-        self._check_answer(saved.path)
+        loaded = load_model(Path(path), engine)
+        self.labels = loaded.saved.labels
+        self.max_length = loaded.saved.max_length
+        self.metadata: dict[str, Any] = loaded.saved.metadata
+        self.tokenizer = loaded.tokenizer
+        self.engine = loaded.engine
+        self.info: dict[str, str] = {
+            "engine": loaded.engine.name,
+            "reason": loaded.reason,
+            "precision": loaded.precision,
+            "revision": loaded.revision,
+            "path": str(loaded.saved.path),
+        }
 
     def predict(self, text: str) -> Prediction:
         """Classify one text.
@@ -69,16 +80,8 @@ class ModelLoader:
         return self._classify(texts)
 
     def _classify(self, texts: Sequence[str]) -> list[Prediction]:
-        token_ids = [encoded.ids for encoded in self._tokenizer.encode(texts)]
-        by_length = sorted(range(len(texts)), key=lambda i: len(token_ids[i]))
-        probabilities = np.empty((len(texts), len(self.labels)))
-        for start in range(0, len(texts), SUB_BATCH_TEXTS):
-            chosen = by_length[start : start + SUB_BATCH_TEXTS]
-            probabilities[chosen] = self._probabilities([token_ids[i] for i in chosen])
-        return [self._prediction(row) for row in probabilities]
-
-    def _probabilities(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
-        return _softmax(self._engine.logits(TokenBatch.of(token_ids)))
+        token_ids = [encoded.ids for encoded in self.tokenizer.encode(texts)]
+        return [self._prediction(row) for row in probabilities_of(self.engine, token_ids)]
 
     def _prediction(self, probabilities: NDArray[np.float64]) -> Prediction:
         best = int(probabilities.argmax())
@@ -88,51 +91,7 @@ class ModelLoader:
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
         }
 
-    def _check_answer(self, path: Path) -> None:
-        # One text through the whole model: faults show now, not in a request, and the first request is fast.
-        ids = self._tokenizer.encode(["News"])[0].ids
-        probabilities = self._probabilities([ids])[0]
-        if len(probabilities) != len(self.labels):
-            raise ModelLoadError(path, f"{len(probabilities)} classes in the weights, {len(self.labels)} labels")
-        if not np.isfinite(probabilities).all():
-            raise ModelLoadError(
-                path, "the model answers with NaN, its training diverged", "train with a lower learning rate"
-            )
-
 
 def _refuse_blank(name: str, text: str) -> None:
     if not clean_text(text):
         raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
-
-
-def _load_tokenizer(saved: SavedModel) -> TextTokenizer:
-    try:
-        tokenizer = TextTokenizer.from_json(saved.tokenizer_json, saved.max_length)
-    except (TypeError, ValueError) as error:
-        raise ModelLoadError(saved.path, _first_line(error)) from error
-    vocab_size = saved.config.get("vocab_size", tokenizer.vocab_size)
-    if tokenizer.vocab_size > vocab_size:
-        what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
-        raise ModelLoadError(saved.path, what, "give both from the same training run")
-    return tokenizer
-
-
-def _load_engine(saved: SavedModel) -> Engine:
-    from inference.engines.torch_engine import TorchEngine  # takes seconds: not before a model is asked for
-
-    try:
-        return TorchEngine(saved.config, saved.weights)
-    except Exception as error:  # every library below has its own error for damaged bytes
-        place = saved.weights if isinstance(saved.weights, Path) else saved.path
-        what = f"the weights do not load into the model of its configuration ({_first_line(error)})"
-        raise ModelLoadError(place, what, "copy the files again or export the model again") from error
-
-
-def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    scores = logits.astype(np.float64)
-    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return exponentials / exponentials.sum(axis=1, keepdims=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

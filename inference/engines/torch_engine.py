@@ -40,7 +40,7 @@ class TorchEngine:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.name = f"torch {self.device.type} fp32"
         self._pad_id: int = config.get("pad_token_id") or 0
-        self._model = _build_model(config, state_dict).to(self.device).eval()
+        self._model = build_model(config, state_dict).to(self.device).eval()
 
     @torch.inference_mode()
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
@@ -53,7 +53,12 @@ class TorchEngine:
         return output.logits.cpu().numpy()
 
 
-def _build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
+def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Build the transformers classifier of a ``config.json`` and fill in its weights.
+
+    Raises:
+        ValueError: No classifier of this configuration is known, or the weights do not fit it.
+    """
     model_config = AutoConfig.for_model(**config)
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
     model, report = model_class.from_pretrained(

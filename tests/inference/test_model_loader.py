@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
 from inference.errors import ModelLoadError
-from inference.model_loader import SUB_BATCH_TEXTS, ModelLoader
+from inference.forward import PADDED_TEXTS
+from inference.model_loader import ModelLoader
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_half_precision_weights_are_served_in_float32(
 
 
 def test_a_batch_keeps_the_order_of_its_texts(model: ModelLoader, texts: list[str]) -> None:
-    many = [f"{text} {i}" for i in range(SUB_BATCH_TEXTS) for text in texts]
+    many = [f"{text} {i}" for i in range(PADDED_TEXTS) for text in texts]
     answers = model.predict_batch(many)
     assert len(answers) == len(many)
     for text, answer in list(zip(many, answers, strict=True))[::17]:

@@ -1,0 +1,83 @@
+"""What this process may use of the processor: threads from the container's limits, and what its cores can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+# Instructions that multiply int8 several times faster than float32: x86 and ARM names.
+_FAST_INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
+
+
+def usable_cpus(root: Path = _ROOT) -> int:
+    """Count the cores that this process may keep busy, at least 1.
+
+    The smallest of its affinity and of every CPU quota above it (cgroup v1 or v2), not the host's core count. A quota
+    of 1.5 cores counts as 1: a second thread would have the kernel stop the whole process for a quarter of the
+    time, event loop and all, while one thread leaves the half core to them.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are looked for.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
+
+
+def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
+    """Return what the cores can do, in the kernel's words (``avx512_vnni`` on x86, ``asimddp`` on ARM)."""
+    return frozenset((_cpuinfo(root, "flags") or _cpuinfo(root, "Features")).split())
+
+
+def has_fast_int8(root: Path = _ROOT) -> bool:
+    """Whether the cores have instructions (VNNI, AMX, ARM dot product) that make int8 pay."""
+    # Apple's ARM has no /proc/cpuinfo; all of its processors since 2018 have the dot product.
+    return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == ("Darwin", "arm64")
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """Return the processor's name, for logs and tables."""
+    return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(root: Path, key: str) -> str:
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            mounts = [root / "sys/fs/cgroup"]
+        elif "cpu" in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup/cpu,cpuacct"]
+        else:
+            continue
+        for mount in mounts:
+            # Limits above hold too. Inside a container the path is the host's and only the mount itself exists.
+            inside = Path(group.lstrip("/"))
+            for level in (mount / inside, *(mount / parent for parent in inside.parents), mount):
+                yield from _quota(level)
+
+
+def _quota(level: Path) -> Iterator[float]:
+    limit, _, period = _read(level / "cpu.max").strip().partition(" ")
+    if not limit:
+        limit = _read(level / "cpu.cfs_quota_us").strip()
+        period = _read(level / "cpu.cfs_period_us").strip()
+    # No limit reads "max" in version 2 and -1 in version 1.
+    if limit.isdecimal() and period.isdecimal() and int(period):
+        yield int(limit) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
