@@ -29,7 +29,7 @@ def _assert_refused(response: httpx.Response, status: int, code: str, message: s
 def test_the_front_door_leads_to_the_documentation(server: httpx.Client) -> None:
     response = server.get("/")
     assert response.is_redirect
-    assert response.headers["location"] == "/docs"
+    assert response.headers["location"] == "docs"
     assert server.get("/docs").status_code == 200
 
 

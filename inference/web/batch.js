@@ -1,0 +1,57 @@
+// Classifies many texts through /predict/batch: in chunks, patiently, and without letting one bad text spoil the rest.
+
+import { ApiError, call, sleep } from "./api.js";
+
+const CHUNK = 32; // small enough to show progress and to let single texts pass
+const IN_FLIGHT = 2; // the server has the next chunk before it has finished this one
+const PATIENCE_SECONDS = [1, 2, 4, 8];
+
+/**
+ * Classify `texts`.
+ * `onAnswers(indices, answers)` gets each chunk; an answer is the server's, or {error} with the reason of a refusal.
+ * `onWait(line)` says why nothing moves, null when it goes on. Rejects only when `signal` aborts.
+ */
+export async function classifyAll(texts, { signal, onAnswers, onWait }) {
+  const blank = texts.flatMap((text, i) => (text.trim() ? [] : [i]));
+  if (blank.length) onAnswers(blank, blank.map(() => ({ error: "blank: nothing to classify" })));
+  const waiting = texts.flatMap((text, i) => (text.trim() ? [i] : []));
+  let chunkSize = CHUNK;
+
+  // Halved until the server takes it; what it refuses alone is marked with its reason.
+  async function classify(indices) {
+    const result = await ask(indices.map((i) => texts[i]), { signal, onWait });
+    if (Array.isArray(result)) {
+      onAnswers(indices, result);
+    } else if (indices.length === 1) {
+      onAnswers(indices, [{ error: result.message }]);
+    } else {
+      const half = Math.ceil(indices.length / 2);
+      if (result.code === "too_many_texts" || result.status === 413) chunkSize = Math.min(chunkSize, half);
+      await classify(indices.slice(0, half));
+      await classify(indices.slice(half));
+    }
+  }
+
+  async function work() {
+    while (waiting.length) await classify(waiting.splice(0, chunkSize));
+  }
+  await Promise.all(Array.from({ length: IN_FLIGHT }, work));
+}
+
+// The answers, or the error when waiting would not help.
+async function ask(texts, { signal, onWait }) {
+  for (let attempt = 0; ; attempt += 1) {
+    try {
+      const { data } = await call("predict/batch", { body: { texts }, signal });
+      if (attempt) onWait(null);
+      return data;
+    } catch (error) {
+      if (signal.aborted || !(error instanceof ApiError)) throw error;
+      if (!error.isBusy && !error.isOutage) return error;
+      const patience = PATIENCE_SECONDS[Math.min(attempt, PATIENCE_SECONDS.length - 1)];
+      const seconds = error.retryAfter ?? patience;
+      onWait(error.isOutage ? error.message : `The server is busy; going on in ${Math.ceil(seconds)} s.`);
+      await sleep(seconds, signal);
+    }
+  }
+}

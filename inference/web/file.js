@@ -1,0 +1,221 @@
+// A whole file: chosen or dropped, planned, classified, downloaded.
+
+import { classifyAll } from "./batch.js";
+import { Table, decode } from "./csv.js";
+import { accentOf, count, element, percent, rows } from "./format.js";
+
+const MAX_BYTES = 64 * 1024 * 1024;
+const NUM_PREVIEW = 6;
+const NUM_REFUSED = 50;
+const SHOW_EVERY_MS = 100;
+
+const $ = (id) => document.getElementById(id);
+let file = null; // the File under work
+let table = null;
+let choices = [];
+let running = null; // AbortController of the run under way
+let downloadUrl = "";
+
+/** Take files from now on. */
+export function startFile() {
+  $("choose").addEventListener("click", () => $("file-input").click());
+  $("file-input").addEventListener("change", ({ target }) => open(target.files[0]));
+  acceptDrops();
+  $("has-header").addEventListener("change", ({ target }) => {
+    table.hasHeader = target.checked;
+    showPlan();
+  });
+  $("column").addEventListener("change", showSample);
+  $("plan").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  $("cancel").addEventListener("click", () => running.abort());
+  for (const id of ["forget", "again"]) $(id).addEventListener("click", startOver);
+}
+
+// Anywhere on the page: a file dropped beside the zone would make the browser leave.
+function acceptDrops() {
+  let depth = 0; // dragenter and dragleave come for every element on the way
+  const hover = (change) => {
+    depth = Math.max(0, depth + change);
+    $("file").classList.toggle("hover", depth > 0);
+  };
+  const holdsFile = ({ dataTransfer }) => dataTransfer?.types.includes("Files");
+  addEventListener("dragenter", (event) => holdsFile(event) && hover(1));
+  addEventListener("dragleave", (event) => holdsFile(event) && hover(-1));
+  addEventListener("dragover", (event) => holdsFile(event) && event.preventDefault());
+  addEventListener("drop", (event) => {
+    if (!holdsFile(event)) return;
+    event.preventDefault();
+    hover(-depth);
+    if (!running) open(event.dataTransfer.files[0]);
+  });
+}
+
+function show(part) {
+  for (const id of ["drop", "plan", "run"]) $(id).hidden = id !== part;
+}
+
+function startOver() {
+  $("file-input").value = "";
+  show("drop");
+  $("choose").focus();
+}
+
+async function open(chosen) {
+  if (!chosen) return;
+  file = chosen;
+  try {
+    if (file.size > MAX_BYTES) throw new Error(`${file.name} is larger than 64 MB: split it.`);
+    table = new Table(decode(await file.arrayBuffer()), isCsv(file));
+    if (!table.records.length) throw new Error(`${file.name} is empty.`);
+  } catch (error) {
+    $("file-hint").textContent = error.message;
+    show("drop");
+    return;
+  }
+  $("has-header").checked = table.hasHeader;
+  showPlan();
+  show("plan");
+  $("start").focus();
+}
+
+function isCsv({ name, type }) {
+  return /\.(csv|tsv|tab)$/i.test(name) || (!/\.txt$/i.test(name) && /csv|tab-separated/.test(type));
+}
+
+function showPlan() {
+  choices = table.textColumns();
+  $("column").replaceChildren(...choices.map(({ name }, i) => element("option", { value: i }, name)));
+  $("column-field").hidden = choices.length === 1;
+  $("header-field").hidden = !table.isCsv;
+  $("file-name").replaceChildren(element("b", {}, file.name), ` ${rows(table.rows.length)}`);
+  $("start").textContent = `Classify ${rows(table.rows.length)}`;
+  $("start").disabled = !table.rows.length;
+  showSample();
+}
+
+function planned() {
+  return table.texts(choices[$("column").value].columns);
+}
+
+function showSample() {
+  $("sample").replaceChildren(...planned().slice(0, 3).map((text) => previewRow(text)));
+}
+
+function previewRow(text, ...extra) {
+  return element("li", {}, ...extra, element("span", { class: "excerpt" }, text.slice(0, 300) || "(blank)"));
+}
+
+async function run() {
+  const texts = planned();
+  const answers = new Array(texts.length).fill(null);
+  const state = { texts, answers, done: 0, wait: null, started: performance.now(), ended: 0, shown: 0 };
+  running = new AbortController();
+  showStart();
+  try {
+    await classifyAll(texts, {
+      signal: running.signal,
+      onWait: (line) => showProgress(Object.assign(state, { wait: line }), true),
+      onAnswers: (indices, chunk) => {
+        indices.forEach((row, i) => (answers[row] = chunk[i]));
+        state.done += indices.length;
+        showProgress(Object.assign(state, { wait: null }));
+      },
+    });
+  } catch (error) {
+    running.abort(); // the other chunk in flight, too
+    if (error.name !== "AbortError") throw error;
+  } finally {
+    showEnd(Object.assign(state, { ended: performance.now(), wait: null }));
+    running = null;
+  }
+}
+
+function showStart() {
+  show("run");
+  $("run-name").replaceChildren(element("b", {}, file.name));
+  for (const id of ["download", "again", "refused"]) $(id).hidden = true;
+  $("cancel").hidden = false;
+  for (const id of ["shares", "legend", "preview"]) $(id).replaceChildren();
+  $("cancel").focus();
+}
+
+function showProgress(state, isUrgent = false) {
+  const now = performance.now();
+  if (!isUrgent && now - state.shown < SHOW_EVERY_MS) return;
+  state.shown = now;
+  const { done, texts, wait, started, ended } = state;
+  const seconds = ((ended || now) - started) / 1000;
+  const left = Math.ceil(((texts.length - done) * seconds) / Math.max(1, done));
+  $("progress").value = texts.length ? done / texts.length : 1;
+  $("pace").textContent = `${count(done)} of ${rows(texts.length)}`;
+  $("run-state").textContent = wait ?? `${count(Math.round(done / Math.max(seconds, 0.001)))} rows a second, about ${left} s left.`;
+  showTally(state.answers);
+}
+
+function showTally(answers) {
+  const tally = new Map();
+  for (const answer of answers) {
+    if (answer?.label !== undefined) tally.set(answer.label, (tally.get(answer.label) ?? 0) + 1);
+  }
+  const sorted = [...tally].sort((a, b) => accentOf(a[0]) - accentOf(b[0]));
+  $("shares").replaceChildren(
+    ...sorted.map(([label, number]) => {
+      const share = element("span", { "data-accent": accentOf(label) });
+      share.style.setProperty("flex-grow", number);
+      return share;
+    }),
+  );
+  $("legend").replaceChildren(
+    ...sorted.map(([label, number]) => element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(number)))),
+  );
+}
+
+function showEnd(state) {
+  const { texts, answers, done, started, ended } = state;
+  showProgress(state, true);
+  const refused = answers.flatMap((answer, i) => (answer?.error ? [[i, answer.error]] : []));
+  const seconds = (ended - started) / 1000;
+  $("run-state").textContent =
+    done < texts.length
+      ? `Cancelled. ${rows(done)} of ${count(texts.length)} are done and can be downloaded.`
+      : `Done in ${seconds.toFixed(1)} s, ${count(Math.round(done / Math.max(seconds, 0.001)))} rows a second.`;
+  $("announce").textContent = $("run-state").textContent;
+  $("cancel").hidden = true;
+  $("again").hidden = false;
+  offerDownload(answers);
+  showRefused(refused);
+  const answered = answers.flatMap((answer, i) => (answer?.label === undefined ? [] : [i])).slice(0, NUM_PREVIEW);
+  $("preview").replaceChildren(...answered.map((i) => previewRow(texts[i], ...tagOf(answers[i]))));
+  ($("download").hidden ? $("again") : $("download")).focus();
+}
+
+function tagOf({ label, confidence }) {
+  const tag = element("span", { class: "tag", "data-accent": accentOf(label) }, label);
+  return [tag, element("span", { class: "share" }, percent(confidence))];
+}
+
+function showRefused(refused) {
+  $("refused").hidden = !refused.length;
+  $("refused-title").textContent = `${rows(refused.length)} without an answer`;
+  const first = table.hasHeader ? 2 : 1; // as a spreadsheet counts
+  const items = refused.slice(0, NUM_REFUSED).map(([i, reason]) => element("li", {}, `Row ${count(i + first)}: ${reason}`));
+  if (refused.length > NUM_REFUSED) items.push(element("li", {}, `… and ${count(refused.length - NUM_REFUSED)} more`));
+  $("refused-rows").replaceChildren(...items);
+}
+
+function offerDownload(answers) {
+  const hasErrors = answers.some((answer) => answer?.label === undefined);
+  const values = answers.map((answer) => {
+    const cells = [answer?.label ?? "", answer?.confidence?.toFixed(4) ?? ""];
+    return hasErrors ? [...cells, answer ? (answer.error ?? "") : "not classified: cancelled"] : cells;
+  });
+  const csv = table.withColumns(["label", "confidence", ...(hasErrors ? ["error"] : [])], values);
+  URL.revokeObjectURL(downloadUrl);
+  downloadUrl = URL.createObjectURL(new Blob([csv], { type: "text/csv;charset=utf-8" }));
+  $("download").href = downloadUrl;
+  $("download").download = `${file.name.replace(/\.[^.]*$/, "")}.labelled.${table.delimiter === "\t" ? "tsv" : "csv"}`;
+  $("download").hidden = !answers.some(Boolean);
+}

@@ -1,0 +1,47 @@
+// Numbers as people read them, and the colour that belongs to a label.
+
+const NUM_ACCENTS = 6;
+const accents = new Map();
+
+/** Give each label the accent of its place; later labels follow. */
+export function learnLabels(labels) {
+  for (const label of labels) {
+    if (!accents.has(label)) accents.set(label, accents.size % NUM_ACCENTS);
+  }
+}
+
+/** The accent of a label, for a data-accent attribute. */
+export function accentOf(label) {
+  learnLabels([label]);
+  return accents.get(label);
+}
+
+/** 0.9734 as "97.3%"; what rounds to all or nothing says so. */
+export function percent(share) {
+  if (share > 0 && share < 0.0005) return "<0.1%";
+  if (share < 1 && share >= 0.9995) return ">99.9%";
+  return `${(share * 100).toFixed(1)}%`;
+}
+
+/** Milliseconds with the digits that matter. */
+export function milliseconds(value) {
+  return `${value < 9.95 ? value.toFixed(1) : Math.round(value)} ms`;
+}
+
+/** 12345 as "12,345". */
+export function count(value) {
+  return value.toLocaleString("en");
+}
+
+/** "1 row", "12,345 rows". */
+export function rows(number) {
+  return `${count(number)} ${number === 1 ? "row" : "rows"}`;
+}
+
+/** A new element with attributes, text or children. */
+export function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}

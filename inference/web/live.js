@@ -1,0 +1,201 @@
+// The text, and its answer while one types.
+
+import { ApiError, call, sleep } from "./api.js";
+import { accentOf, element, milliseconds, percent } from "./format.js";
+import { Highlight, marksOf, strongestOf } from "./highlight.js";
+import { setNotice } from "./notice.js";
+import { watch } from "./server.js";
+
+const PAUSE_MS = 150; // asked once the typing pauses this long,
+const LONGEST_WAIT_MS = 450; // or, when it never pauses, this often
+const EXPLAIN_AFTER_SECONDS = 0.6;
+const EXPLAIN_UNASKED_WORDS = 80; // an explanation costs about one forward pass a word
+const NUM_WORDS = 6;
+const SMALLEST_WEIGHT = 0.005; // half a percentage point
+const CLOSE_CALL = 0.2;
+
+const [field, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer] = [
+  "text", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing", "announce",
+].map((id) => document.getElementById(id));
+const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
+const highlight = new Highlight(document.getElementById("mirror"));
+let maxLength = null;
+let current = new AbortController(); // everything under way for the text as it stands
+let timer = 0;
+let waitingSince = 0;
+
+/** Answer what is typed from now on. */
+export function startLive() {
+  field.addEventListener("input", () => textChanged());
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing) setText("");
+  });
+  explainButton.addEventListener("click", () => {
+    explainButton.hidden = true;
+    field.focus();
+    explain(field.value, current.signal);
+  });
+  textChanged(); // a browser may have kept the text over a reload
+}
+
+/** Put `text` into the field and answer it at once. */
+export function setText(text) {
+  field.value = text;
+  textChanged(0);
+}
+
+/** Show bars for the model's labels, and ask again: the model is there, or there again. */
+export function modelReady({ labels, model }) {
+  maxLength = model?.max_length ?? null;
+  if (!field.value.trim()) showBars(Object.fromEntries(labels.map((name) => [name, 0])), null);
+  else textChanged(0);
+}
+
+function textChanged(pause = PAUSE_MS) {
+  current.abort();
+  current = new AbortController();
+  clearTimeout(timer);
+  highlight.follow(field.value);
+  explainButton.hidden = true;
+  setNotice("request", null);
+  if (!field.value.trim()) {
+    waitingSince = 0;
+    showNothing();
+    return;
+  }
+  waitingSince ||= performance.now();
+  const rest = waitingSince + LONGEST_WAIT_MS - performance.now();
+  const { signal } = current;
+  timer = setTimeout(() => {
+    waitingSince = 0;
+    classify(field.value, signal);
+  }, Math.max(0, Math.min(pause, rest)));
+}
+
+// Whatever arrives after `signal` has aborted belongs to an older text and is dropped.
+async function classify(text, signal) {
+  const result = await ask("predict", { text }, signal);
+  if (!result) return;
+  showAnswer(result.data);
+  showTiming(result);
+  if (text.trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
+    showWords([]);
+    why.textContent = "A long text takes a while to explain.";
+    explainButton.hidden = false;
+    return;
+  }
+  await sleep(EXPLAIN_AFTER_SECONDS, signal).then(() => explain(text, signal), () => {});
+}
+
+async function explain(text, signal) {
+  answer.classList.add("explaining");
+  const result = await ask("explain", { text }, signal);
+  answer.classList.remove("explaining");
+  if (!result) return;
+  const { data } = result;
+  highlight.show(text, marksOf(data.words, text));
+  showWords(data.words, data.label);
+  announcer.textContent = `${data.label}, ${percent(data.confidence)}. ${wordList()}`;
+}
+
+/** Ask the server, waiting while it is busy; undefined when the text has changed or the server refused it. */
+async function ask(path, body, signal) {
+  for (;;) {
+    try {
+      const result = await call(path, { body, signal });
+      return signal.aborted ? undefined : result;
+    } catch (error) {
+      if (signal.aborted) return undefined;
+      if (!(error instanceof ApiError)) throw error;
+      if (error.isOutage) watch(); // asks again through modelReady
+      else if (path === "explain") why.textContent = error.message;
+      else setNotice("request", error.message);
+      if (!error.isBusy) return undefined;
+      await sleep(error.retryAfter ?? 1, signal).catch(() => {});
+      if (signal.aborted) return undefined;
+      setNotice("request", null);
+    }
+  }
+}
+
+function showNothing() {
+  document.body.removeAttribute("data-accent");
+  label.textContent = empty.label;
+  confidence.textContent = "";
+  remark.textContent = empty.remark;
+  for (const bar of bars.children) setBar(bar, 0, false);
+  words.replaceChildren();
+  why.textContent = empty.why;
+  timing.replaceChildren();
+  announcer.textContent = "";
+}
+
+function showAnswer(data) {
+  document.body.dataset.accent = accentOf(data.label);
+  label.textContent = data.label;
+  confidence.textContent = percent(data.confidence);
+  showBars(data.probabilities, data.label);
+  remark.textContent = remarkOn(data);
+}
+
+function remarkOn({ label: winner, confidence: share, probabilities, truncated, num_tokens: numTokens }) {
+  if (truncated) {
+    const limit = maxLength ? `first ${maxLength} tokens` : "beginning";
+    return `Long text${numTokens ? ` (${numTokens} tokens)` : ""}: only the ${limit} decided.`;
+  }
+  const rivals = Object.entries(probabilities).filter(([name]) => name !== winner);
+  const [rival, next] = rivals.reduce((best, one) => (one[1] > best[1] ? one : best), ["", 0]);
+  if (rival && share - next < CLOSE_CALL) return `A close call with ${rival}.`;
+  return numTokens ? `${numTokens} tokens read.` : "";
+}
+
+function showBars(probabilities, winner) {
+  const names = Object.keys(probabilities);
+  if (names.join("\n") !== [...bars.children].map((bar) => bar.dataset.label).join("\n")) {
+    bars.replaceChildren(...names.map(newBar));
+  }
+  names.forEach((name, i) => setBar(bars.children[i], probabilities[name], name === winner));
+}
+
+function newBar(name) {
+  const track = element("span", { class: "track" }, element("span", { class: "fill" }));
+  const attributes = { "data-label": name, "data-accent": accentOf(name) };
+  return element("li", attributes, element("span", { class: "name" }, name), track, element("span", { class: "share" }));
+}
+
+function setBar(bar, share, isWinner) {
+  bar.classList.toggle("winner", isWinner);
+  bar.style.setProperty("--share", share.toFixed(4));
+  bar.lastChild.textContent = share ? percent(share) : "";
+}
+
+function showWords(list, winner) {
+  const strongest = strongestOf(list);
+  const deciding = list
+    .filter(({ weight }) => Math.abs(weight) >= SMALLEST_WEIGHT)
+    .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
+    .slice(0, NUM_WORDS);
+  words.replaceChildren(
+    ...deciding.map(({ word, weight }) => {
+      const points = `${weight < 0 ? "\u2212" : "+"}${(Math.abs(weight) * 100).toFixed(Math.abs(weight) < 0.1 ? 1 : 0)}`;
+      const item = element("li", weight < 0 ? { class: "against" } : {}, word, " ", element("b", {}, points));
+      item.style.setProperty("--strength", (Math.abs(weight) / strongest).toFixed(3));
+      return item;
+    }),
+  );
+  why.textContent = deciding.length
+    ? `Points of probability that ${winner} loses without the word.`
+    : `No single word decides: it stays ${winner} without any one of them.`;
+}
+
+function wordList() {
+  const speaking = [...words.children].filter((item) => !item.classList.contains("against")).slice(0, 3);
+  return speaking.length ? `Decided by: ${speaking.map((item) => item.firstChild.textContent).join(", ")}.` : "";
+}
+
+function showTiming({ milliseconds: total, parts }) {
+  const rows = [["round trip", total], ...parts.map(([name, value]) => [name.replaceAll(/[_-]/g, " "), value])];
+  timing.replaceChildren(
+    ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, milliseconds(value)))),
+  );
+}
