@@ -1,0 +1,246 @@
+"""Worker threads that group waiting texts into forward passes; they know no HTTP, no tokenizer and no asyncio."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from inference.cache import Probabilities
+from inference.engines.base import Engine, TokenBatch
+from inference.errors import ForwardError
+from inference.forward import softmax
+from inference.scheduler import FairQueue, Flow, QueuedText, spread
+from inference.supervision import JOIN_SECONDS, SupervisedThread
+
+logger = logging.getLogger(__name__)
+
+# What a small CPU does, until passes have been measured.
+ASSUMED_TOKENS_PER_SECOND = 2000.0
+# What a pass still counts in the measured speed after the next one: about the last twenty count.
+_SPEED_MEMORY = 0.95
+
+Outcome = Probabilities | ForwardError
+
+
+class Observer(Protocol):
+    """Told what happens, for metrics; called from any thread, so every method must be quick and safe for threads."""
+
+    def tokenized(self, texts: int, seconds: float) -> None:
+        """So many texts were turned into tokens at once."""
+
+    def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
+        """A forward pass ended."""
+
+    def waited(self, seconds: float) -> None:
+        """A text waited so long from its call to its forward pass."""
+
+    def deduplicated(self) -> None:
+        """A text shares the forward pass of the same text on its way."""
+
+    def cache_hit(self) -> None:
+        """A text's answer was remembered."""
+
+    def cache_miss(self) -> None:
+        """A text's answer was not remembered, though the cache is on."""
+
+    def dropped(self, reason: Literal["cancelled", "expired"]) -> None:
+        """A text left unanswered."""
+
+    def worker_failed(self) -> None:
+        """A forward pass or a call of the tokenizer raised."""
+
+
+@dataclass(slots=True)
+class FinishedPass:
+    """What came of the texts of one forward pass, one outcome each; monotonic start, and seconds."""
+
+    texts: Sequence[QueuedText]
+    outcomes: Sequence[Outcome]
+    started: float
+    seconds: float
+
+
+class Batcher:
+    """Takes texts from a fair queue into forward passes on all slots of an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: FairQueue,
+        observer: Observer,
+        on_finished: Callable[[FinishedPass], None],
+        on_expired: Callable[[Sequence[QueuedText]], None],
+    ) -> None:
+        """Start one worker thread a slot.
+
+        Args:
+            engine: What runs the passes.
+            queue: What the texts wait in; the batcher's alone from here on.
+            observer: Told of every pass and every failure.
+            on_finished: Gets every text that a worker took, once; called from worker threads.
+            on_expired: Gets the texts whose deadline passed in the queue; called from worker threads.
+        """
+        self._engine = engine
+        self._queue = queue
+        self._observer = observer
+        self._on_finished = on_finished
+        self._on_expired = on_expired
+        self._changed = threading.Condition()  # guards everything below, and the queue
+        self._closed = False
+        self._free_slots = engine.num_slots
+        self._tokens_done = 0.0  # of the last passes, the older the less
+        self._slot_seconds = 0.0  # the same passes' time, on every slot they took
+        self._workers = [_Worker(self._make_thread) for _ in range(engine.num_slots)]
+        for worker in self._workers:
+            worker.thread.start()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait for a pass."""
+        return self._queue.num_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all slots together work off in a second, over the last passes."""
+        seconds = self._slot_seconds
+        return self._tokens_done / seconds * self._engine.num_slots if seconds else ASSUMED_TOKENS_PER_SECOND
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds that the longest pass in hand has taken; 0 when none is."""
+        return max(worker.thread.busy_s for worker in self._workers)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every worker runs."""
+        return not self._closed and all(worker.thread.is_alive for worker in self._workers)
+
+    def put(self, texts: Iterable[tuple[Flow, QueuedText]]) -> None:
+        """Queue texts, each as the next of its call."""
+        with self._changed:
+            for flow, text in texts:
+                self._queue.put(flow, text)
+            self._changed.notify()  # a worker that leaves texts and slots over calls the next one
+
+    def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
+        """Let another call wait for a text that was queued before; False where it is too late for that."""
+        with self._changed:
+            if text.is_expired:
+                return False
+            text.deadline = max(text.deadline, deadline)
+            if text.is_waiting:
+                self._queue.hasten(flow, text)
+            return True
+
+    def remove(self, text: QueuedText) -> bool:
+        """Take a text out of the queue; False where it does not wait there."""
+        with self._changed:
+            return self._queue.remove(text)
+
+    def close(self) -> None:
+        """Stop the workers once the passes in hand are done; what still waits is never taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        until = time.monotonic() + JOIN_SECONDS
+        for worker in self._workers:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+
+    def _make_thread(self, worker: _Worker) -> SupervisedThread:
+        step, on_failure = functools.partial(self._serve_once, worker), functools.partial(self._fail, worker)
+        return SupervisedThread("forward", step, on_failure)
+
+    def _serve_once(self, worker: _Worker) -> bool:
+        """Wait for texts, run a pass and report it; False once closed."""
+        with self._changed:
+            while not (self._closed or (len(self._queue) and self._free_slots)):
+                self._changed.wait()
+            if self._closed:
+                return False
+            expired = self._queue.expire(time.monotonic())
+            self._take(worker)
+        if expired:
+            self._on_expired(expired)
+        if not worker.texts:
+            return True
+        started = time.monotonic()
+        outcomes = self._outcomes(worker, worker.texts)
+        seconds = time.monotonic() - started
+        worker.thread.busy_since = None
+        num_texts, num_tokens = len(worker.texts), sum(text.num_tokens for text in worker.texts)
+        self._release(worker, num_tokens, seconds)
+        self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
+        worker.texts = []
+        self._observer.batch_done(num_texts, num_tokens, seconds)
+        return True
+
+    def _take(self, worker: _Worker) -> None:
+        if not len(self._queue):
+            return
+        num_parts, worker.slots = spread(len(self._queue), self._free_slots)
+        self._free_slots -= worker.slots
+        worker.texts = self._queue.take(num_parts)
+        if self._free_slots and len(self._queue):
+            self._changed.notify()
+
+    def _release(self, worker: _Worker, num_tokens: int, seconds: float) -> None:
+        with self._changed:
+            self._tokens_done = self._tokens_done * _SPEED_MEMORY + num_tokens
+            self._slot_seconds = self._slot_seconds * _SPEED_MEMORY + seconds * worker.slots
+            self._free_slots += worker.slots
+            worker.slots = 0
+            if len(self._queue):
+                self._changed.notify()  # another worker may begin while this one reports
+
+    def _outcomes(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+        try:
+            return self._forward(worker, texts)
+        except Exception as error:
+            self._observer.worker_failed()
+            logger.exception("A forward pass of %d texts failed", len(texts))
+            if len(texts) == 1:
+                return [ForwardError(f"the model failed on this text ({type(error).__name__}); the log has more")]
+        # One bad text must not fail its neighbours.
+        return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
+
+    def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+        worker.thread.busy_since = time.monotonic()
+        logits = self._engine.logits(TokenBatch.of([text.ids for text in texts]), worker.slots)
+        if len(logits) != len(texts):
+            raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
+        with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
+            probabilities = softmax(logits)
+        rows: list[Outcome] = [tuple(row) for row in probabilities.tolist()]
+        for i in np.flatnonzero(np.isnan(probabilities).any(axis=1)):
+            rows[i] = ForwardError("the model answers this text with NaN")
+        return rows
+
+    def _fail(self, worker: _Worker, error: BaseException) -> None:
+        # Beyond what a pass may raise: the worker ends here, and another one takes its place.
+        logger.error("A worker died and is replaced", exc_info=error)
+        texts, worker.texts = worker.texts, []
+        with self._changed:
+            self._free_slots += worker.slots
+            worker.slots = 0
+        self._observer.worker_failed()
+        if texts:
+            failure = ForwardError(f"the worker of this text died ({type(error).__name__}); the log has more")
+            self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
+
+
+class _Worker:
+    """One worker thread, the texts it has taken, and the slots it holds."""
+
+    __slots__ = ("slots", "texts", "thread")
+
+    def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
+        self.slots = 0
+        self.texts: Sequence[QueuedText] = []
+        self.thread = thread_of(self)

@@ -1,0 +1,177 @@
+"""Which texts the next forward pass takes: a fair queue over calls, without threads and without a clock of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A call of many texts counts as up to so many calls: it gets on while single texts keep coming, and what of it may go
+# ahead of a single text still is a part of one forward pass.
+LARGEST_WEIGHT = 4
+# Of a padded pass; a text that would bring more waits for others of its length.
+LARGEST_PADDING = 0.25
+
+
+class Flow:
+    """One call's place in the queue: its next text follows its last by the last one's tokens."""
+
+    __slots__ = ("next_tag", "weight")
+
+    def __init__(self, num_texts: int) -> None:
+        self.next_tag = 0.0
+        self.weight = min(num_texts, LARGEST_WEIGHT)
+
+
+class QueuedText:
+    """A text on its way through the queue.
+
+    Attributes:
+        ids: Its token ids, int32, (tokens,).
+        num_tokens: How many they are.
+        deadline: Monotonic instant after which no forward pass takes it.
+        payload: What the owner of the text keeps with it.
+        is_waiting: Whether it stands in the queue.
+        is_expired: Whether it left the queue because of its deadline.
+    """
+
+    __slots__ = ("deadline", "finish", "ids", "is_expired", "is_waiting", "num_tokens", "order", "payload", "tag")
+
+    def __init__(self, ids: NDArray[np.int32], deadline: float, payload: Any = None) -> None:
+        self.ids = ids
+        self.num_tokens = len(ids)
+        self.deadline = deadline
+        self.payload = payload
+        self.is_waiting = False
+        self.is_expired = False
+        self.tag = self.finish = 0.0
+        self.order = 0
+
+
+class FairQueue:
+    """Texts in the order of their start tags (start-time fair queueing, measured in tokens).
+
+    A call's first text starts at the queue's virtual time, each further one where the text before it ends. Virtual time
+    moves to the end of the oldest text of every pass. So a text that comes alone stands before what is left of
+    a large call, however much that is; and since later texts start later, whatever waits is reached.
+
+    Source:
+        Goyal, Vin, Cheng, *Start-time Fair Queuing* (1996), with the virtual time of self-clocked fair queueing
+        (Golestani, 1994): new calls keep coming here, and must not all start at the instant of the one in service.
+    """
+
+    def __init__(self, max_batch_tokens: int, *, pads: bool, length_window: int) -> None:
+        """Make an empty queue.
+
+        Args:
+            max_batch_tokens: Tokens that a pass may cost; what pads costs its longest text times its texts.
+            pads: Whether passes pad.
+            length_window: How many of the oldest texts a padded pass looks for near lengths in.
+        """
+        self.max_batch_tokens = max_batch_tokens
+        self.num_tokens = 0
+        self._pads = pads
+        self._length_window = length_window
+        self._waiting: list[tuple[float, int, QueuedText]] = []  # sorted
+        self._virtual_time = 0.0
+        self._last_order = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, flow: Flow, text: QueuedText) -> None:
+        """Add the next text of a call."""
+        if text.num_tokens > self.max_batch_tokens:
+            raise ValueError(f"text of {text.num_tokens} tokens > max_batch_tokens {self.max_batch_tokens}")
+        text.tag = max(flow.next_tag, self._virtual_time)
+        text.finish = flow.next_tag = text.tag + text.num_tokens / flow.weight
+        self._insert(text)
+
+    def hasten(self, flow: Flow, text: QueuedText) -> None:
+        """Let a waiting text, which another call wants too, start no later than that call's next text would."""
+        tag = max(flow.next_tag, self._virtual_time)
+        if tag < text.tag:
+            self.remove(text)
+            text.finish -= text.tag - tag
+            text.tag = tag
+            self._insert(text)
+
+    def remove(self, text: QueuedText) -> bool:
+        """Take a text out; False where it does not wait any more."""
+        if not text.is_waiting:
+            return False
+        del self._waiting[bisect_left(self._waiting, (text.tag, text.order))]
+        text.is_waiting = False
+        self.num_tokens -= text.num_tokens
+        return True
+
+    def expire(self, now: float) -> list[QueuedText]:
+        """Take out all whose deadline has passed at the monotonic instant ``now``."""
+        expired = [text for _, _, text in self._waiting if text.deadline <= now]
+        for text in expired:
+            self.remove(text)
+            text.is_expired = True
+        return expired
+
+    def take(self, num_parts: int = 1) -> list[QueuedText]:
+        """Take the texts of the next forward pass; none only where none waits.
+
+        Args:
+            num_parts: Passes that what waits shall be spread over, of which this is the first.
+        """
+        if not self._waiting:
+            return []
+        seed = self._waiting[0][2]
+        self._virtual_time = max(self._virtual_time, seed.finish)
+        share = self.num_tokens / num_parts
+        taken = self._near_lengths(seed, share) if self._pads else self._oldest(share)
+        for text in taken:
+            self.remove(text)
+        return taken
+
+    def _oldest(self, share: float) -> list[QueuedText]:
+        total = 0
+        for index, (_, _, text) in enumerate(self._waiting):
+            total += text.num_tokens
+            if index and (total > self.max_batch_tokens or _lies_beyond(share, total, text)):
+                return [text for _, _, text in self._waiting[:index]]
+        return [text for _, _, text in self._waiting]
+
+    def _near_lengths(self, seed: QueuedText, share: float) -> list[QueuedText]:
+        near = [text for _, _, text in self._waiting[1 : self._length_window]]
+        near.sort(key=lambda text: abs(text.num_tokens - seed.num_tokens))
+        taken = [seed]
+        total = longest = seed.num_tokens
+        for text in near:
+            total += text.num_tokens
+            longest = max(longest, text.num_tokens)
+            cost = longest * (len(taken) + 1)
+            padding = (cost - total) / cost
+            if cost > self.max_batch_tokens or padding > LARGEST_PADDING or _lies_beyond(share, total, text):
+                break
+            taken.append(text)
+        return taken
+
+    def _insert(self, text: QueuedText) -> None:
+        self._last_order += 1
+        text.order = self._last_order
+        text.is_waiting = True
+        self.num_tokens += text.num_tokens
+        insort(self._waiting, (text.tag, text.order, text))
+
+
+def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
+    # The text across the border of a share belongs to the side where more of it lies.
+    return total - last.num_tokens / 2 > share
+
+
+def spread(num_texts: int, free_slots: int) -> tuple[int, int]:
+    """How to use free slots for the texts that wait.
+
+    Returns:
+        The passes to run side by side, and the slots that each takes: a text alone takes them all.
+    """
+    num_parts = min(num_texts, free_slots)
+    return num_parts, free_slots // num_parts
