@@ -1,0 +1,1 @@
+"""Own kernels: a whole int8 classifier in one call; see kernels.c."""

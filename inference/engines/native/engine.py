@@ -1,0 +1,151 @@
+"""The engine over `kernels.c`: int8, no padding, no runtime besides numpy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from inference.engines.base import TokenBatch
+from inference.engines.native.architecture import Architecture
+from inference.engines.native.library import BlockStruct, LinearStruct, ModelStruct, NormStruct, load_library
+from inference.engines.native.quantize import FILE_NAME
+
+_ALIGNMENT = 64
+_LINEARS = ("query", "key_value", "attention_out", "wide", "narrow")
+
+
+class NativeEngine:
+    """Runs a BERT or DistilBERT classifier in int8 on a processor with AVX512-VNNI; see `inference.engines.base.Engine`."""
+
+    name = "native int8"
+    pads = False
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
+        """Read the packed weights.
+
+        Args:
+            folder: Holds what `quantize.write_native` wrote.
+            config: The contents of the model's ``config.json``.
+            threads: Processors that the engine may use.
+
+        Raises:
+            OSError: The compiled kernels or the weights cannot be read.
+            ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
+        """
+        self.num_slots = threads
+        self._architecture = Architecture.of(config)
+        self._library = load_library()
+        self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
+        self._model = self._model_struct()
+        self._sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
+        self._opened: list[ctypes.c_void_p] = []
+        for _ in range(threads):
+            session = ctypes.c_void_p(self._library.open_session(ctypes.byref(self._model), threads))
+            if not session:
+                raise OSError(f"the native engine cannot start {threads} threads")
+            self._opened.append(session)
+            self._sessions.put(session)
+
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        """Run one forward pass; see `inference.engines.base.Engine`."""
+        self._check(batch)
+        num_texts = len(batch.lengths)
+        ids = np.ascontiguousarray(batch.ids, dtype=np.int32)
+        starts = np.zeros(num_texts + 1, dtype=np.int32)
+        np.cumsum(batch.lengths, out=starts[1:])
+        logits = np.empty((num_texts, self._architecture.num_labels), dtype=np.float32)
+        session = self._sessions.get()
+        try:
+            failed = self._library.forward(
+                session, ids.ctypes.data, starts.ctypes.data, num_texts, min(threads, self.num_slots), logits.ctypes.data
+            )
+        finally:
+            self._sessions.put(session)
+        if failed:
+            raise MemoryError(f"no memory for a forward pass over {starts[-1]} tokens")
+        return logits
+
+    def __del__(self) -> None:
+        for session in getattr(self, "_opened", ()):
+            self._library.close_session(session)
+
+    def _check(self, batch: TokenBatch) -> None:
+        # The kernels trust their input: what would read outside of a table ends here.
+        if len(batch.ids) != int(batch.lengths.sum()) or len(batch.lengths) == 0 or batch.lengths.min() < 1:
+            raise ValueError("a batch needs at least one text, a token a text, and lengths that sum to its tokens")
+        if batch.lengths.max() > self._architecture.num_positions:
+            raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._architecture.num_positions}")
+        if batch.ids.min() < 0 or batch.ids.max() >= self._architecture.vocab_size:
+            raise ValueError(f"token ids must lie in 0 to {self._architecture.vocab_size - 1}")
+
+    def _model_struct(self) -> ModelStruct:
+        architecture = self._architecture
+        width = architecture.width
+        self._blocks = (BlockStruct * architecture.num_blocks)()
+        for index in range(architecture.num_blocks):
+            self._fill_block(self._blocks[index], f"block.{index}.")
+        return ModelStruct(
+            blocks=architecture.num_blocks,
+            width=width,
+            wide=architecture.wide,
+            heads=architecture.num_heads,
+            labels=architecture.num_labels,
+            activation=architecture.activation,
+            head_is_tanh=architecture.head_is_tanh,
+            norm_epsilon=architecture.norm_epsilon,
+            words=self._pointer("words", np.float16, (architecture.vocab_size, width)),
+            positions=self._pointer("positions", np.float32, (architecture.num_positions, width)),
+            embedding_norm=self._norm("embedding_norm"),
+            block=self._blocks,
+            pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
+            pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
+            classifier_weight=self._pointer("classifier.weight", np.float32, (architecture.num_labels, width)),
+            classifier_bias=self._pointer("classifier.bias", np.float32, (architecture.num_labels,)),
+        )
+
+    def _fill_block(self, block: BlockStruct, prefix: str) -> None:
+        width, wide = self._architecture.width, self._architecture.wide
+        sizes = ((width, width), (2 * width, width), (width, width), (wide, width), (width, wide))
+        for name, (outputs, inputs) in zip(_LINEARS, sizes, strict=True):
+            setattr(block, name, self._linear(prefix + name, outputs, inputs))
+        block.attention_norm = self._norm(f"{prefix}attention_norm")
+        block.output_norm = self._norm(f"{prefix}output_norm")
+
+    def _linear(self, name: str, outputs: int, inputs: int) -> LinearStruct:
+        return LinearStruct(
+            outputs=outputs,
+            inputs=inputs,
+            weight=self._pointer(f"{name}.weight", np.int8, (-(-outputs // 64), inputs // 4, 64, 4)),
+            scale=self._pointer(f"{name}.scale", np.float32, (outputs,)),
+            row_offset=self._pointer(f"{name}.row_offset", np.float32, (outputs,)),
+            bias=self._pointer(f"{name}.bias", np.float32, (outputs,)),
+        )
+
+    def _norm(self, name: str) -> NormStruct:
+        shape = (self._architecture.width,)
+        return NormStruct(
+            gain=self._pointer(f"{name}.gain", np.float32, shape), bias=self._pointer(f"{name}.bias", np.float32, shape)
+        )
+
+    def _pointer(self, name: str, dtype: type, shape: tuple[int, ...]) -> int:
+        array = self._tensors.get(name)
+        if array is None or array.dtype != dtype or array.shape != shape:
+            found = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            raise ValueError(f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}")
+        return array.ctypes.data
+
+
+def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+    # The kernels load whole cache lines; a file promises no alignment.
+    memory = np.empty(array.nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    aligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    aligned[...] = array
+    return aligned
