@@ -54,3 +54,15 @@ class ForwardError(Exception):
 
 class WorkerDownError(Exception):
     """Nothing takes texts from the queue: it was closed, or its workers fail again and again."""
+
+
+class ExportRefusedError(Exception):
+    """An artefact answers too differently from its reference to be written.
+
+    Attributes:
+        changed: One line for each of the first texts whose label changed.
+    """
+
+    def __init__(self, message: str, changed: list[str]) -> None:
+        super().__init__(message)
+        self.changed = changed
