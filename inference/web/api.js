@@ -57,7 +57,7 @@ async function send(path, body, signal) {
     signal?.throwIfAborted();
     // A proxy's page instead of our JSON: the status says more than its text.
     if (error instanceof SyntaxError) return { response, data: null };
-    throw new ApiError("The server does not answer. Trying again …");
+    throw new ApiError("The server does not answer.");
   }
 }
 

@@ -6,11 +6,12 @@ import { modelReady, setText, startLive } from "./live.js";
 import { onReady, watch } from "./server.js";
 
 const EXAMPLES = [
-  ["Talks on a cease-fire", "Foreign ministers meet in Geneva as talks on a cease-fire enter a third day"],
-  ["A cup final", "Striker scores twice in extra time as the visitors win the cup final on penalties"],
-  ["Oil and shares", "Oil prices climb to a record and shares fall as traders fear a winter shortage"],
-  ["A telescope", "Astronomers using a new space telescope find water vapour around a distant planet"],
-  ["A close one", "Chip maker cuts its profit forecast as rivals release faster processors for phones"],
+  ["Cease-fire talks", "Ministers meet in Geneva for talks on a cease-fire"],
+  ["Football in court", "Court fines football league over television rights"],
+  ["Falling shares", "Shares in the carmaker fall after it recalls two million vans"],
+  ["A telescope", "New space telescope finds water vapour around a distant planet"],
+  ["Football meets oil", "Football club sold to oil billionaire for a record sum"],
+  ["Chips and profits", "Chip maker cuts its profit forecast as rivals release faster processors for phones"],
 ];
 
 document.getElementById("examples").append(

@@ -17,13 +17,17 @@ export async function classifyAll(texts, { signal, onAnswers, onWait }) {
   const waiting = texts.flatMap((text, i) => (text.trim() ? [i] : []));
   let chunkSize = CHUNK;
 
-  // Halved until the server takes it; what it refuses alone is marked with its reason.
+  // Without the text that the refusal names, or else halved, until the server takes it.
   async function classify(indices) {
     const result = await ask(indices.map((i) => texts[i]), { signal, onWait });
     if (Array.isArray(result)) {
       onAnswers(indices, result);
     } else if (indices.length === 1) {
-      onAnswers(indices, [{ error: result.message }]);
+      onAnswers(indices, [{ error: reasonOf(result) }]);
+    } else if (accusedBy(result) < indices.length) {
+      const accused = accusedBy(result);
+      onAnswers([indices[accused]], [{ error: reasonOf(result) }]);
+      await classify(indices.filter((_, place) => place !== accused));
     } else {
       const half = Math.ceil(indices.length / 2);
       if (result.code === "too_many_texts" || result.status === 413) chunkSize = Math.min(chunkSize, half);
@@ -36,6 +40,17 @@ export async function classifyAll(texts, { signal, onAnswers, onWait }) {
     while (waiting.length) await classify(waiting.splice(0, chunkSize));
   }
   await Promise.all(Array.from({ length: IN_FLIGHT }, work));
+}
+
+// "texts[3] has 30000 characters …" names the fourth.
+const ACCUSED = /^texts\[(\d+)\]/;
+
+function accusedBy({ status, message }) {
+  return status === 422 && ACCUSED.test(message) ? Number(message.match(ACCUSED)[1]) : Infinity;
+}
+
+function reasonOf({ message }) {
+  return message.replace(ACCUSED, "the text");
 }
 
 // The answers, or the error when waiting would not help.

@@ -8,6 +8,7 @@ const MAX_BYTES = 64 * 1024 * 1024;
 const NUM_PREVIEW = 6;
 const NUM_REFUSED = 50;
 const SHOW_EVERY_MS = 100;
+const EARLY_MS = 1000;
 
 const $ = (id) => document.getElementById(id);
 let file = null; // the File under work
@@ -66,12 +67,13 @@ function startOver() {
 async function open(chosen) {
   if (!chosen) return;
   file = chosen;
+  $("drop-error").textContent = "";
   try {
     if (file.size > MAX_BYTES) throw new Error(`${file.name} is larger than 64 MB: split it.`);
     table = new Table(decode(await file.arrayBuffer()), isCsv(file));
     if (!table.records.length) throw new Error(`${file.name} is empty.`);
   } catch (error) {
-    $("file-hint").textContent = error.message;
+    $("drop-error").textContent = error.message;
     show("drop");
     return;
   }
@@ -146,30 +148,36 @@ function showProgress(state, isUrgent = false) {
   const now = performance.now();
   if (!isUrgent && now - state.shown < SHOW_EVERY_MS) return;
   state.shown = now;
-  const { done, texts, wait, started, ended } = state;
-  const seconds = ((ended || now) - started) / 1000;
-  const left = Math.ceil(((texts.length - done) * seconds) / Math.max(1, done));
+  const { done, texts, wait, started } = state;
+  const left = Math.ceil(((texts.length - done) * (now - started)) / 1000 / Math.max(1, done));
+  const isEarly = now - started < EARLY_MS; // too early to tell
   $("progress").value = texts.length ? done / texts.length : 1;
   $("pace").textContent = `${count(done)} of ${rows(texts.length)}`;
-  $("run-state").textContent = wait ?? `${count(Math.round(done / Math.max(seconds, 0.001)))} rows a second, about ${left} s left.`;
+  $("run-state").textContent = wait ?? (isEarly ? "Classifying …" : `About ${count(left)} s left.`);
   showTally(state.answers);
 }
 
 function showTally(answers) {
   const tally = new Map();
+  let numRefused = 0;
   for (const answer of answers) {
-    if (answer?.label !== undefined) tally.set(answer.label, (tally.get(answer.label) ?? 0) + 1);
+    if (answer?.error) numRefused += 1;
+    else if (answer) tally.set(answer.label, (tally.get(answer.label) ?? 0) + 1);
   }
   const sorted = [...tally].sort((a, b) => accentOf(a[0]) - accentOf(b[0]));
+  const segment = (number, attributes) => {
+    const part = element("span", attributes);
+    part.style.setProperty("--share", number / answers.length);
+    return part;
+  };
   $("shares").replaceChildren(
-    ...sorted.map(([label, number]) => {
-      const share = element("span", { "data-accent": accentOf(label) });
-      share.style.setProperty("flex-grow", number);
-      return share;
-    }),
+    ...sorted.map(([label, number]) => segment(number, { "data-accent": accentOf(label) })),
+    ...(numRefused ? [segment(numRefused, { class: "refused" })] : []),
   );
   $("legend").replaceChildren(
-    ...sorted.map(([label, number]) => element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(number)))),
+    ...sorted.map(([label, number]) => {
+      return element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(number)));
+    }),
   );
 }
 

@@ -23,6 +23,12 @@ export function percent(share) {
   return `${(share * 100).toFixed(1)}%`;
 }
 
+/** A probability's change in percentage points, two digits of it: "+36", "−0.68". */
+export function points(change) {
+  const size = Math.abs(change * 100).toLocaleString("en", { maximumSignificantDigits: 2 });
+  return `${change < 0 ? "\u2212" : "+"}${size}`;
+}
+
 /** Milliseconds with the digits that matter. */
 export function milliseconds(value) {
   return `${value < 9.95 ? value.toFixed(1) : Math.round(value)} ms`;

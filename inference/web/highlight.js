@@ -2,6 +2,10 @@
 
 import { element } from "./format.js";
 
+const LEAST_STRONGEST = Math.log(2); // full colour takes a word that at least halves or doubles the odds
+/** Words below this share of full colour say nothing worth showing. */
+export const LEAST_STRENGTH = 0.15;
+
 /**
  * Marks are {start, end, strength, against} in UTF-16 units of the text, in order, not overlapping;
  * strength runs from 0 to 1.
@@ -48,25 +52,28 @@ export class Highlight {
 }
 
 /**
- * Turn the server's words into marks.
- * Its offsets count code points, JavaScript's count UTF-16 units: they part at the first emoji.
+ * Say of each word how strongly it speaks for the label (0 to 1) or against it.
+ * Compared as log-odds, for a model that is 99% sure barely moves in probability whatever is left out.
+ */
+export function withStrength(words, confidence) {
+  const evidence = words.map(({ weight }) => logOdds(confidence) - logOdds(confidence - weight));
+  const strongest = Math.max(LEAST_STRONGEST, ...evidence.map(Math.abs));
+  return words.map((word, i) => ({ ...word, strength: Math.abs(evidence[i]) / strongest, against: evidence[i] < 0 }));
+}
+
+/**
+ * Turn words with strength into marks.
+ * The server's offsets count code points, JavaScript's count UTF-16 units: they part at the first emoji.
  */
 export function marksOf(words, text) {
   const units = [0];
   for (const character of text) units.push(units.at(-1) + character.length);
-  const strongest = strongestOf(words);
   return words
-    .map(({ start, end, weight }) => ({
-      start: units[start],
-      end: units[end],
-      strength: Math.abs(weight) / strongest,
-      against: weight < 0,
-    }))
-    .filter(({ start, end, strength }) => end > start && strength >= 0.12)
-    .sort((a, b) => a.start - b.start);
+    .filter(({ strength }) => strength >= LEAST_STRENGTH)
+    .map((word) => ({ ...word, start: units[word.start], end: units[word.end] }));
 }
 
-/** The weight that gets full colour: never so small that noise would shine. */
-export function strongestOf(words) {
-  return Math.max(0.02, ...words.map(({ weight }) => Math.abs(weight)));
+function logOdds(share) {
+  const inside = Math.min(1 - 1e-6, Math.max(1e-6, share));
+  return Math.log(inside / (1 - inside));
 }

@@ -1,8 +1,8 @@
 // The text, and its answer while one types.
 
 import { ApiError, call, sleep } from "./api.js";
-import { accentOf, element, milliseconds, percent } from "./format.js";
-import { Highlight, marksOf, strongestOf } from "./highlight.js";
+import { accentOf, element, milliseconds, percent, points } from "./format.js";
+import { Highlight, LEAST_STRENGTH, marksOf, withStrength } from "./highlight.js";
 import { setNotice } from "./notice.js";
 import { watch } from "./server.js";
 
@@ -11,11 +11,10 @@ const LONGEST_WAIT_MS = 450; // or, when it never pauses, this often
 const EXPLAIN_AFTER_SECONDS = 0.6;
 const EXPLAIN_UNASKED_WORDS = 80; // an explanation costs about one forward pass a word
 const NUM_WORDS = 6;
-const SMALLEST_WEIGHT = 0.005; // half a percentage point
 const CLOSE_CALL = 0.2;
 
-const [field, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer] = [
-  "text", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing", "announce",
+const [field, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer] = [
+  "text", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing", "announce",
 ].map((id) => document.getElementById(id));
 const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
 const highlight = new Highlight(document.getElementById("mirror"));
@@ -29,6 +28,10 @@ export function startLive() {
   field.addEventListener("input", () => textChanged());
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !event.isComposing) setText("");
+  });
+  clearButton.addEventListener("click", () => {
+    setText("");
+    field.focus();
   });
   explainButton.addEventListener("click", () => {
     explainButton.hidden = true;
@@ -57,6 +60,7 @@ function textChanged(pause = PAUSE_MS) {
   clearTimeout(timer);
   highlight.follow(field.value);
   explainButton.hidden = true;
+  clearButton.hidden = !field.value;
   setNotice("request", null);
   if (!field.value.trim()) {
     waitingSince = 0;
@@ -93,8 +97,9 @@ async function explain(text, signal) {
   answer.classList.remove("explaining");
   if (!result) return;
   const { data } = result;
-  highlight.show(text, marksOf(data.words, text));
-  showWords(data.words, data.label);
+  const weighed = withStrength(data.words, data.confidence);
+  highlight.show(text, marksOf(weighed, text));
+  showWords(weighed, data.label);
   announcer.textContent = `${data.label}, ${percent(data.confidence)}. ${wordList()}`;
 }
 
@@ -170,16 +175,14 @@ function setBar(bar, share, isWinner) {
 }
 
 function showWords(list, winner) {
-  const strongest = strongestOf(list);
   const deciding = list
-    .filter(({ weight }) => Math.abs(weight) >= SMALLEST_WEIGHT)
-    .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
+    .filter(({ strength }) => strength >= LEAST_STRENGTH)
+    .sort((a, b) => b.strength - a.strength)
     .slice(0, NUM_WORDS);
   words.replaceChildren(
-    ...deciding.map(({ word, weight }) => {
-      const points = `${weight < 0 ? "\u2212" : "+"}${(Math.abs(weight) * 100).toFixed(Math.abs(weight) < 0.1 ? 1 : 0)}`;
-      const item = element("li", weight < 0 ? { class: "against" } : {}, word, " ", element("b", {}, points));
-      item.style.setProperty("--strength", (Math.abs(weight) / strongest).toFixed(3));
+    ...deciding.map(({ word, weight, strength, against }) => {
+      const item = element("li", against ? { class: "against" } : {}, word, " ", element("b", {}, points(weight)));
+      item.style.setProperty("--strength", strength.toFixed(3));
       return item;
     }),
   );

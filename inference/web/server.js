@@ -26,7 +26,7 @@ async function untilHealthy() {
       health = (await call("health")).data;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      setNotice("server", error.message);
+      setNotice("server", `${error.message.replace(/[.…\s]*$/, ".")} Trying again …`);
       await sleep(POLL_SECONDS);
     }
   }
