@@ -14,6 +14,7 @@ from typing import BinaryIO, NoReturn
 
 from pydantic import ValidationError
 
+from inference.engines.selection import ENGINES
 from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader, Prediction
 from inference.settings import Settings
@@ -34,7 +35,8 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument("--file", help="classify a file, one text a line; - reads standard input")
-    parser.add_argument("--model", type=Path, help="model folder or .pt file (default: MODEL_CHECKPOINT)")
+    parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
+    parser.add_argument("--engine", choices=ENGINES, help="default: ENGINE, else the fastest that works here")
     parser.add_argument("--json", action="store_true", help="print JSON, for a file one object a line")
     return parser.parse_args(arguments)
 
@@ -58,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:
-    return ModelLoader(options.model or Settings().model_checkpoint)
+    settings = Settings()
+    return ModelLoader(options.model or settings.model_checkpoint, options.engine or settings.engine)
 
 
 def _predict_text(options: argparse.Namespace) -> None:
