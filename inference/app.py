@@ -1,43 +1,85 @@
-"""The server: `uvicorn inference.app:app`."""
+"""The server: `uvicorn inference.app:app`, or `python -m inference.serve`."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
-from inference.body_limit import BodyLimitMiddleware
 from inference.error_responses import add_error_handlers
-from inference.routes import health, pages, predict
-from inference.served_model import ServedModel
+from inference.errors import SettingsError
+from inference.request_gate import RequestGate
+from inference.request_log import configure_logging
+from inference.routes import admin, documentation, explain, health, hub, metrics, model, open_inference, pages, predict
+from inference.server_parts import Parts
 from inference.settings import Settings
+from inference.telemetry import TraceMiddleware
+
+_GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin, documentation, pages)
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    parts: Parts = app.state.parts
+    configure_logging(parts.settings.log_level, logging.getLogger("inference"))
+    tasks: set[asyncio.Task[None]] = set()
+
+    def load() -> None:
+        task = asyncio.create_task(parts.served_model.load_or_log())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
     # The port is open at once: /health tells the truth while the model loads beside the event loop.
-    loading = asyncio.create_task(asyncio.to_thread(app.state.served_model.load))
+    load()
+    parts.lifecycle.take_signals(reload=load)
     yield
-    await loading
+    parts.lifecycle.is_draining = True
+    if tasks:
+        await asyncio.wait(tasks)
+    await parts.served_model.close()
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """Build the server; without `settings` they are read from the environment."""
-    settings = settings or Settings()
+    """Build the server; without `settings` they are read from the environment.
+
+    Raises:
+        SettingsError: A variable of the environment has no valid value.
+    """
+    settings = settings or Settings.from_environment()
+    parts = Parts.of(settings)
     app = FastAPI(
         title="DistriNews",
         description="Which kind of news is this text?",
         lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
-    app.state.settings = settings
-    app.state.served_model = ServedModel(settings.model_checkpoint)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    app.state.parts = parts
+    app.add_middleware(RequestGate, parts=parts)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-ID"],
+            expose_headers=["Retry-After", "Server-Timing", "X-Request-ID"],
+        )
+    if settings.otel_endpoint:
+        app.add_middleware(TraceMiddleware, endpoint=settings.otel_endpoint)
     add_error_handlers(app)
-    for group in (pages, health, predict):
+    for group in _GROUPS:
         app.include_router(group.router)
     return app
 
 
-app = create_app()
+try:
+    app = create_app()
+except SettingsError as error:
+    # uvicorn imports this module: one line says more than the traceback of an import.
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -2,74 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-from inference.errors import ModelUnavailableError, RefusedTextError
+from inference.errors import (
+    DeadlineExceededError,
+    ForwardError,
+    ModelUnavailableError,
+    QueueFullError,
+    RefusedTextError,
+    WorkerDownError,
+)
+from inference.request_context import RequestContext
 from inference.schemas import ErrorResponse
 
+# How long to wait where nothing measured can tell: a model that loads, a worker that starts again.
 RETRY_AFTER_SECONDS = 5
+# The Open Inference Protocol prescribes {"error": "line"} on its paths.
+_PROTOCOL_PREFIX = "/v2"
+_MAX_PLACE_CHARS = 80
+
+# What asking the model for an answer may end in.
+FAILURES = (
+    RefusedTextError,
+    QueueFullError,
+    ModelUnavailableError,
+    WorkerDownError,
+    DeadlineExceededError,
+    ForwardError,
+)
 
 _HTTP_CODES = {
     400: "unreadable_body",
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_timeout",
     413: "body_too_large",
+    503: "server_busy",
+}
+_RETRY_AFTER_HEADER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+
+
+def _documented(description: str, **more: Any) -> dict[str, Any]:
+    return {"model": ErrorResponse, "description": description, **more}
+
+
+# What routes that classify document beside their answer.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
+    401: _documented("API_KEY is set and the request does not carry it."),
+    408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
+    413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
+    422: _documented("The request cannot be understood or a text cannot be classified."),
+    429: _documented("More requests than RATE_LIMIT_PER_S from this address.", headers=_RETRY_AFTER_HEADER),
+    500: _documented("The server or the model failed; its log has the request id."),
+    503: _documented("The queue is full, or no model is loaded; /health says why.", headers=_RETRY_AFTER_HEADER),
+    504: _documented("Not answered within REQUEST_TIMEOUT_S."),
 }
 
-# What routes that need the model document beside their answer.
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The body cannot be read as text in UTF-8."},
-    413: {"model": ErrorResponse, "description": "The body is larger than the limits on texts allow."},
-    422: {
-        "model": ErrorResponse,
-        "description": "The request cannot be understood or a text cannot be classified.",
-    },
-    503: {
-        "model": ErrorResponse,
-        "description": "No model is loaded (yet); /health says why.",
-        "headers": {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}},
-    },
-}
+
+def error_response(
+    scope: MutableMapping[str, Any], status: int, code: str, message: str, retry_after_s: float | None = None
+) -> Response:
+    """Build the answer to a refused request.
+
+    Args:
+        scope: The request's ASGI scope.
+        status: HTTP status.
+        code: A short name for programs.
+        message: One line for people.
+        retry_after_s: Seconds after which to try again, rounded up to whole ones.
+    """
+    context = RequestContext.of(scope)
+    context.error_code = code
+    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    detail: Any = error_detail(code, message, context.request_id)
+    if scope["path"].startswith(_PROTOCOL_PREFIX):
+        detail = detail["message"]
+    return Response(to_json({"error": detail}), status, headers, media_type="application/json")
+
+
+def error_detail(code: str, message: str, request_id: str) -> dict[str, str]:
+    """Return the fields of `schemas.ErrorDetail`; characters that UTF-8 cannot carry are replaced."""
+    message = message.encode("utf-8", errors="replace").decode()
+    return {"code": code, "message": message, "request_id": request_id}
+
+
+def http_code(status: int) -> str:
+    """Return the code of a refusal that has no more to it than its status."""
+    return _HTTP_CODES.get(status, f"http_{status}")
+
+
+def describe(error: Exception) -> tuple[int, str, str, float | None]:
+    """Say what an error that classifying ends in means: status, code, line, seconds to wait."""
+    match error:
+        case RefusedTextError():
+            return 422, error.code, str(error), None
+        case QueueFullError():
+            return 503, "queue_full", str(error), error.retry_after_s
+        case ModelUnavailableError():
+            return 503, "model_unavailable", str(error), RETRY_AFTER_SECONDS
+        case WorkerDownError():
+            return 503, "worker_down", str(error), RETRY_AFTER_SECONDS
+        case DeadlineExceededError():
+            return 504, "deadline_exceeded", str(error), None
+        case ForwardError():
+            return 500, "inference_failed", "the model failed on this request; the server's log has its id", None
+        case _:
+            return 500, "internal_error", "the server failed on this request; its log has the request id", None
+
+
+def describe_invalid(error: ValidationError | RequestValidationError) -> str:
+    """Say in one line what does not fit the schema, never with the input: it may be huge or private."""
+    problems = error.errors()
+    lines = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in problems[:3]]
+    return "; ".join(lines) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    place = ".".join(map(str, location))
+    return place if len(place) <= _MAX_PLACE_CHARS else place[:_MAX_PLACE_CHARS] + "…"
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Install the handlers for every error that a request can end in."""
+    """Install the handlers for every error that a route can end in; the gate answers what nobody expected."""
     app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(RefusedTextError, _refused_text)
-    app.add_exception_handler(ModelUnavailableError, _model_unavailable)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
+    for kind in FAILURES:
+        app.add_exception_handler(kind, _refused)
 
 
-def error_response(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Build the answer to a refused request."""
-    return JSONResponse({"error": {"code": code, "message": message}}, status_code=status, headers=headers)
+async def _invalid_request(request: Request, error: RequestValidationError) -> Response:
+    return error_response(request.scope, 422, "invalid_request", describe_invalid(error))
 
 
-async def _invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-    # Never the offending input itself: it may be huge, or hold lone surrogates that no JSON can carry.
-    lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-    return error_response(422, "invalid_request", "; ".join(lines[:3]))
+async def _refused(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, *describe(error))
 
 
-async def _refused_text(request: Request, error: RefusedTextError) -> JSONResponse:
-    return error_response(422, error.code, str(error))
-
-
-async def _model_unavailable(request: Request, error: ModelUnavailableError) -> JSONResponse:
-    return error_response(503, "model_unavailable", str(error), {"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-
-async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
-    code = _HTTP_CODES.get(error.status_code, f"http_{error.status_code}")
-    return error_response(error.status_code, code, str(error.detail), error.headers)
-
-
-async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return error_response(500, "internal_server_error", "The server failed on this request; see its log.")
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    response = error_response(request.scope, error.status_code, http_code(error.status_code), str(error.detail))
+    response.headers.update(error.headers or {})
+    return response

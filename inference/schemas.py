@@ -1,8 +1,8 @@
-"""Requests and responses of the HTTP interface."""
+"""Requests and responses of the HTTP interface; those of the compatible faces stand in their own files."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,23 +11,47 @@ _EXAMPLE_ANSWER = {
     "label": "Business",
     "confidence": 0.97,
     "probabilities": {"World": 0.01, "Sports": 0.005, "Business": 0.97, "Sci/Tech": 0.015},
+    "truncated": False,
+    "num_tokens": 13,
 }
 
+Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
+TopK = Annotated[
+    int | None,
+    Field(default=None, ge=1, description="Give only so many probabilities, the highest first; null gives all."),
+]
 
-class PredictRequest(BaseModel):
+
+class RequestModel(BaseModel):
+    """What requests share: no guessing at types, and a misspelt field is an error rather than ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PredictRequest(RequestModel):
     """One text to classify."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
 
-    text: str = Field(description="Plain text of any length up to MAX_TEXT_CHARS; not blank.")
+    text: Text
+    top_k: TopK = None
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(RequestModel):
     """Texts to classify in one go."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"texts": [_EXAMPLE_TEXT]}]})
 
     texts: list[str] = Field(min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank.")
+    top_k: TopK = None
+
+
+class ExplainRequest(RequestModel):
+    """One text to explain."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
+
+    text: Text
 
 
 class PredictionResponse(BaseModel):
@@ -37,7 +61,24 @@ class PredictionResponse(BaseModel):
 
     label: str = Field(description="The most likely label.")
     confidence: float = Field(description="The probability of that label, 0 to 1.")
-    probabilities: dict[str, float] = Field(description="The probability of every label; they sum to 1.")
+    probabilities: dict[str, float] = Field(description="The probability of every label, or of the top_k.")
+    truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
+    num_tokens: int = Field(description="Tokens of the whole text, the two special ones included.")
+
+
+class WordWeight(BaseModel):
+    """What one word does for the label."""
+
+    word: str
+    start: int = Field(description="Where the word begins in the text, in Unicode characters.")
+    end: int = Field(description="Where it ends, exclusive.")
+    weight: float = Field(description="How far the label's probability falls without the word; negative: it rises.")
+
+
+class ExplainResponse(PredictionResponse):
+    """The answer to one text, and what each of its words does for it."""
+
+    words: list[WordWeight] = Field(description="Every word of the text, in order.")
 
 
 class HealthResponse(BaseModel):
@@ -45,16 +86,37 @@ class HealthResponse(BaseModel):
 
     status: Literal["healthy", "unavailable"]
     model_loaded: bool
-    model: str = Field(description="The model folder or .pt file that MODEL_CHECKPOINT names.")
+    model: str = Field(description="The model that MODEL_CHECKPOINT names.")
     labels: list[str] | None = Field(default=None, description="The labels that answers choose from.")
-    error: str | None = Field(default=None, description="Why no model is loaded.")
+    error: str | None = Field(default=None, description="Why no text can be classified now.")
+
+
+class ProbeResponse(BaseModel):
+    """What a probe asks."""
+
+    status: Literal["alive", "ready", "not_ready"]
+    reason: str | None = Field(default=None, description="Why it is not ready.")
+
+
+class ModelResponse(BaseModel):
+    """The served model."""
+
+    name: str
+    revision: str = Field(description="The first 12 hexadecimal digits of the SHA-256 of the trained weights.")
+    labels: list[str]
+    max_length: int = Field(description="Tokens that the model reads of a text.")
+    engine: dict[str, Any] = Field(description="What runs it, in which precision, and why that was picked.")
+    training_data: str | None = None
+    test_accuracy: float | None = Field(default=None, description="Share of right answers on the test rows, 0 to 1.")
+    metrics: dict[str, Any] = Field(description="All that training measured (metrics.json).")
 
 
 class ErrorDetail(BaseModel):
     """What went wrong."""
 
-    code: str = Field(description="A short name for programs, such as blank_text or model_unavailable.")
+    code: str = Field(description="A short name for programs, such as blank_text or queue_full.")
     message: str = Field(description="One line for people.")
+    request_id: str = Field(description="The request's name in the server's log, as in X-Request-ID.")
 
 
 class ErrorResponse(BaseModel):

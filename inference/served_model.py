@@ -1,43 +1,139 @@
-"""The one model of a server process: not loaded yet, loaded, or failed with a reason."""
+"""The one model of a server process: not loaded yet, served, or refused with a reason; swapped under load."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from pathlib import Path
+from dataclasses import dataclass
 
+from inference.classifier import Classifier, QueueLimits
 from inference.errors import ModelLoadError, ModelUnavailableError
+from inference.metrics import ServerMetrics
 from inference.model_loader import ModelLoader
+from inference.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model and the queue in front of it."""
+
+    model: ModelLoader
+    classifier: Classifier
+
+    @property
+    def name(self) -> str:
+        """What clients call the model: the name of its folder or file."""
+        return self.model.info["path"].rstrip("/").rpartition("/")[2].removesuffix(".pt")
+
+
 class ServedModel:
-    """Holds the loaded model, or the line that says why there is none."""
+    """Holds what is served, or the line that says why there is nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.model: ModelLoader | None = None
-        self.error: str | None = f"{path}: the model is still loading; ask again in a few seconds"
+    def __init__(self, settings: Settings, metrics: ServerMetrics) -> None:
+        self.path = settings.model_checkpoint
+        self._engine = settings.engine
+        self._stuck_after_s = settings.request_timeout_s
+        self._limits = QueueLimits(
+            max_batch_tokens=settings.max_batch_tokens,
+            max_queue_tokens=settings.max_queue_tokens,
+            cache_entries=settings.cache_entries,
+        )
+        self._metrics = metrics
+        self._current: Served | None = None
+        self._load_error = f"{self.path}: the model is still loading; ask again in a few seconds"
+        self._loading = asyncio.Lock()
+        self._draining: set[asyncio.Task[None]] = set()
+        metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
+        metrics.watch("tokens_per_second", "Measured speed of the model.", lambda: self._reading("tokens_per_second"))
+        metrics.watch("model_ready", "Whether texts can be classified.", lambda: float(self.error is None))
 
-    def load(self) -> None:
-        """Load the model, blocking; a failure is logged and kept in `error`, since the process stays up."""
-        try:
-            self.model = ModelLoader(self.path)
-        except ModelLoadError as error:
-            self.error = str(error)
-            logger.error("No model is served: %s", error)
-        except Exception as error:
-            self.error = f"{self.path}: the model does not load ({type(error).__name__}: {error}); see the log"
-            logger.exception("No model is served")
-        else:
-            self.error = None
+    def _reading(self, name: str) -> float:
+        return getattr(self._current.classifier, name) if self._current else 0.0
 
-    def require(self) -> ModelLoader:
-        """Return the loaded model.
+    @property
+    def error(self) -> str | None:
+        """Why no text can be classified now, None if one can."""
+        if self._current is None:
+            return self._load_error
+        classifier = self._current.classifier
+        if not classifier.is_alive:
+            return "the worker that runs the model is down and starts again; see the log"
+        if classifier.heartbeat_age_s > self._stuck_after_s:
+            return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
+        return None
+
+    @property
+    def current(self) -> Served | None:
+        """What is served now."""
+        return self._current
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded, the first one or the next."""
+        return self._loading.locked()
+
+    def require(self) -> Served:
+        """Return what is served.
 
         Raises:
-            ModelUnavailableError: None is loaded.
+            ModelUnavailableError: There is nothing.
         """
-        if self.model is None:
-            raise ModelUnavailableError(self.error)
-        return self.model
+        if self._current is None:
+            raise ModelUnavailableError(self._load_error)
+        return self._current
+
+    async def load(self) -> Served:
+        """Load the model that `path` names now, and serve it in place of the present one, which answers what it has.
+
+        Raises:
+            ModelLoadError: It does not load; what was served still is.
+        """
+        async with self._loading:
+            try:
+                model = await asyncio.to_thread(ModelLoader, self.path, self._engine)
+                served = Served(model, Classifier(model, self._limits, self._metrics))
+            except Exception as error:
+                self._metrics.reloads.labels("refused").inc()
+                refusal = self._refusal(error)
+                if self._current is None:
+                    self._load_error = str(refusal)
+                raise refusal from error
+            before, self._current = self._current, served
+            self._metrics.reloads.labels("served").inc()
+            self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
+            logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
+        if before is not None:
+            self._retire(before)
+        return served
+
+    async def load_or_log(self) -> None:
+        """As `load`, for nobody who waits for the outcome: a refusal is kept in `error` and logged."""
+        with contextlib.suppress(ModelLoadError):
+            await self.load()
+
+    def _refusal(self, error: Exception) -> ModelLoadError:
+        if isinstance(error, ModelLoadError):
+            logger.error("the model is refused: %s", error)
+            return error
+        logger.error("the model does not load", exc_info=error)
+        return ModelLoadError(self.path, f"the model does not load ({type(error).__name__})", "see the server's log")
+
+    def _retire(self, served: Served) -> None:
+        task = asyncio.create_task(_drain(served.classifier))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    async def close(self) -> None:
+        """Answer what was accepted, and stop."""
+        if self._current is not None:
+            self._retire(self._current)
+        if self._draining:
+            await asyncio.wait(self._draining)
+
+
+async def _drain(classifier: Classifier) -> None:
+    await classifier.drain()
+    classifier.close()

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from inference.errors import SettingsError
 
 # JSON may spell one character as two escapes of six bytes each ("\ud83d\ude00").
 _MAX_BYTES_PER_CHAR = 12
 _JSON_OVERHEAD_BYTES = 64 * 1024
+_LINE_OVERHEAD_BYTES = 1024
 
 
 class Settings(BaseSettings):
     """What the server reads from its environment; an empty variable counts as absent."""
 
-    model_config = SettingsConfigDict(env_ignore_empty=True, frozen=True)
+    model_config = SettingsConfigDict(env_ignore_empty=True, frozen=True, hide_input_in_errors=True)
 
     model_checkpoint: Path = Field(
         default=Path("checkpoints/distilbert_agnews"),
-        description="The model to serve: a model folder or a .pt file that training wrote.",
+        description="The model to serve: a model folder, a .pt file that training wrote, or an exported artefact.",
+    )
+    engine: Literal["auto", "torch", "onnx", "openvino", "native"] = Field(
+        default="auto",
+        description="What runs the model. auto takes the fastest artefact beside the model that this processor "
+        "supports, else torch; another name insists on that one.",
+    )
+    listen_host: str = Field(
+        default="0.0.0.0",
+        description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out.",
+    )
+    port: int = Field(
+        default=7860,
+        ge=0,
+        le=65535,
+        description="Port to listen on (`python -m inference.serve` only); 0 takes a free one and logs it.",
+    )
+    forwarded_allow_ips: str = Field(
+        default="127.0.0.1",
+        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* for all). Too many "
+        "lets clients forge the address that the rate limit counts by.",
     )
     max_text_chars: int = Field(
         default=20_000,
@@ -28,13 +52,122 @@ class Settings(BaseSettings):
         "beginning of a long text, so a larger value costs tokenising time and gains no accuracy.",
     )
     max_batch_texts: int = Field(
+        default=256,
+        ge=1,
+        description="Most texts in one batch request; more are refused with 422. A larger value lets one client "
+        "fill more of the queue.",
+    )
+    max_body_mb: float = Field(
+        default=8,
+        gt=0,
+        description="Largest request body, in MiB; a larger one is refused with 413 (as is one that could not lie "
+        "within the two limits above). A larger value costs memory and time on the event loop a request.",
+    )
+    max_pending_mb: float = Field(
+        default=64,
+        gt=0,
+        description="Bodies held by all requests in progress, in MiB; beyond it requests are refused with 503. "
+        "It bounds the memory that clients can take.",
+    )
+    max_batch_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Most tokens in one forward pass. Smaller answers single texts sooner under load, larger "
+        "reads the weights less often a text; the default is where the measured curve is flat.",
+    )
+    max_queue_tokens: int = Field(
+        default=65_536,
+        ge=1,
+        description="Most tokens waiting; a request beyond it is refused with 503 and Retry-After. Larger makes "
+        "accepted requests wait longer under overload: at most this divided by the tokens a second.",
+    )
+    request_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        description="Seconds until a text that is not answered ends in 504, and until a body that does not arrive "
+        "ends in 408. Shorter gives up sooner under overload.",
+    )
+    cache_entries: int = Field(
+        default=0,
+        ge=0,
+        description="Answers remembered for texts that come again, least recently used first to go; 0 is off. "
+        "About 1 kB each; pays only where texts repeat.",
+    )
+    explain_max_passes: int = Field(
         default=64,
         ge=1,
-        description="Most texts in one batch request; more are refused with 422. A larger value keeps the "
-        "other requests waiting longer behind one batch.",
+        description="Most texts that one /explain request classifies; a longer text is explained in groups of "
+        "words. Larger is finer and costs as many texts more.",
     )
+    rate_limit_per_s: float = Field(
+        default=0,
+        ge=0,
+        description="POST requests a second that one client address may send, with bursts of twice as many; more "
+        "are refused with 429 and Retry-After. 0 is off.",
+    )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="When set, every POST needs `Authorization: Bearer KEY` or `X-API-Key: KEY`, else 401. Probes, "
+        "metrics and pages stay open.",
+    )
+    cors_origins: str = Field(
+        default="",
+        description="Origins, comma-separated (https://example.org), whose pages may call this server from a "
+        "browser; * for all. Empty: none but its own.",
+    )
+    drain_seconds: float = Field(
+        default=1,
+        ge=0,
+        description="Seconds between SIGTERM and closing the port: not ready, but still answering, so that load "
+        "balancers and kept-alive connections turn away first. 0 closes at once.",
+    )
+    grace_seconds: float = Field(
+        default=25,
+        gt=0,
+        description="Seconds after that for requests in progress to finish; then they are cut off. Drain and grace "
+        "together should be below the time that the platform gives before it kills.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info",
+        description="What is logged, as JSON lines on standard output. info has one line a request; warning only "
+        "what needs a look.",
+    )
+    otel_endpoint: str = Field(
+        default="",
+        description="Where OpenTelemetry traces go, as OTLP over HTTP (http://collector:4318/v1/traces). Needs the "
+        "`otel` extra. Empty: off.",
+    )
+
+    @field_validator("engine", "log_level", mode="before")
+    @classmethod
+    def _in_small_letters(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Read the environment.
+
+        Raises:
+            SettingsError: A variable has no valid value; the line names it and what is wrong, not its value.
+        """
+        try:
+            return cls()
+        except ValidationError as error:
+            problems = (f"{str(problem['loc'][0]).upper()}: {problem['msg']}" for problem in error.errors())
+            raise SettingsError("; ".join(problems)) from None
 
     @property
     def max_body_bytes(self) -> int:
-        """Bytes that no body within the two limits can exceed; a larger one is refused with 413."""
-        return self.max_text_chars * self.max_batch_texts * _MAX_BYTES_PER_CHAR + _JSON_OVERHEAD_BYTES
+        """The largest body: MAX_BODY_MB, or what no body within the limits on texts can exceed, if that is less."""
+        texts = self.max_text_chars * self.max_batch_texts * _MAX_BYTES_PER_CHAR + _JSON_OVERHEAD_BYTES
+        return min(texts, int(self.max_body_mb * 2**20))
+
+    @property
+    def max_line_bytes(self) -> int:
+        """The longest line of a stream that can hold a text within the limit."""
+        return min(self.max_body_bytes, self.max_text_chars * _MAX_BYTES_PER_CHAR + _LINE_OVERHEAD_BYTES)
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """The entries of `cors_origins`."""
+        return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]

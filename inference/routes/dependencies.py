@@ -1,4 +1,4 @@
-"""What routes ask for: the settings, the served model, the loaded model."""
+"""What routes ask of the server that they run in."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from inference.model_loader import ModelLoader
-from inference.served_model import ServedModel
-from inference.settings import Settings
+from inference.server_parts import Parts
 
 
-async def _settings(request: Request) -> Settings:
-    return request.app.state.settings
+def parts_of(request: Request) -> Parts:
+    """Return the parts of the server that a request came to."""
+    return request.app.state.parts
 
 
-async def _served_model(request: Request) -> ServedModel:
-    return request.app.state.served_model
+async def _parts(request: Request) -> Parts:
+    return parts_of(request)
 
 
-SettingsDep = Annotated[Settings, Depends(_settings)]
-ServedModelDep = Annotated[ServedModel, Depends(_served_model)]
-
-
-async def _loaded_model(served_model: ServedModelDep) -> ModelLoader:
-    return served_model.require()
-
-
-LoadedModelDep = Annotated[ModelLoader, Depends(_loaded_model)]
+PartsDep = Annotated[Parts, Depends(_parts)]

@@ -1,42 +1,79 @@
-"""Classifying texts. These routes are plain functions: FastAPI runs them in threads, off its event loop."""
+"""Classifying texts: one, many, or a stream of them."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
 
 from inference.error_responses import REFUSALS
-from inference.errors import RefusedTextError
-from inference.model_loader import Prediction
-from inference.routes.dependencies import LoadedModelDep, SettingsDep
+from inference.request_gate import is_stream
+from inference.routes import streams
+from inference.routes.answers import classify, refuse_long, refuse_many, render
+from inference.routes.dependencies import parts_of
+from inference.routes.json_route import JsonRoute
 from inference.schemas import BatchRequest, PredictionResponse, PredictRequest
-from inference.settings import Settings
 
-router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS)
+router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
 
 
 @router.post("", response_model=PredictionResponse)
-def predict(request: PredictRequest, model: LoadedModelDep, settings: SettingsDep) -> Prediction:
+async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
     """Classify one text."""
-    _refuse_long("text", request.text, settings)
-    return model.predict(request.text)
+    parts = parts_of(request)
+    refuse_long("text", body.text, parts.settings)
+    served = parts.served_model.require()
+    (answer,) = await classify(request, parts, served, [body.text], "text")
+    return render(parts, served, answer, body.top_k)
 
 
-@router.post("/batch", response_model=list[PredictionResponse])
-def predict_batch(request: BatchRequest, model: LoadedModelDep, settings: SettingsDep) -> list[Prediction]:
-    """Classify texts; the answers come in the order of the texts."""
-    if len(request.texts) > settings.max_batch_texts:
-        raise RefusedTextError(
-            "too_many_texts",
-            f"texts has {len(request.texts)} entries > maximum {settings.max_batch_texts}; send more batches",
-        )
-    for position, text in enumerate(request.texts):
-        _refuse_long(f"texts[{position}]", text, settings)
-    return model.predict_batch(request.texts)
+class BatchRoute(JsonRoute):
+    """A JSON route whose body may also be a stream of lines."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        answer_json = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            if is_stream(request.scope["headers"]):
+                return streams.StreamResponse(request)
+            return await answer_json(request)
+
+        return answer
 
 
-def _refuse_long(name: str, text: str, settings: Settings) -> None:
-    if len(text) > settings.max_text_chars:
-        raise RefusedTextError(
-            "text_too_long",
-            f"{name} has {len(text)} characters > maximum {settings.max_text_chars}; shorten it",
-        )
+_STREAM_BODY = {
+    "schema": {"type": "string"},
+    "example": '{"text": "Shares fall"}\n{"text": "Cup final goes to penalties", "top_k": 1}\n',
+}
+_STREAM_ANSWER = {
+    "schema": {"type": "string"},
+    "example": '{"index": 0, "label": "Business", "confidence": 0.97, "probabilities": {}, "truncated": false, '
+    '"num_tokens": 4}\n{"index": 1, "error": {"code": "blank_text", "message": "text is blank", "request_id": "1"}}\n',
+}
+
+
+async def predict_batch(request: Request, body: BatchRequest) -> list[dict[str, Any]]:
+    """Classify texts; the answers come in the order of the texts.
+
+    With `Content-Type: application/x-ndjson` the body is any number of lines `{"text": ..., "top_k"?: ...}`.
+    Each is answered by a line in the same order, with its `index`, while the rest still arrives; a line that cannot be
+    answered has an `error` instead of a label, and the others go on.
+    """
+    parts = parts_of(request)
+    refuse_many("texts", body.texts, parts.settings)
+    served = parts.served_model.require()
+    answers = await classify(request, parts, served, body.texts)
+    return [render(parts, served, answer, body.top_k) for answer in answers]
+
+
+router.add_api_route(
+    "/batch",
+    predict_batch,
+    methods=["POST"],
+    response_model=list[PredictionResponse],
+    responses={200: {"content": {streams.MEDIA_TYPE: _STREAM_ANSWER}}},
+    openapi_extra={"requestBody": {"content": {streams.MEDIA_TYPE: _STREAM_BODY}}},
+    route_class_override=BatchRoute,
+)

@@ -1,0 +1,100 @@
+"""From texts to answers: what every route that classifies shares."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+
+from inference.classifier import Answer
+from inference.errors import RefusedTextError
+from inference.request_context import RequestContext
+from inference.served_model import Served
+from inference.server_parts import Parts
+from inference.settings import Settings
+
+
+async def classify(
+    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str = "texts[{}]"
+) -> list[Answer]:
+    """Classify texts in order, all or none.
+
+    Args:
+        request: On whose behalf.
+        parts: Of the server.
+        served: What classifies them.
+        texts: At least one.
+        name: What the caller calls them, with ``{}`` for their place.
+
+    Raises:
+        RefusedTextError: One is blank.
+        QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
+    """
+    futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
+    answers: list[Answer] = []
+    try:
+        for place, future in enumerate(futures):  # noqa: B007
+            answers.append(await future)
+    except RefusedTextError as error:
+        abandon(futures)
+        place = name.format(len(answers))
+        raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
+    except BaseException:
+        abandon(futures)  # also where the client is gone: what waits leaves the queue
+        raise
+    note(RequestContext.of(request.scope), answers)
+    return answers
+
+
+def abandon(futures: Sequence[Future[Answer]]) -> None:
+    """Cancel what is not answered yet, and take note of what failed, so that nobody wonders about it later."""
+    for future in futures:
+        if not future.done():
+            future.cancel()
+        elif not future.cancelled():
+            future.exception()
+
+
+def note(context: RequestContext, answers: Sequence[Answer]) -> None:
+    """Keep what the log and Server-Timing say of answers."""
+    context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
+
+
+def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
+    """Turn an answer into the fields of `schemas.PredictionResponse`, and count it."""
+    labels, probabilities = served.model.labels, answer.probabilities
+    confidence = max(probabilities)
+    label = labels[probabilities.index(confidence)]
+    parts.metrics.predicted(label, confidence, answer.truncated)
+    named = dict(zip(labels, probabilities, strict=True))
+    if top_k is not None:
+        named = dict(sorted(named.items(), key=lambda item: -item[1])[:top_k])
+    return {
+        "label": label,
+        "confidence": confidence,
+        "probabilities": named,
+        "truncated": answer.truncated,
+        "num_tokens": answer.num_tokens,
+    }
+
+
+def refuse_long(name: str, text: str, settings: Settings) -> None:
+    """Raise `RefusedTextError` for a text of more than MAX_TEXT_CHARS."""
+    if len(text) > settings.max_text_chars:
+        raise RefusedTextError(
+            "text_too_long",
+            f"{name} has {len(text)} characters > maximum {settings.max_text_chars}; shorten it",
+        )
+
+
+def refuse_many(name: str, texts: Sequence[str], settings: Settings) -> None:
+    """Raise `RefusedTextError` for more texts than MAX_BATCH_TEXTS, or for one of them that is too long."""
+    if len(texts) > settings.max_batch_texts:
+        raise RefusedTextError(
+            "too_many_texts",
+            f"{name} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
+        )
+    for position, text in enumerate(texts):
+        refuse_long(f"{name}[{position}]", text, settings)

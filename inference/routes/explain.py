@@ -1,0 +1,69 @@
+"""Which words decide: each is left out in turn, and the label's probability compared."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from inference.error_responses import REFUSALS
+from inference.routes.answers import classify, refuse_long, render
+from inference.routes.dependencies import parts_of
+from inference.routes.json_route import JsonRoute
+from inference.schemas import ExplainRequest, ExplainResponse
+from inference.tokenization import clean_text
+
+router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
+
+_WORD = re.compile(r"\S+")
+
+
+@router.post("/explain", response_model=ExplainResponse)
+async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+    """Classify a text, and tell how far the label's probability falls without each word.
+
+    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight.
+    Words beyond what the model reads weigh 0.
+    """
+    parts = parts_of(request)
+    refuse_long("text", body.text, parts.settings)
+    served = parts.served_model.require()
+    spans = [match.span() for match in _WORD.finditer(body.text)]
+    shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
+    askable = [text for _, text in shortened if clean_text(text)]
+    whole, *rest = await classify(request, parts, served, [body.text, *askable], "text")
+    label = whole.probabilities.index(max(whole.probabilities))
+    answers = iter(rest)
+    weights: list[float] = []
+    for num_words, text in shortened:
+        # Where nothing is left to read, nothing speaks for any label.
+        without = next(answers).probabilities[label] if clean_text(text) else 1 / len(whole.probabilities)
+        weights += [(whole.probabilities[label] - without) / num_words] * num_words
+    weights += [0.0] * (len(spans) - len(weights))
+    return {**render(parts, served, whole), "words": _words(body.text, spans, weights)}
+
+
+def _without_each(
+    text: str, spans: Sequence[tuple[int, int]], max_length: int, max_passes: int
+) -> list[tuple[int, str]]:
+    """Leave out each word, or each group of words; returns how many words are missing, and what is left to read."""
+    # A word has a token or more: what stands behind as many words as the model reads tokens is not read.
+    num_read = min(len(spans), max_length)
+    size = max(1, math.ceil(num_read / max(1, max_passes)))
+    shortened = []
+    for first in range(0, num_read, size):
+        after = min(first + size, num_read)
+        end = spans[min(after + max_length, len(spans)) - 1][1]
+        shortened.append((after - first, text[: spans[first][0]] + text[spans[after - 1][1] : end]))
+    return shortened
+
+
+def _words(text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]) -> list[dict[str, Any]]:
+    return [
+        # Half a character of JSON ("\\ud83d") is none that an answer could carry.
+        {"word": text[start:end].encode("utf-8", "replace").decode(), "start": start, "end": end, "weight": weight}
+        for (start, end), weight in zip(spans, weights, strict=True)
+    ]

@@ -1,0 +1,28 @@
+"""What is served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from inference.error_responses import REFUSALS
+from inference.routes.dependencies import PartsDep
+from inference.schemas import ModelResponse
+
+router = APIRouter(tags=["model"])
+
+
+@router.get("/model", responses={503: REFUSALS[503]}, response_model_exclude_none=True)
+async def get_model(parts: PartsDep) -> ModelResponse:
+    """Describe the model: where it comes from, what it can say, how good it is, and what runs it."""
+    served = parts.served_model.require()
+    model = served.model
+    return ModelResponse(
+        name=served.name,
+        revision=model.info["revision"],
+        labels=model.labels,
+        max_length=model.max_length,
+        engine={name: value for name, value in model.info.items() if name not in ("path", "revision")},
+        training_data=model.metadata.get("dataset"),
+        test_accuracy=model.metadata.get("test", {}).get("accuracy"),
+        metrics=model.metadata,
+    )

@@ -1,0 +1,42 @@
+"""The parts that one server is made of, for the gate and the routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference.body_budget import BodyBudget
+from inference.lifecycle import Lifecycle
+from inference.metrics import ServerMetrics
+from inference.security import ApiKey
+from inference.served_model import ServedModel
+from inference.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Made once by `create_app`."""
+
+    settings: Settings
+    metrics: ServerMetrics
+    lifecycle: Lifecycle
+    api_key: ApiKey
+    body_budget: BodyBudget
+    served_model: ServedModel
+
+    @classmethod
+    def of(cls, settings: Settings) -> Parts:
+        """Make the parts of a server with these settings."""
+        metrics = ServerMetrics()
+        return cls(
+            settings=settings,
+            metrics=metrics,
+            lifecycle=Lifecycle(settings),
+            api_key=ApiKey(settings.api_key.get_secret_value() if settings.api_key else None),
+            body_budget=BodyBudget(int(settings.max_pending_mb * 2**20)),
+            served_model=ServedModel(settings, metrics),
+        )
+
+    @property
+    def unready(self) -> str | None:
+        """Why requests should go elsewhere, None if they should not."""
+        return "the server is shutting down" if self.lifecycle.is_draining else self.served_model.error
