@@ -223,15 +223,15 @@ class Batcher:
         return rows
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
-        # Beyond what a pass may raise: the worker ends here, and another one takes its place.
-        logger.error("A worker died and is replaced", exc_info=error)
+        # Beyond what a pass may raise: the worker drops what it has in hand and starts afresh.
+        logger.error("A worker failed and starts afresh", exc_info=error)
         texts, worker.texts = worker.texts, []
         with self._changed:
             self._free_slots += worker.slots
             worker.slots = 0
         self._observer.worker_failed()
         if texts:
-            failure = ForwardError(f"the worker of this text died ({type(error).__name__}); the log has more")
+            failure = ForwardError(f"the worker of this text failed ({type(error).__name__}); the log has more")
             self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Threads that are started again when they fail, and that tell how long they have been at one piece of work."""
+"""Threads that outlive whatever their work raises, and that tell how long they have been at one piece of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ JOIN_SECONDS = 10.0
 
 
 class SupervisedThread:
-    """A thread that repeats a step until it is told to stop; a step that raises is reported and ends only itself.
+    """A thread that repeats a step; a step that raises, whatever it raises, ends only itself.
 
     Attributes:
         busy_since: Monotonic instant at which the piece of work in hand began, None between pieces; set by the step.
@@ -23,13 +23,13 @@ class SupervisedThread:
         Args:
             name: Of the thread.
             step: Waits for a piece of work and does it; returns False to end the thread.
-            on_failure: Told, in the failing thread, what a step raised; then another thread goes on.
+            on_failure: Told what a step raised, before the next one.
         """
         self.busy_since: float | None = None
-        self._name = name
         self._step = step
         self._on_failure = on_failure
-        self._thread: threading.Thread | None = None
+        # A daemon: a forward pass that never returns must not keep the process from leaving.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def busy_s(self) -> float:
@@ -40,26 +40,21 @@ class SupervisedThread:
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, at most so long."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    def start(self) -> None:
-        """Start the thread, or the one that goes on after it failed."""
-        # A daemon: a forward pass that never returns must not keep the process from leaving.
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        try:
-            while self._step():
-                pass
-        except BaseException as error:  # SystemExit too: whatever ends this thread, its callers get their answer
-            self.busy_since = None
+        while True:
             try:
+                if not self._step():
+                    return
+            except BaseException as error:  # SystemExit too: the callers of this work and of the next get answers
+                self.busy_since = None
                 self._on_failure(error)
-            finally:
-                self.start()

@@ -114,8 +114,8 @@ class TokenizerThread:
         return callers
 
     def _fail(self, error: BaseException) -> None:
-        # Beyond what the tokenizer may raise: the thread ends here, and another one takes its place.
-        logger.error("The tokenizer's thread died and is replaced (%s)", type(error).__name__)
-        failure = ForwardError(f"the tokenizer's thread died ({type(error).__name__})")
+        # Beyond what the tokenizer may raise: the thread drops what it has in hand and starts afresh.
+        logger.error("The tokenizer's thread failed and starts afresh (%s)", type(error).__name__)
+        failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
         deliver((caller, failure) for caller in self._leave_round())
         self._observer.worker_failed()
