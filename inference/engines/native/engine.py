@@ -22,7 +22,7 @@ _LINEARS = ("query", "key_value", "attention_out", "wide", "narrow")
 
 
 class NativeEngine:
-    """Runs a BERT or DistilBERT classifier in int8 on a processor with AVX512-VNNI; see `inference.engines.base.Engine`."""
+    """Runs a BERT or DistilBERT classifier in int8 on AVX512-VNNI; see `inference.engines.base.Engine`."""
 
     name = "native int8"
     pads = False
@@ -64,7 +64,12 @@ class NativeEngine:
         session = self._sessions.get()
         try:
             failed = self._library.forward(
-                session, ids.ctypes.data, starts.ctypes.data, num_texts, min(threads, self.num_slots), logits.ctypes.data
+                session,
+                ids.ctypes.data,
+                starts.ctypes.data,
+                num_texts,
+                min(threads, self.num_slots),
+                logits.ctypes.data,
             )
         finally:
             self._sessions.put(session)

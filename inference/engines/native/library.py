@@ -1,4 +1,4 @@
-"""Finds the compiled `kernels.c` and tells ctypes its structures; a test holds the two to each other."""
+"""Finds the compiled `kernels.c` and tells ctypes its structures."""
 
 from __future__ import annotations
 
@@ -79,12 +79,14 @@ def load_library() -> ctypes.CDLL:
     """Load the compiled kernels.
 
     Raises:
-        OSError: They are not there or do not load.
+        OSError: They are not there, do not load, or were compiled from another version of kernels.c.
     """
     path = library_path()
     if path is None:
         raise OSError("the native kernels are not compiled here; install again where a C compiler is at hand")
     library = ctypes.CDLL(str(path))
+    if library.model_bytes() != ctypes.sizeof(ModelStruct):
+        raise OSError("the native kernels were compiled from another version; install again")
     library.open_session.argtypes = [ctypes.POINTER(ModelStruct), _INT]
     library.open_session.restype = _POINTER
     library.close_session.argtypes = [_POINTER]

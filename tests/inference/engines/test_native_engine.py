@@ -1,0 +1,160 @@
+"""The own kernels: their logits, whatever the lengths, the threads and the neighbours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedModel,
+)
+
+from inference.engines.base import TokenBatch
+from inference.engines.native import is_supported
+from inference.engines.native.engine import NativeEngine
+from inference.engines.native.quantize import FILE_NAME, write_native
+
+SUPPORTED, WHY_NOT = is_supported()
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason=WHY_NOT)
+
+VOCABULARY, POSITIONS = 300, 160
+# Around the sizes of a register (16), a tile (6) and a block of rows (48).
+LENGTHS = [1, 2, 15, 16, 17, 5, 31, 33, 47, 48, 49, 63, 64, 65, 3, 97, 128, 160]
+
+MakeEngine = Callable[..., tuple[NativeEngine, PreTrainedModel]]
+
+
+def _distilbert(**changes: object) -> PreTrainedModel:
+    sizes = {"dim": 96, "hidden_dim": 208, "n_heads": 3, "n_layers": 3, "vocab_size": VOCABULARY, "num_labels": 5}
+    return DistilBertForSequenceClassification(
+        DistilBertConfig(max_position_embeddings=POSITIONS, initializer_range=0.15, **sizes | changes)
+    )
+
+
+def _bert() -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.15,
+        num_labels=4,
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> MakeEngine:
+    def make(model: PreTrainedModel, threads: int = 2) -> tuple[NativeEngine, PreTrainedModel]:
+        model.eval().save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        write_native(config, load_file(tmp_path / "model.safetensors"), tmp_path)
+        return NativeEngine(tmp_path, config, threads), model
+
+    torch.manual_seed(0)
+    return make
+
+
+def _random_texts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def _reference(model: PreTrainedModel, texts: list[list[int]]) -> np.ndarray:
+    return np.concatenate([model(input_ids=torch.tensor([ids])).logits.numpy() for ids in texts])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [_distilbert, lambda: _distilbert(activation="relu"), lambda: _distilbert(n_layers=1), _bert],
+    ids=["distilbert", "distilbert with relu", "one block", "bert"],
+)
+def test_logits_follow_transformers_for_every_length(make_engine: MakeEngine, model: Callable) -> None:
+    engine, reference = make_engine(model())
+    texts = _random_texts(LENGTHS)
+    expected = _reference(reference, texts)
+    found = engine.logits(TokenBatch.of(texts))
+    # Int8 keeps about two digits; far apart answers would show a wrong kernel, not rounding.
+    spread = expected.std()
+    assert np.abs(found - expected).max() < 0.15 * spread
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
+
+
+def test_an_answer_is_the_same_to_the_bit_alone_among_others_and_on_any_number_of_threads(
+    make_engine: MakeEngine,
+) -> None:
+    engine, _ = make_engine(_distilbert(), threads=3)
+    texts = _random_texts(LENGTHS)
+    together = engine.logits(TokenBatch.of(texts))
+    for threads in (1, 2, 3):
+        np.testing.assert_array_equal(engine.logits(TokenBatch.of(texts), threads), together)
+        for text, row in zip(texts, together, strict=True):
+            np.testing.assert_array_equal(engine.logits(TokenBatch.of([text]), threads), [row])
+
+
+def test_passes_side_by_side_do_not_disturb_each_other(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(_distilbert())
+    batches = [TokenBatch.of(_random_texts(LENGTHS[: 3 + i % 7], seed=i)) for i in range(40)]
+    alone = [engine.logits(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda batch: engine.logits(batch, 1 + len(batch.lengths) % 2), batches))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "what"),
+    [
+        ([1, VOCABULARY], [2], "token ids must lie in 0 to 299"),
+        ([1, -1], [2], "token ids must lie in 0 to 299"),
+        ([1, 2], [3], "lengths that sum to its tokens"),
+        ([1, 2], [2, 0], "a token a text"),
+        ([], [], "at least one text"),
+        ([1] * (POSITIONS + 1), [POSITIONS + 1], "161 tokens > maximum 160"),
+    ],
+)
+def test_input_that_would_read_outside_of_a_table_is_refused(
+    make_engine: MakeEngine, ids: list[int], lengths: list[int], what: str
+) -> None:
+    engine, _ = make_engine(_distilbert())
+    with pytest.raises(ValueError, match=what):
+        engine.logits(TokenBatch(np.array(ids, dtype=np.int32), np.array(lengths, dtype=np.int32)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "roberta"}, "model_type 'roberta'"),
+        ({"activation": "silu"}, "activation 'silu'"),
+        ({"n_heads": 4}, "head_width 24"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_compute_is_refused_before_anything_is_written(
+    make_engine: MakeEngine, tmp_path: Path, changes: dict[str, object], what: str
+) -> None:
+    config = {"model_type": "distilbert", **_distilbert().config.to_dict(), **changes}
+    with pytest.raises(ValueError, match=what):
+        write_native(config, {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_shape_are_refused_by_name(make_engine: MakeEngine, tmp_path: Path) -> None:
+    make_engine(_distilbert())
+    tensors = load_file(tmp_path / FILE_NAME)
+    save_file(tensors | {"block.1.wide.bias": np.zeros(7, np.float32)}, tmp_path / FILE_NAME)
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"block\.1\.wide\.bias must be float32 \(208,\), found float32 \(7,\)"):
+        NativeEngine(tmp_path, config, 1)
