@@ -62,9 +62,11 @@ def ratio(ours: Sequence[float], theirs: Sequence[float] | None) -> str:
     return f"{median(a / b for a, b in zip(ours, theirs, strict=False)):.2f}"
 
 
-def circumstances(module: str) -> dict[str, str]:
-    """Facts about this measurement: date, commit, command, machine and versions."""
-    packages = ("torch", "transformers", "accelerate", "scikit-learn")
+TRAINING_PACKAGES = ("torch", "transformers", "accelerate", "scikit-learn")
+
+
+def circumstances(module: str, packages: Sequence[str] = TRAINING_PACKAGES) -> dict[str, str]:
+    """Facts about this measurement: date, commit, command, machine and the packages' versions."""
     versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
     return {
         "Measured": f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}",

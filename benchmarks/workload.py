@@ -39,7 +39,11 @@ class Size:
     n_heads: int
 
     def training_work(self, tokens: int, squares: int, rows: int = 0) -> float:
-        """Floating-point operations of the blocks' matrix products, forward and backward.
+        """Floating-point operations of the blocks' matrix products, forward and backward; see `forward_work`."""
+        return 3.0 * self.forward_work(tokens, squares, rows)
+
+    def forward_work(self, tokens: int, squares: int, rows: int = 0) -> float:
+        """Floating-point operations of the blocks' matrix products in a forward pass.
 
         Embeddings, head, normalisation and softmax are left out.
 
@@ -51,8 +55,7 @@ class Size:
         projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
         block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
         last = 2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
-        forward = (self.n_layers - 1) * block + (last if rows else block)
-        return 3.0 * forward
+        return float((self.n_layers - 1) * block + (last if rows else block))
 
 
 SIZES = {"minilm": Size(384, 1536, 6, 12), "base": Size(768, 3072, 6, 12)}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.processes import ROOT, free_port
-from benchmarks.serving.client import Load
+from benchmarks.serving.load import Load
 from benchmarks.serving.process_tree import MARK, ProcessTree
 from benchmarks.serving.servers import Server
 from training.errors import ForeseenError

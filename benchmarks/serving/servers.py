@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ class Server:
 
 
 def _ours(title: str, artefact: str, settings: str) -> Server:
-    command = ("-m", "uvicorn", "inference.app:app", "--port", "{port}", "--log-level", "warning", "--no-access-log")
+    command = ("-m", "inference.serve", "--host", "127.0.0.1", "--port", "{port}")
     return Server(title, command, artefact, settings, python="own")
 
 
@@ -87,8 +88,8 @@ def _mosec(title: str, artefact: str, settings: str, **environment: str) -> Serv
 
 
 def _litserve(title: str, settings: str, **environment: str) -> Server:
-    command = ("-m", f"{PEERS}.litserve_server")
-    return Server(title, command, "openvino", settings, ("litserve",), environment=environment)
+    command, paths = ("-m", f"{PEERS}.litserve_server"), ("/predict", "/predict")
+    return Server(title, command, "openvino", settings, ("litserve",), environment=environment, paths=paths)
 
 
 _TUNED = (
@@ -152,3 +153,14 @@ SERVERS = {
     ),
 }
 DEFAULT = ["ours", "naive", "bentoml", "litserve", "mosec", "mosec_tuned"]
+
+
+def package_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of packages in a Python; those that it lacks are left out."""
+    code = (
+        "import importlib.metadata as metadata, json, sys\n"
+        "names = {one.metadata['Name'] for one in metadata.distributions()} & set(sys.argv[1:])\n"
+        "print(json.dumps({name: metadata.version(name) for name in sys.argv[1:] if name in names}))"
+    )
+    done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else {}
