@@ -113,17 +113,17 @@ function previewRow(text, ...extra) {
 async function run() {
   const texts = planned();
   const answers = new Array(texts.length).fill(null);
-  const state = { texts, answers, done: 0, wait: null, started: performance.now(), ended: 0, shown: 0 };
+  const state = { texts, answers, done: 0, wait: null, started: performance.now(), ended: 0, timer: null };
   running = new AbortController();
   showStart();
   try {
     await classifyAll(texts, {
       signal: running.signal,
-      onWait: (line) => showProgress(Object.assign(state, { wait: line }), true),
+      onWait: (line) => showProgressSoon(Object.assign(state, { wait: line })),
       onAnswers: (indices, chunk) => {
         indices.forEach((row, i) => (answers[row] = chunk[i]));
         state.done += indices.length;
-        showProgress(Object.assign(state, { wait: null }));
+        showProgressSoon(Object.assign(state, { wait: null }));
       },
     });
   } catch (error) {
@@ -144,17 +144,22 @@ function showStart() {
   $("cancel").focus();
 }
 
-function showProgress(state, isUrgent = false) {
-  const now = performance.now();
-  if (!isUrgent && now - state.shown < SHOW_EVERY_MS) return;
-  state.shown = now;
-  const { done, texts, wait, started } = state;
-  const left = Math.ceil(((texts.length - done) * (now - started)) / 1000 / Math.max(1, done));
-  const isEarly = now - started < EARLY_MS; // too early to tell
+// Many chunks may end at once; the page is drawn for all of them together.
+function showProgressSoon(state) {
+  state.timer ??= setTimeout(() => {
+    state.timer = null;
+    if (!state.ended) showProgress(state);
+  }, SHOW_EVERY_MS);
+}
+
+function showProgress({ done, texts, answers, wait, started }) {
+  const elapsed = performance.now() - started;
+  const left = Math.ceil(((texts.length - done) * elapsed) / 1000 / Math.max(1, done));
+  const isEarly = elapsed < EARLY_MS; // too early to tell
   $("progress").value = texts.length ? done / texts.length : 1;
   $("pace").textContent = `${count(done)} of ${rows(texts.length)}`;
   $("run-state").textContent = wait ?? (isEarly ? "Classifying …" : `About ${count(left)} s left.`);
-  showTally(state.answers);
+  showTally(answers);
 }
 
 function showTally(answers) {
@@ -183,7 +188,7 @@ function showTally(answers) {
 
 function showEnd(state) {
   const { texts, answers, done, started, ended } = state;
-  showProgress(state, true);
+  showProgress(state);
   const refused = answers.flatMap((answer, i) => (answer?.error ? [[i, answer.error]] : []));
   const seconds = (ended - started) / 1000;
   $("run-state").textContent =

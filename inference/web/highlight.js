@@ -58,7 +58,17 @@ export class Highlight {
 export function withStrength(words, confidence) {
   const evidence = words.map(({ weight }) => logOdds(confidence) - logOdds(confidence - weight));
   const strongest = Math.max(LEAST_STRONGEST, ...evidence.map(Math.abs));
-  return words.map((word, i) => ({ ...word, strength: Math.abs(evidence[i]) / strongest, against: evidence[i] < 0 }));
+  return words.map((word, i) => ({
+    ...withoutPunctuation(word),
+    strength: Math.abs(evidence[i]) / strongest,
+    against: evidence[i] < 0,
+  }));
+}
+
+function withoutPunctuation(word) {
+  const [, before, bare, after] = word.word.match(/^(\p{P}*)(.*?)(\p{P}*)$/su);
+  if (!bare) return word;
+  return { ...word, word: bare, start: word.start + [...before].length, end: word.end - [...after].length };
 }
 
 /**

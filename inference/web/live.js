@@ -84,7 +84,7 @@ async function classify(text, signal) {
   showTiming(result);
   if (text.trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
     showWords([]);
-    why.textContent = "A long text takes a while to explain.";
+    why.textContent = "A long text takes a while.";
     explainButton.hidden = false;
     return;
   }
@@ -99,7 +99,7 @@ async function explain(text, signal) {
   const { data } = result;
   const weighed = withStrength(data.words, data.confidence);
   highlight.show(text, marksOf(weighed, text));
-  showWords(weighed, data.label);
+  showWords(weighed);
   announcer.textContent = `${data.label}, ${percent(data.confidence)}. ${wordList()}`;
 }
 
@@ -174,21 +174,22 @@ function setBar(bar, share, isWinner) {
   bar.lastChild.textContent = share ? percent(share) : "";
 }
 
-function showWords(list, winner) {
+function showWords(list) {
   const deciding = list
     .filter(({ strength }) => strength >= LEAST_STRENGTH)
     .sort((a, b) => b.strength - a.strength)
     .slice(0, NUM_WORDS);
   words.replaceChildren(
     ...deciding.map(({ word, weight, strength, against }) => {
-      const item = element("li", against ? { class: "against" } : {}, word, " ", element("b", {}, points(weight)));
+      const parts = [element("span", {}, word), element("b", {}, points(weight))];
+      const item = element("li", against ? { class: "against" } : {}, ...parts);
       item.style.setProperty("--strength", strength.toFixed(3));
       return item;
     }),
   );
   why.textContent = deciding.length
-    ? `Points of probability that ${winner} loses without the word.`
-    : `No single word decides: it stays ${winner} without any one of them.`;
+    ? "In points of probability lost without the word."
+    : "No single word decides.";
 }
 
 function wordList() {
