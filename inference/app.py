@@ -13,9 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from inference.error_responses import add_error_handlers
 from inference.errors import SettingsError
+from inference.model_loader import ModelLoader
 from inference.request_gate import RequestGate
 from inference.request_log import configure_logging
 from inference.routes import admin, documentation, explain, health, hub, metrics, model, open_inference, pages, predict
+from inference.routes.json_route import JsonRoute, ShortCut
+from inference.served_model import LoadModel
 from inference.server_parts import Parts
 from inference.settings import Settings
 from inference.telemetry import TraceMiddleware
@@ -44,22 +47,29 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await parts.served_model.close()
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    """Build the server; without `settings` they are read from the environment.
+def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLoader) -> FastAPI:
+    """Build the server.
+
+    Args:
+        settings: Read from the environment where there are none.
+        load_model: From path and engine name to a loaded model.
 
     Raises:
         SettingsError: A variable of the environment has no valid value.
     """
     settings = settings or Settings.from_environment()
-    parts = Parts.of(settings)
+    parts = Parts.of(settings, load_model)
     app = FastAPI(
         title="DistriNews",
         description="Which kind of news is this text?",
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # looks at the environment on every request
     )
     app.state.parts = parts
+    json_routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, JsonRoute)]
+    app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
     app.add_middleware(RequestGate, parts=parts)
     if settings.allowed_origins:
         app.add_middleware(

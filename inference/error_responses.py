@@ -125,13 +125,15 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
     """Say in one line what does not fit the schema, never with the input: it may be huge or private."""
     problems = error.errors()
-    lines = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in problems[:3]]
+    lines = [_place(problem["loc"]) + problem["msg"] for problem in problems[:3]]
     return "; ".join(lines) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
 
 
 def _place(location: tuple[int | str, ...]) -> str:
     place = ".".join(map(str, location))
-    return place if len(place) <= _MAX_PLACE_CHARS else place[:_MAX_PLACE_CHARS] + "…"
+    if len(place) > _MAX_PLACE_CHARS:
+        place = place[:_MAX_PLACE_CHARS] + "…"
+    return f"{place}: " if place else ""
 
 
 def add_error_handlers(app: FastAPI) -> None:

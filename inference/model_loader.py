@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from inference.engines.selection import load_model
 from inference.errors import RefusedTextError
 from inference.forward import probabilities_of
+from inference.manifest import read_manifest
+from inference.model_files import is_artefact
 from inference.tokenization import clean_text
 
 
@@ -32,8 +34,9 @@ class ModelLoader:
         metadata: The contents of the model's ``metrics.json``, empty where there is none.
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
-        info: ``engine`` (its name), ``reason`` (why it was picked), ``precision``, ``revision`` (12 hex digits of the
-            SHA-256 of the weights that training wrote) and ``path``.
+        info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
+            picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
+            ``path``.
     """
 
     def __init__(self, path: str | Path, engine: str = "auto") -> None:
@@ -52,12 +55,14 @@ class ModelLoader:
         self.metadata: dict[str, Any] = loaded.saved.metadata
         self.tokenizer = loaded.tokenizer
         self.engine = loaded.engine
+        place = loaded.saved.path
         self.info: dict[str, str] = {
+            "name": read_manifest(place).source["name"] if is_artefact(place) else _name(place),
             "engine": loaded.engine.name,
             "reason": loaded.reason,
             "precision": loaded.precision,
             "revision": loaded.revision,
-            "path": str(loaded.saved.path),
+            "path": str(place),
         }
 
     def predict(self, text: str) -> Prediction:
@@ -90,6 +95,11 @@ class ModelLoader:
             "confidence": float(probabilities[best]),
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
         }
+
+
+def _name(path: Path) -> str:
+    path = path.absolute()
+    return path.name if path.is_dir() else path.stem
 
 
 def _refuse_blank(name: str, text: str) -> None:

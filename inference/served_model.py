@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from inference.classifier import Classifier, QueueLimits
 from inference.errors import ModelLoadError, ModelUnavailableError
 from inference.metrics import ServerMetrics
 from inference.model_loader import ModelLoader
 from inference.settings import Settings
+
+LoadModel = Callable[[Path, str], ModelLoader]
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +29,16 @@ class Served:
 
     @property
     def name(self) -> str:
-        """What clients call the model: the name of its folder or file."""
-        return self.model.info["path"].rstrip("/").rpartition("/")[2].removesuffix(".pt")
+        """What clients call the model."""
+        return self.model.info["name"]
 
 
 class ServedModel:
     """Holds what is served, or the line that says why there is nothing."""
 
-    def __init__(self, settings: Settings, metrics: ServerMetrics) -> None:
+    def __init__(self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel) -> None:
         self.path = settings.model_checkpoint
+        self._load_model = load_model
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
         self._limits = QueueLimits(
@@ -93,7 +98,7 @@ class ServedModel:
         """
         async with self._loading:
             try:
-                model = await asyncio.to_thread(ModelLoader, self.path, self._engine)
+                model = await asyncio.to_thread(self._load_model, self.path, self._engine)
                 served = Served(model, Classifier(model, self._limits, self._metrics))
             except Exception as error:
                 self._metrics.reloads.labels("refused").inc()

@@ -8,7 +8,7 @@ from inference.body_budget import BodyBudget
 from inference.lifecycle import Lifecycle
 from inference.metrics import ServerMetrics
 from inference.security import ApiKey
-from inference.served_model import ServedModel
+from inference.served_model import LoadModel, ServedModel
 from inference.settings import Settings
 
 
@@ -24,7 +24,7 @@ class Parts:
     served_model: ServedModel
 
     @classmethod
-    def of(cls, settings: Settings) -> Parts:
+    def of(cls, settings: Settings, load_model: LoadModel) -> Parts:
         """Make the parts of a server with these settings."""
         metrics = ServerMetrics()
         return cls(
@@ -33,7 +33,7 @@ class Parts:
             lifecycle=Lifecycle(settings),
             api_key=ApiKey(settings.api_key.get_secret_value() if settings.api_key else None),
             body_budget=BodyBudget(int(settings.max_pending_mb * 2**20)),
-            served_model=ServedModel(settings, metrics),
+            served_model=ServedModel(settings, metrics, load_model),
         )
 
     @property

@@ -21,7 +21,7 @@ async def get_model(parts: PartsDep) -> ModelResponse:
         revision=model.info["revision"],
         labels=model.labels,
         max_length=model.max_length,
-        engine={name: value for name, value in model.info.items() if name not in ("path", "revision")},
+        engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
         training_data=model.metadata.get("dataset"),
         test_accuracy=model.metadata.get("test", {}).get("accuracy"),
         metrics=model.metadata,

@@ -114,12 +114,6 @@ def _binary_texts(data: bytes) -> list[str]:
         raise RefusedTextError("invalid_request", str(error)) from None
 
 
-_texts_router = APIRouter(route_class=InferRoute)
-
-
-@_texts_router.post(
-    "/models/{name}/infer", response_model=InferResponse, response_model_exclude_none=True, responses=_REFUSALS
-)
 async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any]:
     """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out."""
     parts = parts_of(request)
@@ -164,4 +158,11 @@ def _tensor(name: str, rendered: Sequence[dict[str, Any]], shape: list[int]) -> 
     return {"name": name, "datatype": datatype, "shape": shape, "data": [one[name] for one in rendered]}
 
 
-router.include_router(_texts_router)
+router.add_api_route(
+    "/models/{name}/infer",
+    infer,
+    methods=["POST"],
+    response_model=InferResponse,
+    responses=_REFUSALS,
+    route_class_override=InferRoute,
+)

@@ -40,6 +40,7 @@ class BatchRoute(JsonRoute):
                 return streams.StreamResponse(request)
             return await answer_json(request)
 
+        self.answer = answer
         return answer
 
 

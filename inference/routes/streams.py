@@ -148,7 +148,7 @@ class StreamResponse(Response):
     def _error(self, error: Exception) -> dict[str, Any]:
         match error:
             case ValidationError():
-                code, message = "invalid_request", describe_invalid(error)
+                code, message = "invalid_request", f"line: {describe_invalid(error)}"
             case HTTPException():
                 code, message = http_code(error.status_code), str(error.detail)
             case _:
