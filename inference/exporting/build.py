@@ -84,7 +84,7 @@ def export(
     tokenizer = saved.tokenizer()
     with progress.stage("Load the reference (PyTorch, float32)"):
         weights = _load_weights(saved)
-        reference = TorchEngine(saved.config, weights)
+        reference = TorchEngine(saved.config, weights, "fp32")
     with replaced_whole(artefact_folder(saved.path, engine)) as folder:
         with progress.stage(f"Write the {engine} {precision} files"):
             calibration = _encode(tokenizer, _evenly(rows.calibration_texts, _CALIBRATION_TEXTS))
