@@ -144,7 +144,10 @@ def _print_result(console: Console, exported: Exported) -> None:
         table.add_column(column, justify=justify)
     before, after = speed["before_texts_per_second"], speed["after_texts_per_second"]
     table.add_row(
-        "accuracy", f"{accuracy['before']:.2%}", f"{accuracy['after']:.2%}", f"{0 - accuracy['drop_points']:+.2f} points"
+        "accuracy",
+        f"{accuracy['before']:.2%}",
+        f"{accuracy['after']:.2%}",
+        f"{0 - accuracy['drop_points']:+.2f} points",
     )
     table.add_row("other label", "", "", f"{accuracy['disagreement_percent']:.2f}%")
     table.add_row("size", _megabytes(size["before_bytes"]), _megabytes(size["after_bytes"]), _ratio(size))

@@ -93,7 +93,8 @@ def _load_fastest(path: Path) -> LoadedModel:
         if not is_artefact(folder):
             continue
         try:
-            return _load_artefact(folder, path, "; ".join(["the fastest artefact that works here", *skipped]))
+            reason = "; ".join([f"{name} is the fastest artefact that works here", *skipped])
+            return _load_artefact(folder, path, reason)
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
     reason = "; ".join(skipped) or "no artefact beside the model, python -m inference.export writes a faster one"
@@ -186,13 +187,13 @@ def _load_torch(path: Path, reason: str) -> LoadedModel:
         torch.set_num_threads(usable_cpus())
         engine = TorchEngine(saved.config, saved.weights)
     except ImportError as error:
-        what = f"the torch engine needs {error.name}, which is not installed"
+        what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
         raise ModelLoadError(path, f"{what} ({reason})", "install it, or export the model where it is") from error
     except Exception as error:  # every library below has its own error for damaged bytes
         what = f"the weights do not load into the model of its configuration ({_first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     _check_answer(saved, tokenizer, engine)
-    return LoadedModel(saved, tokenizer, engine, "fp32", sha256_of(weights_file(path))[:12], reason)
+    return LoadedModel(saved, tokenizer, engine, engine.precision, sha256_of(weights_file(path))[:12], reason)
 
 
 def _check_answer(saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:

@@ -14,7 +14,7 @@ from inference.engines.base import Engine
 from inference.forward import probabilities_of
 
 # Long enough that a turn is more than warming up, short enough that both engines meet the same weather.
-_TURN_TEXTS = 64
+TURN_TEXTS = 64
 _SHOWN_CHARS = 70
 
 
@@ -95,9 +95,9 @@ def compare(
     answers: dict[str, list[NDArray[np.int64]]] = {"before": [], "after": []}
     seconds = {"before": 0.0, "after": 0.0}
     for engine in engines.values():
-        probabilities_of(engine, token_ids[:_TURN_TEXTS])  # the first pass pays for what later ones do not
-    for turn, start in enumerate(range(0, len(token_ids), _TURN_TEXTS)):
-        texts = token_ids[start : start + _TURN_TEXTS]
+        probabilities_of(engine, token_ids[:TURN_TEXTS])  # the first pass pays for what later ones do not
+    for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
+        texts = token_ids[start : start + TURN_TEXTS]
         for name in sorted(engines, reverse=bool(turn % 2)):
             began = time.perf_counter()
             answers[name].append(probabilities_of(engines[name], texts).argmax(axis=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+
+from inference import export
+from inference.model_loader import ModelLoader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -164,3 +168,31 @@ def _wait_for_health(client: httpx.Client, server: subprocess.Popen[bytes]) -> N
 def server(start_server: StartServer, model_folder: Path) -> Iterator[httpx.Client]:
     with start_server(model_folder, MAX_TEXT_CHARS="2000", MAX_BATCH_TEXTS="8") as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def rows_file(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that the tiny model classifies without a fault, so that every label an artefact changes is a fault."""
+    generator = random.Random(0)
+    words = " ".join(TEXTS).split()
+    texts = [" ".join(generator.choices(words, k=generator.randint(2, 30))) for _ in range(400)]
+    answers = ModelLoader(model_folder, "torch").predict_batch(texts)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [{"text": text, "label": answer["label"]} for text, answer in zip(texts, answers, strict=True)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def exported_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with an int8 artefact for ONNX Runtime beside it."""
+    pytest.importorskip("onnxruntime")
+    folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("exported") / "tiny"))
+    assert export.main([str(folder), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "100"]) == 0
+    return folder
+
+
+@pytest.fixture
+def exported_copy(exported_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the exported model that a test may damage."""
+    return Path(shutil.copytree(exported_folder, tmp_path / "exported"))

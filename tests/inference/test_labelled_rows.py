@@ -30,8 +30,6 @@ def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         '{"text": "Goal!", "label": "Sports"}\n\n{"text": "Talks", "label": "World"}\n'
     )
-        '{"text": "Goal!", "label": "Sports"}\n\n{"text": "Talks", "label": "World"}\n'
-    )
     for name in ("rows.csv", "rows.jsonl"):
         rows = read_rows(tmp_path / name, LABELS)
         assert (rows.texts, rows.class_ids) == (["Goal!", "Talks"], [1, 0])

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import pipeline
+
+from inference import export
+from inference.exporting.comparison import TURN_TEXTS
+from inference.model_loader import ModelLoader
+
+pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
+pytest.importorskip("onnx", reason="exporting needs onnx")
+
+
+def test_fp32_answers_equal_those_of_the_transformers_pipeline(
+    folder_copy: Path, rows_file: Path, texts: list[str]
+) -> None:
+    rows = ["--rows", str(rows_file), "--limit", "50"]
+    assert export.main([str(folder_copy), "--engine", "onnx", "--precision", "fp32", *rows, "--max_drop", "0"]) == 0
+    model = ModelLoader(folder_copy)
+    assert model.engine.name == "onnx fp32"
+    classify = pipeline("text-classification", model=str(folder_copy), top_k=None)
+    many = texts * 3  # more than one forward pass, of mixed lengths
+    for answer, expected in zip(model.predict_batch(many), classify(many, truncation=True), strict=True):
+        scores = {one["label"]: one["score"] for one in expected}
+        assert answer["probabilities"] == pytest.approx(scores, abs=1e-5)
+
+
+def test_int8_disagrees_with_the_reference_as_often_as_its_manifest_says(
+    exported_folder: Path, rows_file: Path
+) -> None:
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    model = ModelLoader(exported_folder, "onnx")
+    # In the export's portions: activations have one range a forward pass, so neighbours matter a little.
+    portions = [rows[start : start + TURN_TEXTS] for start in range(0, len(rows), TURN_TEXTS)]
+    answers = [answer for portion in portions for answer in model.predict_batch([row["text"] for row in portion])]
+    changed = [answer["label"] != row["label"] for answer, row in zip(answers, rows, strict=True)]
+    accuracy = json.loads((exported_folder / "onnx" / "manifest.json").read_text())["accuracy"]
+    assert accuracy["disagreement_percent"] == pytest.approx(100 * np.mean(changed), abs=1e-3)
+    assert accuracy["flipped"]["right_to_wrong"] == sum(changed)
+    assert accuracy["before"] == 1
+
+
+def test_a_text_answers_alone_as_in_a_batch(exported_folder: Path, texts: list[str]) -> None:
+    model = ModelLoader(exported_folder, "onnx")
+    # Not to the last digit: int8 activations have one range a batch.
+    for text, answer in zip(texts, model.predict_batch(texts), strict=True):
+        assert answer["probabilities"] == pytest.approx(model.predict(text)["probabilities"], abs=0.1)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference import export
+from inference.manifest import read_manifest, sha256_of, verify_files
+from inference.model_loader import ModelLoader
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
+pytest.importorskip("onnx", reason="exporting needs onnx")
+
+
+def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "inference.export", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_command_writes_a_whole_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
+    run = _run(folder_copy, "--engine", "onnx", "--rows", rows_file, "--max_drop", "100", "--limit", "30")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    for part in ("Compare both on 30 rows", "accuracy", "texts a second", "MODEL_CHECKPOINT="):
+        assert part in run.stdout
+    manifest = read_manifest(folder_copy / "onnx")
+    verify_files(folder_copy / "onnx", manifest)
+    assert set(manifest.files) | {"manifest.json"} == _names(folder_copy / "onnx")
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "metrics.json"} < set(manifest.files)
+    assert manifest.source["weights_sha256"] == sha256_of(folder_copy / "model.safetensors")
+    assert manifest.accuracy["rows"] == 30
+    assert manifest.size["after_bytes"] < manifest.size["before_bytes"]
+    assert manifest.speed["after_texts_per_second"] > 0
+    assert not [name for name in _names(folder_copy) if name.startswith(".")]
+
+
+def test_a_loss_of_accuracy_is_refused_with_the_texts_that_changed(folder_copy: Path, rows_file: Path) -> None:
+    run = _run(folder_copy, "--engine", "onnx", "--rows", rows_file, "--max_drop", "0")
+    lines = run.stderr.splitlines()
+    assert run.returncode == 1
+    assert lines[0].startswith("export: accuracy falls by ")
+    assert "more than --max_drop 0" in lines[0]
+    assert 1 <= len(lines[1:]) <= 10
+    assert all(" -> " in line and "(right: " in line for line in lines[1:])
+    assert _names(folder_copy) == _names(folder_copy) - {"onnx"}
+    assert not [name for name in _names(folder_copy) if name.startswith(".")]
+
+
+def test_a_refused_export_leaves_the_older_artefact_in_place(exported_copy: Path, rows_file: Path) -> None:
+    before = (exported_copy / "onnx" / "manifest.json").read_text()
+    arguments = [str(exported_copy), "--engine", "onnx", "--rows", str(rows_file), "--limit", "5"]
+    assert export.main([*arguments, "--max_drop", "-100"]) == 1
+    assert (exported_copy / "onnx" / "manifest.json").read_text() == before
+    assert export.main([*arguments, "--max_drop", "100"]) == 0
+    assert read_manifest(exported_copy / "onnx").accuracy["rows"] == 5
+
+
+def test_a_pt_file_is_exported_beside_itself(
+    checkpoint: Path, rows_file: Path, tmp_path: Path, texts: list[str], labels: list[str]
+) -> None:
+    model = Path(shutil.copy(checkpoint, tmp_path / "model.pt"))
+    arguments = ["--engine", "onnx", "--rows", str(rows_file), "--limit", "20", "--max_drop", "100"]
+    assert export.main([str(model), *arguments]) == 0
+    exported, reference = ModelLoader(model), ModelLoader(model, "torch")
+    assert exported.info["engine"] == "onnx int8"
+    assert exported.info["revision"] == reference.info["revision"]
+    assert (exported.labels, exported.max_length, exported.metadata) == (labels, 24, reference.metadata)
+    for one, other in zip(exported.predict_batch(texts), reference.predict_batch(texts), strict=True):
+        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=0.15)
+    assert ModelLoader(tmp_path / "model.onnx").labels == labels
+
+
+def test_a_folder_that_no_export_wrote_is_left_alone(
+    folder_copy: Path, rows_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder_copy / "onnx").mkdir()
+    (folder_copy / "onnx" / "mine.txt").write_text("keep")
+    assert export.main([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file)]) == 2
+    assert "is in the way" in capfd.readouterr().err
+    assert _names(folder_copy / "onnx") == {"mine.txt"}
+
+
+def test_without_rows_of_its_own_the_sample_is_used_and_said(folder_copy: Path) -> None:
+    run = _run(folder_copy, "--engine", "onnx", "--limit", "5", "--max_drop", "100")
+    assert run.returncode == 0, run.stderr
+    assert "Measuring on the sample news (5 rows): --rows names" in run.stdout
+    accuracy = json.loads((folder_copy / "onnx" / "manifest.json").read_text())["accuracy"]
+    assert accuracy["dataset"].endswith("sample_news/test.csv")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "no such model"),
+        (["MODEL", "--rows", "none"], "none: no such file or folder"),
+        (["MODEL", "--engine", "tensorflow"], "invalid choice"),
+        (["MODEL", "--limit", "0"], "--limit 0: must be at least 1"),
+        (["MODEL", "--engine", "native", "--precision", "fp32"], "the native engine has int8 only"),
+        (["MODEL/onnx"], "is an artefact already"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(exported_folder: Path, arguments: list[str], message: str) -> None:
+    run = _run(*(argument.replace("MODEL", str(exported_folder)) for argument in arguments))
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith("export: ")
+    assert message in run.stderr
