@@ -52,7 +52,6 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int, say: Callable
     server.write_bodies(lists, plan.texts, BATCH)
     with started(server, plan.model, plan.pythons[server.python]) as running:
         result: dict[str, Any] = {"start_s": running.start_s, "pss_idle": running.tree.pss_bytes()}
-        result["labels"] = running.ask_labels(plan.texts[:BATCH])
 
         def load(name: str, **how: Any) -> None:
             is_list = name == LISTS
@@ -71,6 +70,8 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int, say: Callable
             say(f"{name}: {describe(result[name])}")
 
         _warm_up(running, singles, plan.seconds)
+        result["engine"] = running.ask_engine()
+        result["labels"] = running.ask_labels(plan.texts[:BATCH])
         for name, clients in _CLOSED.items():
             load(name, clients=clients)
         capacity = result[MANY]["texts_per_second"]

@@ -23,6 +23,7 @@ from training.errors import ForeseenError
 
 LONGEST_START = 90.0  # seconds until the first answer
 GRACE = 8.0  # seconds to end by itself
+LIST_ASKED = 16
 _PROBE_GAP = 0.01
 
 
@@ -46,11 +47,23 @@ class Running:
     tree: ProcessTree
 
     def ask_labels(self, texts: list[str]) -> list[str]:
-        """The labels that it gives texts, asked as one list."""
-        status, answer = _post(self.port, self.server.paths[1], self.server.body(texts, True), 60)
-        if status != 200:
-            raise ServerFailure(f"a list of {len(texts)} texts: answered {status}")
-        return self.server.labels(json.loads(answer))
+        """The labels that it gives texts, asked in short lists."""
+        labels = []
+        for start in range(0, len(texts), LIST_ASKED):
+            body = self.server.body(texts[start : start + LIST_ASKED], True)
+            status, answer = _request(self.port, "POST", self.server.paths[1], body, 60)
+            if status != 200:
+                raise ServerFailure(f"a list of {LIST_ASKED} texts: answered {status}")
+            labels += self.server.labels(json.loads(answer))
+        return labels
+
+    def ask_engine(self) -> str:
+        """What our own server says that runs its model; empty for a peer."""
+        if not self.server.is_ours:
+            return ""
+        _, answer = _request(self.port, "GET", "/model", None, 10)
+        engine = json.loads(answer)["engine"]
+        return f"{engine['engine']} ({engine['reason']})"
 
     def apply(self, load: Load) -> dict[str, Any]:
         """Let a client send a load; the client's figures, and the processor time of all concerned."""
@@ -102,7 +115,7 @@ def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes]
         if process.poll() is not None:
             raise ServerFailure(f"ended with code {process.returncode}: {_last_line(log)}")
         try:
-            answered, _ = _post(port, server.paths[0], body, 30)
+            answered, _ = _request(port, "POST", server.paths[0], body, 30)
         except (OSError, http.client.HTTPException):
             answered = 0  # not listening yet
         if answered == 200:
@@ -112,10 +125,11 @@ def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes]
     raise ServerFailure(f"{what} after {LONGEST_START:.0f} s: {_last_line(log)}")
 
 
-def _post(port: int, path: str, body: dict[str, Any], timeout: float) -> tuple[int, bytes]:
+def _request(port: int, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()
     finally:
