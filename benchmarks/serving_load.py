@@ -24,6 +24,7 @@ from benchmarks.serving.running import ServerFailure
 from benchmarks.serving.servers import DEFAULT, SERVERS, package_versions
 from benchmarks.serving.workload import Workload, read_workload
 from benchmarks.tables import HERE, Parser, circumstances, positive, write_table
+from inference.cpu import cpu_flags
 from training.distributed import cpu_count
 from training.errors import UserError, run_command
 
@@ -100,7 +101,7 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
     if not servers:
         raise UserError("--servers: none of them can be measured, see above")
     return {
-        "facts": circumstances(MODULE, PACKAGES),
+        "facts": circumstances(MODULE, PACKAGES) | {"int8 instructions": _int8_instructions()},
         "model": options.model.name,
         "workload": workload.facts(),
         "servers": servers,
@@ -124,6 +125,11 @@ def read_manifests(model: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         found[path.parent.name] = {name: manifest[name] for name in ("precision", "accuracy", "size")}
     return found
+
+
+def _int8_instructions() -> str:
+    found = sorted(flag for flag in cpu_flags() if "vnni" in flag or flag == "amx_int8")
+    return ", ".join(found) or "none that this benchmark knows"
 
 
 def _pythons(options: Namespace) -> dict[str, str]:

@@ -17,7 +17,6 @@ STEADY, OVERLOAD = "70% of capacity", "3 times capacity"
 STEADY_SHARE, OVERLOAD_SHARE = 0.7, 3.0
 PATIENCE = 10.0  # seconds after an open loop: who has no answer by then will not wait for it
 _CLOSED = {ONE: 1, EIGHT: 8, MANY: 64, LISTS: 1}
-_SHARE_OF_SECONDS = {ONE: 0.5, OVERLOAD: 0.5}
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Plan:
 
     Attributes:
         pythons: The Python of each kind of server.
-        seconds: How long a load lasts; the shorter ones half of it.
+        seconds: How long a load lasts; with one client half of it.
         poisson: Whether open loops have random gaps.
     """
 
@@ -55,14 +54,13 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int, say: Callable
 
         def load(name: str, **how: Any) -> None:
             is_list = name == LISTS
-            share = _SHARE_OF_SECONDS.get(name, 1.0)
             result[name] = running.apply(
                 Load(
                     bodies=str(lists if is_list else singles),
                     port=running.port,
                     path=server.paths[is_list],
                     texts=BATCH if is_list else 1,
-                    seconds=plan.seconds * share,
+                    seconds=plan.seconds / 2 if name == ONE else plan.seconds,
                     first=number * 1009 if not is_list else number * 17,
                     **how,
                 )
