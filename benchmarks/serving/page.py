@@ -108,7 +108,7 @@ peers/bin/pip install torch openvino onnxruntime transformers fastapi uvicorn li
 python -m venv infinity                    # Infinity needs version 4 of transformers
 infinity/bin/pip install torch "infinity_emb[server,torch]" "transformers<5" optimum "optimum-onnx[onnxruntime]"
 python -m benchmarks.serving.widen checkpoints/minilm_agnews MODEL    # or a model of base size, where there is one
-python -m inference.export MODEL && python -m inference.export MODEL --engine openvino 
+python -m inference.export MODEL && python -m inference.export MODEL --engine openvino
 python -m inference.export MODEL --engine onnx
 python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python --infinity_python infinity/bin/python
 ```
@@ -157,7 +157,8 @@ def _facts(results: Results) -> str:
             f"{size['n_heads']} heads",
             "Texts": f"{work['texts']:,} test texts of {work['dataset']}, {work['tokens_mean']:.1f} tokens in the "
             f"mean, cut at {work['limit']}",
-            "Rounds": f"{len(run['rounds'])} of {run['wanted_rounds']}, {run['seconds']:g} s a load (half of it for 1 client)",
+            "Rounds": f"{len(run['rounds'])} of {run['wanted_rounds']}, {run['seconds']:g} s a load "
+            "(half of it for 1 client)",
             "Open loops": "random gaps (Poisson)" if run["poisson"] else "equal gaps",
         }
     )
