@@ -39,7 +39,8 @@ class Comparison:
     @property
     def drop_points(self) -> float:
         """Percentage points of accuracy that the artefact loses; negative where it gains."""
-        return 100 * float((self.before == self.class_ids).mean() - (self.after == self.class_ids).mean())
+        lost = int((self.before == self.class_ids).sum()) - int((self.after == self.class_ids).sum())
+        return 100 * lost / len(self.class_ids)
 
     def accuracy(self, dataset: str) -> dict[str, Any]:
         """Return what the manifest says of the accuracy on these rows."""
