@@ -13,16 +13,17 @@ help:             ## Show this list
 install: $(INSTALLED) ## Make .venv and install everything that training, serving and the tests need
 
 # torch comes first and alone: asked for together with the rest, pip may bring a build of several gigabytes.
-$(INSTALLED): requirements.txt pyproject.toml
+$(INSTALLED): requirements.txt pyproject.toml inference/engines/native/kernels.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(PIP_FLAGS) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)"
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev]"
 	touch $@
 
-demo: $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, serve, and ask three headlines
+demo: $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, export to int8, serve, ask three headlines
 	PYTHON=$(BIN)/python training/run_ddp.sh 2 --dataset sample --model tiny --epochs 8 --batch_size 16 \
 		--device cpu --output_dir $(DEMO) --resume none
 	$(BIN)/python -m training.evaluate $(DEMO)
+	$(BIN)/python -m inference.export $(DEMO)
 	$(BIN)/python deployment/demo.py $(DEMO)
 
 test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 HEADLINES = (
     "Oil prices climb to a record as refiners report falling stocks and traders fear a winter shortage",
@@ -29,9 +30,8 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a model folder or .pt file")
     parser.add_argument("--port", type=int, default=7860, help="default: 7860")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "uvicorn", "inference.app:app", "--log-level", "warning"]
-    command += ["--host", "127.0.0.1", "--port", str(options.port)]
-    environment = os.environ | {"MODEL_CHECKPOINT": str(options.model.resolve())}
+    command = [sys.executable, "-m", "inference.serve", "--host", "127.0.0.1", "--port", str(options.port)]
+    environment = os.environ | {"MODEL_CHECKPOINT": str(options.model.resolve()), "LOG_LEVEL": "error"}
     root = Path(__file__).resolve().parents[1]
     server = subprocess.Popen(command, env=environment, cwd=root)
     try:
@@ -50,7 +50,8 @@ def _ask(server: subprocess.Popen[bytes], address: str) -> int:
     for headline in HEADLINES:
         answer = _post(f"{address}/predict", {"text": headline})
         print(f"{answer['label']:9} {answer['confidence']:6.1%}  {headline}")
-    print(f"\nThe server's page: {address}/docs", flush=True)
+    engine = _get(f"{address}/model")["engine"]["engine"]
+    print(f"\nServed by the {engine} engine. The page: {address}/demo", flush=True)
     if sys.stdout.isatty():
         print("Serving until Ctrl-C ...")
         server.wait()
@@ -75,7 +76,12 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str) -> str | 
     return f"the server at {address} is not healthy after {START_SECONDS} s ({reason})"
 
 
-def _post(url: str, body: dict[str, str]) -> dict[str, float]:
+def _get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return json.load(response)
+
+
+def _post(url: str, body: dict[str, str]) -> dict[str, Any]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
