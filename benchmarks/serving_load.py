@@ -29,7 +29,7 @@ from training.distributed import cpu_count
 from training.errors import UserError, run_command
 
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "openvino", "onnxruntime", "torch")
-SECONDS_AT_LIMIT = 2.0
+SECONDS_AT_LIMIT = 1.0
 
 
 def main() -> None:

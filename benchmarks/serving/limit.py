@@ -2,8 +2,9 @@
 
 The encoder's own shapes (four projections and the two of the feed-forward, unsigned activations with signed weights,
 sums in int32) run back to back through several libraries on all cores; nothing else is done, no attention, softmax,
-normalisation, tokens or HTTP. Started as `python -m benchmarks.serving.limit WIDTH FEED_FORWARD THREADS SECONDS`,
-it prints one JSON line, operations a second by library and number of rows.
+normalisation, tokens or HTTP. Once as one chain on all cores, and once as a chain a core, which wait for nobody.
+Started as `python -m benchmarks.serving.limit WIDTH FEED_FORWARD CORES SECONDS`, it prints one JSON line, operations a
+second by library and by number of rows and chains.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from threading import Barrier
 
 import numpy as np
 
 ROWS = (416, 1664)  # eight texts of 52 tokens, and four times that: no library gains from more
 Pass = Callable[[], object]
 Shapes = list[tuple[int, int]]
+Make = Callable[[Shapes, int, int], Pass]
 
 
 def block_shapes(width: int, feed_forward: int) -> Shapes:
@@ -87,7 +91,7 @@ def openvino_pass(shapes: Shapes, rows: int, threads: int) -> Pass:
         weight = op.convert(op.constant(random.integers(-127, 127, (given, taken), dtype=np.int8)), np.float32)
         scaled = op.multiply(weight, op.constant(np.full((given, 1), 1e-3, dtype=np.float32)))
         node = quantized(op.matmul(node, scaled, False, True))
-    settings = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": threads}
+    settings = {"NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
     request = ov.Core().compile_model(ov.Model([node], [start]), "CPU", settings).create_infer_request()
     numbers = random.standard_normal((rows, shapes[0][0]), dtype=np.float32)
     return lambda: request.infer([numbers], share_inputs=True, share_outputs=True)
@@ -102,28 +106,41 @@ LIBRARIES = {
 
 def main() -> None:
     """Measure every library that is installed."""
-    width, feed_forward, threads = map(int, sys.argv[1:4])
+    width, feed_forward, cores = map(int, sys.argv[1:4])
     seconds = float(sys.argv[4])
     shapes = block_shapes(width, feed_forward)
-    rates: dict[str, dict[int, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for name, make in LIBRARIES.items():
         try:
-            rates[name] = {rows: _rate(make(shapes, rows, threads), shapes, rows, seconds) for rows in ROWS}
+            rates[name] = {
+                f"{rows} rows, {chains} × {cores // chains}": measure(
+                    make, shapes, rows, chains, cores // chains, seconds
+                )
+                for rows in ROWS
+                for chains in sorted({1, cores})
+            }
         except ImportError:
             continue  # not installed: the others stand for it
     print(json.dumps(rates))
 
 
-def _rate(run: Pass, shapes: Shapes, rows: int, seconds: float) -> float:
-    """Operations a second, in the median over passes."""
-    for _ in range(3):
+def measure(make: Make, shapes: Shapes, rows: int, chains: int, threads: int, seconds: float) -> float:
+    """Operations a second of all chains together, each at the median of its passes."""
+    ready = Barrier(chains)
+
+    def chain(_: int) -> float:
+        run = make(shapes, rows, threads)  # here, because torch keeps its number of threads by thread
         run()
-    times = []
-    end = time.perf_counter() + seconds
-    while (before := time.perf_counter()) < end:
-        run()
-        times.append(time.perf_counter() - before)
-    return sum(2 * rows * taken * given for taken, given in shapes) / median(times)
+        ready.wait()
+        times = []
+        end = time.perf_counter() + seconds
+        while (before := time.perf_counter()) < end:
+            run()
+            times.append(time.perf_counter() - before)
+        return sum(2 * rows * taken * given for taken, given in shapes) / median(times)
+
+    with ThreadPoolExecutor(chains) as pool:
+        return sum(pool.map(chain, range(chains)))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def limits(results: Results) -> str:
     for library, size in names:
         values = [one[library][size] / 1e9 for one in limit_runs if size in one.get(library, {})]
         rows.append([library, size, f"{median(values):.0f}", spread(values, 0)])
-    rates = markdown_table(["library", "rows of the matrices", "Gop/s, all cores", "rounds"], rows)
+    rates = markdown_table(["library", "matrices, chains × threads", "Gop/s, all cores", "rounds"], rows)
     work = results.run["workload"]["work"]
     texts = [[name, f"{flops / 1e9:.2f}", f"{results.limit() / flops:.0f}"] for name, flops in work.items()]
     return f"{rates}\n{markdown_table(['work', 'Gop a text', 'texts/s at the best rate'], texts)}"
