@@ -198,7 +198,8 @@ function wordList() {
 }
 
 function showTiming({ milliseconds: total, parts }) {
-  const rows = [["round trip", total], ...parts.map(([name, value]) => [name.replaceAll(/[_-]/g, " "), value])];
+  const named = parts.map(([name, value]) => [name === "total" ? "server" : name.replaceAll(/[_-]/g, " "), value]);
+  const rows = [["round trip", total], ...named.sort((a, b) => (b[0] === "server") - (a[0] === "server"))];
   timing.replaceChildren(
     ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, milliseconds(value)))),
   );

@@ -49,7 +49,7 @@ async function describeModel() {
 }
 
 function factsOf({ name, engine, test_accuracy: accuracy, metrics }) {
-  const facts = [name, [engine?.engine, engine?.precision].filter(Boolean).join(" ")];
+  const facts = [name, engine?.engine];
   if (Number.isFinite(accuracy)) {
     const tested = metrics?.test?.rows;
     facts.push(`${percent(accuracy)} right on ${tested ? `${count(tested)} ` : ""}test texts`);
