@@ -173,11 +173,13 @@ def _render(load: Load) -> list[bytes]:
 
 def _instants(load: Load, began: float) -> Iterator[float]:
     """When each request of an open loop is to be sent."""
+    count = round(load.rate * load.seconds)
+    if not load.poisson:
+        yield from (began + number / load.rate for number in range(count))
+        return
     random = Random(load.first)
-    due = began
-    while due < began + load.seconds:
-        yield due
-        due += random.expovariate(load.rate) if load.poisson else 1 / load.rate
+    # So many instants thrown at random into the time are what a Poisson process of that number looks like.
+    yield from sorted(began + random.uniform(0, load.seconds) for _ in range(count))
 
 
 def _is_whole(received: bytearray) -> bool:
