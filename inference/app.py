@@ -17,6 +17,7 @@ from inference.model_loader import ModelLoader
 from inference.request_gate import RequestGate
 from inference.request_log import configure_logging
 from inference.routes import admin, documentation, explain, health, hub, metrics, model, open_inference, pages, predict
+from inference.routes.documentation import document_api_key
 from inference.routes.json_route import JsonRoute, ShortCut
 from inference.served_model import LoadModel
 from inference.server_parts import Parts
@@ -84,6 +85,8 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
     add_error_handlers(app)
     for group in _GROUPS:
         app.include_router(group.router)
+    if parts.api_key.is_set:
+        document_api_key(app)
     return app
 
 

@@ -115,6 +115,7 @@ class _Passage:
         except asyncio.CancelledError:
             if not self.is_gone:
                 raise
+            self.status = CLIENT_GONE
         except Exception as error:
             await self.fail(error)
         finally:

@@ -22,10 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environment()
         options = _parse_arguments(arguments, settings)
-        return _serve(settings, options.host, options.port)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    _serve(settings, options.host, options.port)
+    return 0
 
 
 def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argparse.Namespace:
@@ -35,7 +36,7 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
     return parser.parse_args(arguments)
 
 
-def _serve(settings: Settings, host: str, port: int) -> int:
+def _serve(settings: Settings, host: str, port: int) -> None:
     configure_logging(settings.log_level, logging.getLogger())
     config = uvicorn.Config(
         "inference.app:app",
@@ -52,10 +53,8 @@ def _serve(settings: Settings, host: str, port: int) -> int:
         timeout_graceful_shutdown=settings.grace_seconds,
         ws="none",
     )
-    server = uvicorn.Server(config)
     with suppress(KeyboardInterrupt):  # Ctrl-C, once everything in progress is answered
-        server.run()
-    return 0 if server.started else 2
+        uvicorn.Server(config).run()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 # A piece of work in hand is waited for so long when threads are stopped.
-JOIN_SECONDS = 10.0
+JOIN_SECONDS = 2.0
 
 
 class SupervisedThread:

@@ -1,0 +1,143 @@
+"""Starts servers in processes of their own, and sends many requests at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from inference.app import create_app
+from inference.server_parts import Parts
+from inference.settings import Settings
+from tests.inference.stand_in_model import stand_in
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STARTUP_SECONDS = 60
+
+
+class Server:
+    """A running server process and a client for it."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process = process
+        self.address = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.log_path = log
+        self.client = httpx.Client(base_url=self.address, timeout=60)
+
+    def is_ready(self) -> bool:
+        """Whether the ready probe says so."""
+        assert self.process.poll() is None, self.log()
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def log(self) -> str:
+        """All that the process has written."""
+        return self.log_path.read_text()
+
+    def stop(self) -> int:
+        """Send SIGTERM and wait; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path, wait_for_model: bool = True, **settings: str) -> Iterator[Server]:
+    """Start a server and wait until it is ready; it is stopped at the end."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, text=True
+        )
+    server = Server(process, port, log)
+    try:
+        if wait_for_model:
+            until(server.is_ready, STARTUP_SECONDS)
+        yield server
+    finally:
+        server.client.close()
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def stand_in_command(port: int, seconds_per_token: float) -> list[str]:
+    """How a server with a stand-in for the model is started."""
+    return [sys.executable, "-m", "tests.inference.stand_in_server", str(port), str(seconds_per_token)]
+
+
+class ThreadedServer:
+    """A real server on a thread of the test's own process: quick to start, and its parts can be looked at."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self.parts: Parts = app.state.parts
+
+    @contextmanager
+    def running(self) -> Iterator[httpx.Client]:
+        """Serve; yields a client."""
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            while self.parts.served_model.is_loading:
+                time.sleep(0.01)
+            yield client
+        self._server.should_exit = True
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def serving(folder: Path, seconds_per_token: float = 0.0, **settings: object) -> Iterator[httpx.Client]:
+    """Serve a stand-in for the model in `folder`, with these settings."""
+    app = create_app(Settings(model_checkpoint=folder, **settings), stand_in(seconds_per_token))
+    with ThreadedServer(app).running() as client:
+        yield client
+
+
+def metric(client: httpx.Client, name: str, /, **labels: str) -> float:
+    """Add up the values of /metrics with these labels."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    total = 0.0
+    for line in client.get("/metrics").text.splitlines():
+        match = re.fullmatch(rf"distrinews_{name}(?:\{{(.*)\}})? (\S+)", line)
+        if match and wanted <= set((match[1] or "").split(",")):
+            total += float(match[2])
+    return total
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Ask again and again until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
+
+from tests.inference.servers import serving
+
+http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http], of the dev extra")
+
+
+@pytest.fixture(scope="module")
+def client(model_folder: Path) -> Iterator[httpx.Client]:
+    with serving(model_folder, max_batch_texts=8) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def hub(client: httpx.Client) -> InferenceClient:
+    return InferenceClient(base_url=f"{client.base_url}/hub", token="any")
+
+
+@pytest.fixture(scope="module")
+def triton(client: httpx.Client) -> Any:
+    return http.InferenceServerClient(f"127.0.0.1:{client.base_url.port}")
+
+
+def _predict(client: httpx.Client, text: str) -> dict[str, float]:
+    return client.post("/predict", json={"text": text}).json()["probabilities"]
+
+
+def test_the_hub_client_gets_all_labels_the_best_first(client: httpx.Client, hub: InferenceClient) -> None:
+    expected = sorted(_predict(client, "Oil prices rise").items(), key=lambda one: -one[1])
+    found = hub.text_classification("Oil prices rise")
+    assert [(one.label, one.score) for one in found] == expected
+
+
+def test_the_hub_client_may_ask_for_fewer_labels_and_other_scores(client: httpx.Client, hub: InferenceClient) -> None:
+    softmax = {one.label: one.score for one in hub.text_classification("Oil prices rise")}
+    best = hub.text_classification("Oil prices rise", top_k=1)
+    assert [one.score for one in best] == [max(softmax.values())]
+    none = {one.label: one.score for one in hub.text_classification("Oil prices rise", function_to_apply="none")}
+    total = sum(math.exp(one) for one in none.values())
+    assert {label: math.exp(one) / total for label, one in none.items()} == pytest.approx(softmax)
+    sigmoid = {one.label: one.score for one in hub.text_classification("Oil prices rise", function_to_apply="sigmoid")}
+    assert sigmoid == pytest.approx({label: 1 / (1 + math.exp(-one)) for label, one in none.items()})
+
+
+def test_the_hub_face_takes_lists_and_ignores_options_of_other_servers(client: httpx.Client) -> None:
+    body = {"inputs": ["Oil prices", "Goal!"], "options": {"wait_for_model": True}, "parameters": {"top_k": 2, "x": 1}}
+    answer = client.post("/hub", json=body).json()
+    assert [len(scores) for scores in answer] == [2, 2]
+    for refused in ({"inputs": []}, {"inputs": ["a"] * 9}, {"inputs": ["a", " "]}, {"inputs": 5}, {}):
+        assert client.post("/hub", json=refused).status_code == 422
+
+
+def test_the_hub_client_shows_why_it_was_refused(hub: InferenceClient) -> None:
+    with pytest.raises(HfHubHTTPError, match="inputs is blank"):
+        hub.text_classification("   ")
+
+
+def test_triton_s_client_finds_server_and_model_ready_and_described(triton: Any, model_folder: Path) -> None:
+    name = model_folder.name
+    assert triton.is_server_live()
+    assert triton.is_server_ready()
+    assert triton.is_model_ready(name)
+    assert not triton.is_model_ready("another")
+    assert triton.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+    metadata = triton.get_model_metadata(name)
+    assert metadata["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [-1]}]
+    assert metadata["outputs"][2] == {"name": "probabilities", "datatype": "FP32", "shape": [-1, 4]}
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("shape", [[2], [2, 1]])
+def test_triton_s_client_classifies(
+    client: httpx.Client, triton: Any, model_folder: Path, binary: bool, shape: list[int]
+) -> None:
+    texts = ["Oil prices rise", "Köln gewinnt 😀"]
+    tensor = http.InferInput("text", shape, "BYTES")
+    tensor.set_data_from_numpy(np.array(texts, dtype=object).reshape(shape), binary_data=binary)
+    result = triton.infer(model_folder.name, [tensor], request_id="mine")
+    expected = [_predict(client, text) for text in texts]
+    assert result.get_response()["id"] == "mine"
+    probabilities = np.array([list(one.values()) for one in expected])
+    assert result.as_numpy("probabilities") == pytest.approx(probabilities, abs=1e-6)
+    labels = result.as_numpy("label")
+    assert list(labels.shape) == shape
+    assert labels.ravel().tolist() == [max(one, key=one.get) for one in expected]
+
+
+def test_triton_s_client_gets_only_the_outputs_it_asks_for(triton: Any, model_folder: Path) -> None:
+    tensor = http.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array(["Goal!"], dtype=object))
+    result = triton.infer(model_folder.name, [tensor], outputs=[http.InferRequestedOutput("label")])
+    assert [output["name"] for output in result.get_response()["outputs"]] == ["label"]
+
+
+def test_triton_s_client_shows_why_it_was_refused(triton: Any, model_folder: Path) -> None:
+    tensor = http.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([" "], dtype=object))
+    with pytest.raises(Exception, match=r"data\[0\] is blank"):
+        triton.infer(model_folder.name, [tensor])
+    with pytest.raises(Exception, match="no model of this name; tiny is served"):
+        triton.infer("another", [tensor])
+
+
+def _infer(client: httpx.Client, tail: bytes, headers: dict[str, str], **tensor: Any) -> httpx.Response:
+    body = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", **tensor}]}
+    content = httpx.Request("POST", "http://x", json=body).read() + tail
+    return client.post("/v2/models/tiny/infer", content=content, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "status"),
+    [
+        ({"data": ["Goal!"]}, 200),
+        ({"data": [["Goal!"]]}, 200),
+        ({"data": []}, 422),
+        ({}, 422),
+        ({"data": ["a", "b"]}, 422),
+        ({"data": [5]}, 422),
+        ({"data": ["a"], "shape": [-1]}, 422),
+        ({"data": ["a"], "shape": []}, 422),
+        ({"data": ["a"], "datatype": "FP32"}, 422),
+        ({"data": ["a"] * 9, "shape": [9]}, 422),
+    ],
+)
+def test_a_tensor_of_the_wrong_shape_is_refused_in_the_protocol_s_own_words(
+    client: httpx.Client, tensor: dict[str, Any], status: int
+) -> None:
+    response = _infer(client, b"", {}, **tensor)
+    assert response.status_code == status
+    assert status == 200 or isinstance(response.json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    ("tail", "status"),
+    [
+        (b"\x05\x00\x00\x00Goal!", 200),
+        (b"\x05\x00\x00\x00Goal", 422),
+        (b"\x05\x00", 422),
+        (b"\xff\xff\xff\xff", 422),
+        (b"", 422),
+        (b"\x01\x00\x00\x00\xff", 400),
+    ],
+)
+def test_a_binary_tensor_that_does_not_add_up_is_refused(client: httpx.Client, tail: bytes, status: int) -> None:
+    parameters = {"binary_data_size": len(tail)}
+    body = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "parameters": parameters}]}
+    head = httpx.Request("POST", "http://x", json=body).read()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert client.post("/v2/models/tiny/infer", content=head + tail, headers=headers).status_code == status
+    for wrong in ("9999", "-1", "x"):
+        headers = {"Inference-Header-Content-Length": wrong}
+        assert client.post("/v2/models/tiny/infer", content=head + tail, headers=headers).status_code == 422

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.inference.servers import REPOSITORY, Server, free_port, metric, running, serving, stand_in_command, until
+
+SLOW = 0.001  # seconds a token
+
+
+def _stand_in(folder: Path, tmp_path: Path, seconds_per_token: float = SLOW, **settings: str):  # noqa: ANN202
+    port = free_port()
+    command = stand_in_command(port, seconds_per_token)
+    return running(command, port, tmp_path / "server.log", MODEL_CHECKPOINT=str(folder), **settings)
+
+
+class _Load:
+    """Clients that ask on and on until they are told to leave the connection."""
+
+    def __init__(self, server: Server, num_clients: int = 8) -> None:
+        self.statuses: list[int] = []
+        self.errors: list[Exception] = []
+        self.stopped = threading.Event()
+        self._server = server
+        self._threads = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(num_clients)]
+
+    def __enter__(self) -> _Load:
+        for thread in self._threads:
+            thread.start()
+        until(lambda: len(self.statuses) > 20)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask_on(self, number: int) -> None:
+        with httpx.Client(base_url=self._server.address, timeout=60) as client:
+            for i in range(100_000):
+                try:
+                    response = client.post("/predict", json={"text": f"oil prices {number} {i}"})
+                except httpx.HTTPError as error:
+                    self.errors.append(error)
+                    return
+                self.statuses.append(response.status_code)
+                # As a balancer that looks at the ready probe would.
+                if self.stopped.is_set() or response.headers.get("connection") == "close":
+                    return
+
+
+def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
+    with _stand_in(model_folder, tmp_path, DRAIN_SECONDS="1") as server, _Load(server) as load:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: not server.is_ready())
+        health = server.client.get("/health")
+        assert health.status_code == 503
+        assert "shutting down" in health.json()["error"]
+        assert server.process.wait(timeout=30) == 0
+        load.stopped.set()
+    assert set(load.statuses) == {200}
+    assert not load.errors
+
+
+def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_folder: Path, tmp_path: Path) -> None:
+    with _stand_in(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
+        with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.address, timeout=60) as client:
+            ask = [pool.submit(client.post, "/predict", json={"text": f"oil {i}"}) for i in range(20)]
+            until(lambda: metric(server.client, "requests_in_progress") > 20)
+            server.process.send_signal(signal.SIGTERM)
+            assert [one.result().status_code for one in ask] == [200] * 20
+        assert server.process.wait(timeout=30) == 0
+
+
+def test_the_grace_time_ends_what_does_not_end_itself(model_folder: Path, tmp_path: Path) -> None:
+    settings = {"DRAIN_SECONDS": "0", "GRACE_SECONDS": "1", "REQUEST_TIMEOUT_S": "600"}
+    with _stand_in(model_folder, tmp_path, seconds_per_token=3, **settings) as server, ThreadPoolExecutor(1) as pool:
+        text = "oil prices rise and stocks fall on wall street"
+        pool.submit(httpx.post, f"{server.address}/predict", json={"text": text}, timeout=60)
+        until(lambda: metric(server.client, "requests_in_progress") > 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=40) == 0
+
+
+def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--no-access-log"]
+    with running(command, port, tmp_path / "log", MODEL_CHECKPOINT=str(model_folder), DRAIN_SECONDS="0.5") as server:
+        with _Load(server, num_clients=2) as load:
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=30) == 0
+            load.stopped.set()
+        assert set(load.statuses) == {200}
+        assert not load.errors
+        assert '"message":"request"' in server.log()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "line"),
+    [
+        (["inference.serve"], {"MAX_BATCH_TEXTS": "no"}, "error: MAX_BATCH_TEXTS: Input should be a valid integer"),
+        (
+            ["uvicorn", "inference.app:app"],
+            {"PORT": "70000"},
+            "error: PORT: Input should be less than or equal to 65535",
+        ),
+        (["inference.serve"], {"ENGINE": "steam", "MAX_TEXT_CHARS": "0"}, "error: ENGINE: Input should be 'auto'"),
+        (["inference.serve", "--port", "x"], {}, "argument --port: invalid int value: 'x'"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings: dict[str, str], line: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", *command], cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert line in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_a_port_that_is_taken_is_said_in_the_log(model_folder: Path) -> None:
+    with serving(model_folder) as client:
+        command = [sys.executable, "-m", "inference.serve", "--host", "127.0.0.1", "--port", str(client.base_url.port)]
+        environment = {**os.environ, "MODEL_CHECKPOINT": "nowhere"}
+        run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 3  # uvicorn's own for a server that cannot start
+    assert "address already in use" in run.stdout
+    assert "Traceback" not in run.stderr + run.stdout
+
+
+@pytest.fixture
+def own_folder(model_folder: Path, tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    shutil.copy(model_folder / "tokenizer.json", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _by_request(server: Server) -> None:
+    assert server.client.post("/admin/reload").status_code == 200
+
+
+def _by_signal(server: Server) -> None:
+    before = metric(server.client, "model_reloads_total", result="served")
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: metric(server.client, "model_reloads_total", result="served") > before)
+
+
+@pytest.mark.parametrize("reload", [_by_request, _by_signal])
+def test_a_reload_under_load_fails_no_request(
+    own_folder: Path, tmp_path: Path, reload: Callable[[Server], None]
+) -> None:
+    with _stand_in(own_folder, tmp_path) as server:
+        revisions = {server.client.get("/model").json()["revision"]}
+        with _Load(server) as load:
+            for _ in range(5):
+                time.sleep(0.01)  # another modification time, so another revision
+                (own_folder / "tokenizer.json").touch()
+                reload(server)
+                revisions.add(server.client.get("/model").json()["revision"])
+        assert len(revisions) == 6
+        assert set(load.statuses) == {200}
+        assert not load.errors
+
+
+def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder: Path, tmp_path: Path) -> None:
+    with _stand_in(own_folder, tmp_path) as server, _Load(server) as load:
+        before = server.client.get("/model").json()
+        good = (own_folder / "tokenizer.json").read_bytes()
+        (own_folder / "tokenizer.json").unlink()
+        refused = server.client.post("/admin/reload")
+        assert refused.status_code == 422
+        assert refused.json()["error"]["code"] == "model_refused"
+        assert "lacks tokenizer.json" in refused.json()["error"]["message"]
+        (own_folder / "tokenizer.json").write_text("{}")
+        assert server.client.post("/admin/reload").status_code == 422
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: metric(server.client, "model_reloads_total", result="refused") == 3)
+        assert server.client.get("/model").json() == before
+        assert server.is_ready()
+        (own_folder / "tokenizer.json").write_bytes(good)
+        assert server.client.post("/admin/reload").status_code == 200
+    assert set(load.statuses) == {200}
+    assert not load.errors
+
+
+def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> None:
+    place = own_folder / "tokenizer.json"
+    content = place.read_bytes()
+    place.unlink()
+    with serving(own_folder) as client:
+        assert client.get("/readyz").json()["reason"].endswith("export the model again")
+        assert client.post("/predict", json={"text": "oil"}).status_code == 503
+        place.write_bytes(content)
+        assert client.post("/admin/reload").status_code == 200
+        assert client.post("/predict", json={"text": "oil"}).status_code == 200
+        assert client.get("/readyz").status_code == 200
