@@ -40,7 +40,7 @@ class StandInEngine:
 
     def hold(self) -> None:
         """Let no pass that begins from here on end before `let_one_go` or `let_go`."""
-        self._held = threading.Semaphore(0)
+        self._held = self._held or threading.Semaphore(0)
 
     def let_one_go(self) -> None:
         """End one held pass."""

@@ -1,0 +1,522 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from inference.batcher import Observer
+from inference.cache import AnswerCache
+from inference.calls import Answer
+from inference.classifier import Classifier, QueueLimits
+from inference.errors import (
+    DeadlineExceededError,
+    ForwardError,
+    QueueFullError,
+    RefusedTextError,
+    WorkerDownError,
+)
+from inference.model_loader import ModelLoader
+from inference.tokenization import Encoded, TextTokenizer
+from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
+
+MAX_LENGTH = 16
+LONG = 60.0  # seconds; nobody waits so long
+WORDS = {f"w{i}": i for i in range(90)} | {"raises": RAISES, "dies": DIES, "nan": ANSWERS_NAN, "unencodable": 93}
+
+
+class PickyTokenizer(TextTokenizer):
+    """Fails on texts with a certain word."""
+
+    def encode_cleaned(self, texts: Sequence[str]) -> list[Encoded]:
+        if any("unencodable" in text for text in texts):
+            raise RuntimeError("a text that cannot be encoded")
+        return super().encode_cleaned(texts)
+
+
+class StandInModel:
+    """A stand-in engine behind a tokenizer of which each word is one token."""
+
+    max_length = MAX_LENGTH
+
+    def __init__(self, engine: StandInEngine) -> None:
+        self.engine = engine
+        tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        self.tokenizer = PickyTokenizer(tokenizer, MAX_LENGTH)
+
+
+class Counts(Observer):
+    def __init__(self) -> None:
+        self.of: Counter[str] = Counter()
+
+    def tokenized(self, texts: int, seconds: float) -> None:
+        self.of["tokenized"] += texts
+
+    def waited(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.of["waited"] += 1
+
+    def deduplicated(self) -> None:
+        self.of["deduplicated"] += 1
+
+    def cache_hit(self) -> None:
+        self.of["hit"] += 1
+
+    def cache_miss(self) -> None:
+        self.of["miss"] += 1
+
+    def dropped(self, reason: str) -> None:
+        self.of[reason] += 1
+
+
+class Bench:
+    def __init__(self, model: Any, **limits: int) -> None:
+        self.engine = model.engine
+        self.counts = Counts()
+        self.num_submitted = 0
+        self.classifier = Classifier(model, QueueLimits(**{"max_batch_tokens": 64} | limits), self.counts)
+
+    def submit(self, *texts: str, timeout_s: float = LONG) -> list[asyncio.Future[Answer]]:
+        futures = self.classifier.submit(texts, timeout_s)
+        self.num_submitted += len(texts)
+        return futures
+
+    async def answers(self, *texts: str) -> list[Answer]:
+        return await asyncio.gather(*self.submit(*texts))
+
+    async def pass_begun(self) -> None:
+        await asyncio.to_thread(self.engine.begun.acquire)
+
+    async def occupy(self) -> asyncio.Future[Answer]:
+        """Hold the engine in a pass, so that what comes next waits."""
+        self.engine.hold()
+        (future,) = self.submit("w89")
+        await self.pass_begun()
+        return future
+
+    async def all_tokenized(self) -> None:
+        while self.counts.of["tokenized"] < self.num_submitted:
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def running(engine: StandInEngine | None = None, **limits: int) -> AsyncIterator[Bench]:
+    bench = Bench(StandInModel(engine or StandInEngine()), **limits)
+    try:
+        yield bench
+    finally:
+        bench.engine.let_go()
+        await asyncio.to_thread(bench.classifier.close)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine; what the event loop would only log fails the test."""
+    problems: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+        await test
+
+    asyncio.run(watched())
+    assert not problems
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(WORDS[word] for word in text.split())
+
+
+@pytest.fixture(scope="module")
+def loader(model_folder: Path) -> ModelLoader:
+    return ModelLoader(model_folder, engine="torch")
+
+
+def test_answers_equal_those_of_the_library_in_the_order_of_the_texts(loader: ModelLoader, texts: list[str]) -> None:
+    async def test() -> None:
+        bench = Bench(loader)
+        asked = [f"{text} {i}" for i in range(20) for text in texts]
+        answers = await bench.answers(*asked)
+        await asyncio.to_thread(bench.classifier.close)
+        for answer, expected in zip(answers, loader.predict_batch(asked), strict=True):
+            assert answer.probabilities == pytest.approx(tuple(expected["probabilities"].values()), abs=1e-6)
+        for answer, encoded in zip(answers, loader.tokenizer.encode(asked), strict=True):
+            assert (answer.num_tokens, answer.truncated) == (encoded.num_tokens, encoded.truncated)
+        assert not any(answer.cached for answer in answers)
+        assert all(min(answer.tokenize_s, answer.queue_s, answer.forward_s) >= 0 for answer in answers)
+
+    run(test())
+
+
+def test_equal_texts_on_their_way_are_computed_once() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            futures = [*bench.submit("w1 w2", "w1  w2", "w3"), *bench.submit("w1 \\ w2")]
+            await bench.all_tokenized()
+            bench.engine.let_go()
+            answers = await asyncio.gather(*futures)
+            assert [answer.probabilities for answer in answers] == [
+                pytest.approx(answer_of(ids)) for ids in [(1, 2), (1, 2), (3,), (1, 2)]
+            ]
+            assert bench.counts.of["deduplicated"] == 2
+            assert [one.texts for one in bench.engine.passes] == [[(89,)], [(1, 2), (3,)]]
+
+    run(test())
+
+
+def test_a_text_whose_forward_pass_has_begun_is_joined_too() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            first = await bench.occupy()
+            (second,) = bench.submit("w89")
+            await bench.all_tokenized()
+            bench.engine.let_go()
+            assert (await first).probabilities == (await second).probabilities
+            assert len(bench.engine.passes) == 1
+
+    run(test())
+
+
+def test_cancelling_one_of_two_equal_texts_leaves_the_other_its_answer() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            one, other = bench.submit("w1", "w1")
+            await bench.all_tokenized()
+            one.cancel()
+            await asyncio.sleep(0)
+            bench.engine.let_go()
+            assert (await other).probabilities == pytest.approx(answer_of((1,)))
+            assert bench.counts.of["cancelled"] == 1
+
+    run(test())
+
+
+def test_a_single_text_equal_to_the_last_of_a_large_call_does_not_wait_for_the_call() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            call = bench.submit(*(f"w{i % 80} " * 8 + f"w{i // 80}" for i in range(256)))
+            await bench.all_tokenized()
+            (single,) = bench.submit("w15 " * 8 + "w3")  # the text of i = 255
+            await bench.all_tokenized()
+            bench.engine.let_go()
+            await asyncio.gather(single, *call)
+            place = next(i for i, one in enumerate(bench.engine.passes) if (*[15] * 8, 3) in one.texts)
+            assert place <= 2
+            assert bench.counts.of["deduplicated"] == 1
+
+    run(test())
+
+
+def test_a_call_of_256_texts_delays_a_single_text_by_two_passes_at_most() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            call = bench.submit(*(f"w{i % 80} " * 8 + f"w{i // 80}" for i in range(256)))
+            await bench.all_tokenized()
+            bench.engine.let_one_go()
+            await bench.pass_begun()
+            before = len(bench.engine.passes)
+            bench.submit("w7 w8 w9")
+            await bench.all_tokenized()
+            bench.engine.let_go()
+            await asyncio.gather(*call)
+            place = next(i for i, one in enumerate(bench.engine.passes) if (7, 8, 9) in one.texts)
+            assert place - before < 2
+
+    run(test())
+
+
+def test_cancelled_texts_leave_before_the_forward_pass() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            futures = bench.submit("w1", "w2", "w3")
+            await bench.all_tokenized()
+            futures[1].cancel()
+            await asyncio.sleep(0)
+            bench.engine.let_go()
+            await asyncio.gather(futures[0], futures[2])
+            assert [one.texts for one in bench.engine.passes] == [[(89,)], [(1,), (3,)]]
+            assert bench.counts.of["cancelled"] == 1
+
+    run(test())
+
+
+def test_a_deadline_is_answered_though_the_queue_does_not_move() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            occupied = await bench.occupy()
+            futures = bench.submit("w1", "w2", timeout_s=0.02)
+            for error in await asyncio.gather(*futures, return_exceptions=True):
+                assert isinstance(error, DeadlineExceededError)
+                assert "limit 0.02 s" in str(error)
+            assert not occupied.done()
+            bench.engine.let_go()
+            await bench.classifier.drain()
+            assert [one.texts for one in bench.engine.passes] == [[(89,)]]
+            assert bench.counts.of["expired"] == 2
+
+    run(test())
+
+
+def test_the_deadline_of_one_caller_does_not_end_another_one_s_wait_for_the_same_text() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.occupy()
+            (hasty,) = bench.submit("w1", timeout_s=0.02)
+            (patient,) = bench.submit("w1")
+            with pytest.raises(DeadlineExceededError):
+                await hasty
+            bench.engine.let_go()
+            assert (await patient).probabilities == pytest.approx(answer_of((1,)))
+
+    run(test())
+
+
+def test_remembered_answers_are_given_at_once_and_counted() -> None:
+    async def test() -> None:
+        async with running(cache_entries=2) as bench:
+            (first,) = await bench.answers("w1 w2")
+            (again,) = await bench.answers(" w1  w2 ")
+            assert (first.cached, again.cached) == (False, True)
+            assert again.probabilities == first.probabilities
+            assert again.forward_s == 0
+            assert (bench.counts.of["hit"], bench.counts.of["miss"]) == (1, 1)
+            assert len(bench.engine.passes) == 1
+
+    run(test())
+
+
+def test_without_a_cache_nothing_is_remembered() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.answers("w1")
+            await bench.answers("w1")
+            assert len(bench.engine.passes) == 2
+            assert bench.counts.of["miss"] == 0
+
+    run(test())
+
+
+def test_the_cache_forgets_what_was_asked_for_longest_ago() -> None:
+    cache = AnswerCache(2)
+    for key in (b"a", b"b"):
+        cache.put(key, (1.0,))
+    cache.get(b"a")
+    cache.put(b"c", (1.0,))
+    assert [key for key in (b"a", b"b", b"c") if cache.get(key)] == [b"a", b"c"]
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("blank", ["", " \n\t", "\ud800\x00", "&nbsp;"])
+def test_a_blank_text_is_refused_and_its_neighbours_are_answered(blank: str) -> None:
+    async def test() -> None:
+        async with running() as bench:
+            good, refused = bench.submit("w1", blank)
+            with pytest.raises(RefusedTextError, match="blank") as caught:
+                await refused
+            assert caught.value.code == "blank_text"
+            assert (await good).probabilities == pytest.approx(answer_of((1,)))
+
+    run(test())
+
+
+@pytest.mark.parametrize("bad", ["w2 raises", "w2 nan", "w2 unencodable"])
+def test_a_text_that_fails_fails_alone(bad: str) -> None:
+    async def test() -> None:
+        async with running() as bench:
+            one, failed, other = bench.submit("w1", bad, "w3")
+            with pytest.raises(ForwardError):
+                await failed
+            assert (await one).probabilities == pytest.approx(answer_of((1,)))
+            assert (await other).probabilities == pytest.approx(answer_of((3,)))
+            assert bench.classifier.is_alive
+
+    run(test())
+
+
+def test_a_full_queue_refuses_a_whole_call_and_says_when_to_come_again() -> None:
+    async def test() -> None:
+        async with running(max_queue_tokens=40) as bench:
+            await bench.occupy()
+            bench.submit("w1 " * 10, "w2 " * 10)
+            await bench.all_tokenized()
+            with pytest.raises(
+                QueueFullError, match="20 tokens wait, and up to 32 more > max_queue_tokens 40"
+            ) as caught:
+                bench.submit("w3 " * 10, "w4 " * 10)
+            assert caught.value.retry_after_s > 0
+            bench.engine.let_go()
+            await bench.classifier.drain()
+            await bench.answers("w3 " * 10, "w4 " * 10)
+            texts = [text[0] for one in bench.engine.passes for text in one.texts]
+            assert texts == [89, 1, 2, 3, 4]
+
+    run(test())
+
+
+def test_a_call_that_never_fits_is_told_to_become_smaller() -> None:
+    async def test() -> None:
+        async with running(max_queue_tokens=40) as bench:
+            with pytest.raises(QueueFullError, match="send fewer texts in one call"):
+                bench.submit(*(["w1 " * 16] * 3))
+
+    run(test())
+
+
+def test_drain_waits_for_everything_accepted() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.classifier.drain()
+            occupied = await bench.occupy()
+            future, cancelled = bench.submit("w1", "w2")
+            await bench.all_tokenized()
+            draining = asyncio.create_task(bench.classifier.drain())
+            cancelled.cancel()
+            await asyncio.sleep(0.01)
+            assert not draining.done()
+            bench.engine.let_go()
+            await draining
+            assert occupied.done()
+            assert future.done()
+
+    run(test())
+
+
+def test_close_finishes_the_pass_in_hand_and_fails_what_waits() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            occupied = await bench.occupy()
+            futures = bench.submit("w1", "w2")
+            closing = asyncio.create_task(asyncio.to_thread(bench.classifier.close))
+            while bench.classifier.is_alive:
+                await asyncio.sleep(0.001)
+            bench.engine.let_go()
+            await closing
+            assert (await occupied).probabilities == pytest.approx(answer_of((89,)))
+            for error in await asyncio.gather(*futures, return_exceptions=True):
+                assert isinstance(error, WorkerDownError)
+            with pytest.raises(WorkerDownError, match="stopped"):
+                bench.submit("w3")
+
+    run(test())
+
+
+def test_a_classifier_may_be_closed_after_its_event_loop() -> None:
+    before = threading.active_count()
+    engine = StandInEngine()
+    benches: list[Bench] = []
+
+    async def leave_early() -> None:
+        benches.append(Bench(StandInModel(engine)))
+        await benches[0].occupy()
+        benches[0].submit("w1")
+
+    asyncio.run(leave_early())
+    engine.let_go()
+    benches[0].classifier.close()
+    benches[0].classifier.close()
+    assert threading.active_count() == before
+
+
+def test_every_text_is_tokenized_once_and_waits_once() -> None:
+    async def test() -> None:
+        async with running() as bench:
+            await bench.answers(*(f"w{i}" for i in range(80)))
+            await asyncio.to_thread(bench.classifier.close)
+            assert bench.counts.of["tokenized"] == bench.counts.of["waited"] == 80
+            assert bench.classifier.queued_tokens == 0
+            assert bench.classifier.heartbeat_age_s == 0
+            assert bench.classifier.tokens_per_second > 0
+
+    run(test())
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_tokens 8: must be at least the model's max_length, 16"):
+        Bench(StandInModel(StandInEngine()), max_batch_tokens=8)
+    with pytest.raises(ValueError, match="cache_entries -1: must be at least 0"):
+        QueueLimits(cache_entries=-1)
+    with pytest.raises(ValueError, match="max_queue_tokens 0: must be at least 1"):
+        QueueLimits(max_queue_tokens=0)
+
+
+some_text = st.lists(st.sampled_from([*(f"w{i}" for i in range(1, 6)), "raises", "dies", "nan", "unencodable", " "]))
+some_call = st.tuples(
+    st.just("call"), st.lists(some_text.map(" ".join), min_size=1, max_size=6), st.sampled_from([LONG, LONG, 0.001])
+)
+events = st.lists(
+    st.one_of(
+        some_call,
+        some_call,
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.just(("hold",)),
+        st.just(("let_go",)),
+        st.just(("pause",)),
+    ),
+    max_size=30,
+)
+
+
+@given(num_slots=st.integers(1, 2), pads=st.booleans(), cache_entries=st.sampled_from([0, 4]), events=events)
+@settings(deadline=None, max_examples=100)
+def test_every_future_ends_exactly_once_whatever_happens(
+    num_slots: int, pads: bool, cache_entries: int, events: list[tuple]
+) -> None:
+    async def test() -> None:
+        async with running(StandInEngine(num_slots=num_slots, pads=pads), cache_entries=cache_entries) as bench:
+            accepted: list[tuple[str, asyncio.Future[Answer]]] = []
+            for event in events:
+                await apply(event, bench, accepted)
+            bench.engine.let_go()
+            async with asyncio.timeout(30):
+                await bench.classifier.drain()
+                for text, future in accepted:
+                    check_end(text, future)
+                while bench.classifier.queued_tokens or bench.classifier._on_their_way:
+                    await asyncio.sleep(0.001)  # what nobody waits for any more is still on its way out
+            assert bench.engine.most_slots_busy <= num_slots
+
+    run(test())
+
+
+async def apply(event: tuple, bench: Bench, accepted: list[tuple[str, asyncio.Future[Answer]]]) -> None:
+    match event:
+        case "call", texts, timeout_s:
+            accepted += zip(texts, bench.submit(*texts, timeout_s=timeout_s), strict=True)
+        case "cancel", place:
+            for _, future in accepted[place : place + 1]:
+                future.cancel()
+        case ("hold",):
+            bench.engine.hold()
+        case ("let_go",):
+            bench.engine.let_go()
+        case ("pause",):
+            await asyncio.sleep(0.002)
+
+
+def check_end(text: str, future: asyncio.Future[Answer]) -> None:
+    assert future.done()
+    if future.cancelled():
+        return
+    error = future.exception()
+    if isinstance(error, DeadlineExceededError):
+        return
+    if not text.strip():
+        assert isinstance(error, RefusedTextError)
+    elif {"raises", "dies", "nan", "unencodable"} & set(text.split()[:MAX_LENGTH]):
+        assert isinstance(error, ForwardError)
+    elif error is None:
+        assert future.result().probabilities == pytest.approx(answer_of(ids_of(text)[:MAX_LENGTH]))
+    else:  # a neighbour of one that kills the worker goes down with it
+        assert isinstance(error, ForwardError)
