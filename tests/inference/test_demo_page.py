@@ -4,101 +4,46 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from tests.inference.demo_browser import (
+    OpenPage,
+    answer_on,
+    choose,
+    chromium,
+    contrasts,
+    download,
+    expect_answer,
+    framed_below_a_path,
+    until,
+    visits,
+)
+
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Route
+    from playwright.sync_api import Browser, Route
 
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]
-OpenPage = Callable[..., "Page"]
-CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 HEADLINE = "Oil prices rise again as stocks fall on Wall Street."
 OTHER = "The home side won the cup final after extra time and penalties."
-WAIT_SECONDS = 10
 API_KEY = "open sesame"
-FRAMING_PAGE = b"""<!doctype html><link rel="icon" href="data:,"><ul id="bars"><li></li></ul>
-<iframe src="/some/place/"></iframe>"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    playwright_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-    chromium = next(filter(None, map(shutil.which, CHROMIUMS)), None)
-    if chromium is None:
-        pytest.skip(f"no Chromium here (looked for {', '.join(CHROMIUMS)})")
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser, server: httpx.Client) -> Iterator[OpenPage]:
-    """Open the page with an empty profile; at the end it must have asked nobody else, and logged no error."""
-    contexts, problems = [], []
-
-    def open_(address: str = f"{server.base_url}/demo", *, refusals: bool = False, **options: Any) -> Page:
-        context = browser.new_context(**options)
-        context.set_default_timeout(WAIT_SECONDS * 1000)
-        contexts.append(context)
-        page = context.new_page()
-        origin = "/".join(address.split("/")[:3])
-
-        def check_console(kind: str, text: str) -> None:
-            # Chromium logs each refused request as an error; some tests have requests refused.
-            if kind in ("error", "warning") and not (refusals and text.startswith("Failed to load resource")):
-                problems.append(text)
-
-        page.on("console", lambda message: check_console(message.type, f"{message.text} {message.location}"))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "request", lambda request: request.url.startswith((f"{origin}/", "blob:")) or problems.append(request.url)
-        )
-        page.goto(address)
-        page.wait_for_selector("#bars li", state="attached")
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert problems == []
-
-
-def _until(page: Page, expression: str) -> None:
-    """Wait until JavaScript holds; Playwright's own wait evaluates where the page's policy forbids it."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, f"never came true: {expression}"
-        page.wait_for_timeout(20)
-
-
-def _answer_on(page: Page) -> tuple[str, str, dict[str, float]]:
-    bars = page.locator("#bars li").evaluate_all(
-        "bars => bars.map(bar => [bar.dataset.label, Number(bar.style.getPropertyValue('--share'))])"
-    )
-    return page.inner_text("#label"), page.inner_text("#confidence"), dict(bars)
-
-
-def _expect_answer(page: Page, expected: dict[str, Any]) -> None:
-    shares = json.dumps([f"{share:.4f}" for share in expected["probabilities"].values()])
-    _until(page, f"{shares}.every((share, i) => bars.children[i].style.getPropertyValue('--share') === share)")
-    label, confidence, bars = _answer_on(page)
-    assert label == expected["label"]
-    assert confidence == f"{expected['confidence']:.1%}"
-    assert list(bars) == list(expected["probabilities"])
+    with visits(browser, f"{server.base_url}/demo") as open_page:
+        yield open_page
 
 
 def _predict(server: httpx.Client, text: str) -> dict[str, Any]:
@@ -108,19 +53,19 @@ def _predict(server: httpx.Client, text: str) -> dict[str, Any]:
 def test_the_answer_follows_the_typing_and_nothing_jumps(open_page: OpenPage, server: httpx.Client) -> None:
     page = open_page()
     place = page.locator("#file").bounding_box()
-    assert set(_answer_on(page)[2].values()) == {0}
+    assert set(answer_on(page)[2].values()) == {0}
     page.type("#text", HEADLINE[:16], delay=5)
-    _expect_answer(page, _predict(server, HEADLINE[:16]))
+    expect_answer(page, _predict(server, HEADLINE[:16]))
     page.type("#text", HEADLINE[16:], delay=5)
-    _expect_answer(page, _predict(server, HEADLINE))
+    expect_answer(page, _predict(server, HEADLINE))
     assert page.locator("#timing dt").first.inner_text() == "round trip"
     assert "forward" in page.locator("#timing dt").all_inner_texts()
-    _until(page, "/without|No single/.test(why.textContent)")
+    until(page, "/without|No single/.test(why.textContent)")
     assert page.locator("#file").bounding_box() == place
     page.fill("#text", "many words " * 30)
-    _until(page, "remark.textContent.includes('first 24 tokens')")
+    until(page, "remark.textContent.includes('first 24 tokens')")
     page.fill("#text", "")
-    _until(page, "!document.body.dataset.accent && !words.children.length && !mirror.querySelector('mark')")
+    until(page, "!document.body.dataset.accent && !words.children.length && !mirror.querySelector('mark')")
 
 
 def test_a_stale_answer_never_wins(open_page: OpenPage, server: httpx.Client) -> None:
@@ -137,11 +82,11 @@ def test_a_stale_answer_never_wins(open_page: OpenPage, server: httpx.Client) ->
     with page.expect_request("**/predict"):
         page.fill("#text", HEADLINE)
     page.fill("#text", OTHER)
-    _expect_answer(page, _predict(server, OTHER))
+    expect_answer(page, _predict(server, OTHER))
     held[0].continue_()
     with page.expect_response("**/explain"):  # after a pause in which the older answer would have come
         pass
-    _expect_answer(page, _predict(server, OTHER))
+    expect_answer(page, _predict(server, OTHER))
 
 
 def test_words_that_decided_are_coloured_where_they_stand(open_page: OpenPage, server: httpx.Client) -> None:
@@ -164,21 +109,7 @@ def test_a_long_text_is_explained_on_demand_only(open_page: OpenPage) -> None:
     page = open_page()
     page.fill("#text", "word " * 100)
     page.click("#explain")
-    _until(page, "/without|No single/.test(why.textContent)")
-
-
-def _choose(page: Page, name: str, content: bytes) -> None:
-    page.set_input_files("#file-input", {"name": name, "mimeType": "", "buffer": content})
-    page.wait_for_selector("#plan:visible, #drop-error:visible")
-
-
-def _download(page: Page, tmp_path: Path) -> str:
-    page.wait_for_selector("#download:visible")
-    with page.expect_download() as download:
-        page.click("#download")
-    path = tmp_path / download.value.suggested_filename
-    download.value.save_as(path)
-    return path.read_bytes().decode()
+    until(page, "/without|No single/.test(why.textContent)")
 
 
 def test_a_csv_file_comes_back_with_its_own_cells_untouched(
@@ -192,10 +123,10 @@ def test_a_csv_file_comes_back_with_its_own_cells_untouched(
         '5,"Goal!"',
     ]
     page = open_page(refusals=True)
-    _choose(page, "news.csv", "\r\n".join(["id,Text,label", *rows, "", ""]).encode())
+    choose(page, "news.csv", "\r\n".join(["id,Text,label", *rows, "", ""]).encode())
     assert page.inner_text("#column option:checked") == "Text"
     page.click("#start")
-    content = _download(page, tmp_path)
+    content = download(page, tmp_path)
     header, *records = list(csv.reader(io.StringIO(content)))
     assert (tmp_path / "news.labelled.csv").exists()
     assert header == ["id", "Text", "label", "predicted_label", "predicted_confidence", "predicted_error"]
@@ -214,9 +145,9 @@ def test_a_csv_file_comes_back_with_its_own_cells_untouched(
 
 def test_a_text_file_comes_back_as_csv(open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(refusals=True)  # the server takes eight texts at once, the page tries more first
-    _choose(page, "lines.txt", ("\ufeff" + 'Goal, "at last"!\n' + "Shares fall\n" * 30).encode())
+    choose(page, "lines.txt", ("\ufeff" + 'Goal, "at last"!\n' + "Shares fall\n" * 30).encode())
     page.click("#start")
-    content = _download(page, tmp_path)
+    content = download(page, tmp_path)
     assert content.startswith("\ufefftext,label,confidence\n")
     records = list(csv.reader(io.StringIO(content[1:])))
     assert len(records) == 32
@@ -257,21 +188,21 @@ def test_a_run_shows_progress_waits_when_told_and_can_be_cancelled(open_page: Op
 
     def answer(route: Route) -> None:
         asked.append(route)
-        if len(asked) == 1:  # what a full queue says
+        if len(asked) <= 2:  # both requests in flight hear what a full queue says
             refusal = {"error": {"code": "queue_full", "message": "the queue is full"}}
             route.fulfill(status=503, json=refusal, headers={"Retry-After": "1"})
-        elif len(asked) < 9:
-            route.continue_()  # the ninth and later ones are held for ever
+        elif len(asked) < 11:
+            route.continue_()  # the later ones are held for ever
 
     page.route("**/predict/batch", answer)
-    _choose(page, "many.txt", b"Shares fall\n" * 400)
+    choose(page, "many.txt", b"Shares fall\n" * 400)
     page.click("#start")
-    _until(page, "document.getElementById('run-state').textContent.startsWith('The server is busy')")
-    _until(page, "progress.value > 0 && progress.value < 1")
-    _until(page, "cancel.matches(':focus')")
+    until(page, "document.getElementById('run-state').textContent.startsWith('The server is busy')")
+    until(page, "progress.value > 0 && progress.value < 1")
+    until(page, "cancel.matches(':focus')")
     page.keyboard.press("Enter")
-    _until(page, "document.getElementById('run-state').textContent.startsWith('Cancelled')")
-    records = list(csv.reader(io.StringIO(_download(page, tmp_path))))
+    until(page, "document.getElementById('run-state').textContent.startsWith('Cancelled')")
+    records = list(csv.reader(io.StringIO(download(page, tmp_path))))
     done = [record for record in records[1:] if record[1]]
     assert len(records) == 401
     assert 0 < len(done) < 400
@@ -296,48 +227,20 @@ def test_everything_can_be_done_by_keyboard(open_page: OpenPage) -> None:
 
     tab_to("text")
     page.keyboard.type("Goal!")
-    _until(page, "label.textContent !== 'What will it be?'")
+    until(page, "label.textContent !== 'What will it be?'")
     page.keyboard.press("Escape")
     assert page.input_value("#text") == ""
     assert page.inner_text("#label") == "What will it be?"
     tab_to("chip")
     page.keyboard.press("Enter")
-    _until(page, "announce.textContent.includes('%')")  # for who hears the page
+    until(page, "announce.textContent.includes('%')")  # for who hears the page
     tab_to("choose")
     page.keyboard.press("Enter")
-    _until(page, "start.matches(':focus')")
+    until(page, "start.matches(':focus')")
     page.keyboard.press("Enter")
-    _until(page, "download.matches(':focus')")
+    until(page, "download.matches(':focus')")
     with page.expect_download():
         page.keyboard.press("Enter")
-
-
-CONTRASTS = """() => {
-    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    const ground = (node) => getComputedStyle(node).backgroundColor;
-    const backgrounds = (node) => (node ? [...backgrounds(node.parentElement), ground(node)] : []);
-    const luminance = (layers) => {
-        for (const layer of layers) { canvas.fillStyle = layer; canvas.fillRect(0, 0, 1, 1); }
-        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((c) => c / 255)
-            .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
-    };
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    const found = [];
-    for (let node; (node = walker.nextNode()); ) {
-        const parent = node.parentElement;
-        if (!node.textContent.trim() || !parent.checkVisibility() || parent.closest("#mirror")) continue;
-        const under = backgrounds(parent);
-        const pair = [luminance(under), luminance([...under, getComputedStyle(parent).color])];
-        found.push([Math.max(...pair) / Math.min(...pair), node.textContent.trim()]);
-    }
-    for (const mark of document.querySelectorAll("#mirror mark")) {
-        const under = backgrounds(mark);
-        const pair = [luminance(under), luminance([...under, getComputedStyle(text).color])];
-        found.push([Math.max(...pair) / Math.min(...pair), mark.textContent]);
-    }
-    return found;
-}"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -349,9 +252,9 @@ def test_every_letter_has_contrast_in_every_accent(open_page: OpenPage, scheme: 
         page.evaluate(
             "accent => document.querySelectorAll('[data-accent]').forEach(one => one.dataset.accent = accent)", accent
         )
-        contrasts = page.evaluate(CONTRASTS)
-        assert len(contrasts) > 20
-        assert min(contrasts)[0] >= 4.5, min(contrasts)
+        found = contrasts(page)
+        assert len(found) > 20
+        assert min(found)[0] >= 4.5, min(found)
     grounds = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert grounds == {"light": "rgb(246, 244, 239)", "dark": "rgb(18, 20, 23)"}[scheme]
 
@@ -359,8 +262,8 @@ def test_every_letter_has_contrast_in_every_accent(open_page: OpenPage, scheme: 
 def test_a_phone_shows_everything_without_scrolling_sideways(open_page: OpenPage) -> None:
     page = open_page(refusals=True, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     page.fill("#text", "Donaudampfschifffahrtsgesellschaft" * 8)
-    _until(page, "/without|No single/.test(why.textContent)")
-    _choose(page, f"{'long-name' * 12}.csv", b"text,n\n" + b"x" * 400 + b",1\n,2\n")
+    until(page, "/without|No single/.test(why.textContent)")
+    choose(page, f"{'long-name' * 12}.csv", b"text,n\n" + b"x" * 400 + b",1\n,2\n")
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     page.click("#start")
     page.wait_for_selector("#download:visible")
@@ -371,9 +274,9 @@ def test_the_page_says_when_the_server_is_away_and_goes_on_by_itself(open_page: 
     page = open_page(refusals=True)
     page.context.set_offline(True)
     page.fill("#text", HEADLINE)
-    _until(page, "document.getElementById('notice-text').textContent.startsWith('The server does not answer.')")
+    until(page, "document.getElementById('notice-text').textContent.startsWith('The server does not answer.')")
     page.context.set_offline(False)
-    _expect_answer(page, _predict(server, HEADLINE))
+    expect_answer(page, _predict(server, HEADLINE))
     assert page.is_hidden("#notice")
 
 
@@ -384,52 +287,20 @@ def test_a_missing_model_and_key_are_asked_for_and_recovered_from(
     aside = weights.rename(folder_copy / "aside")
     with start_server(folder_copy, API_KEY=API_KEY) as client, browser.new_context() as context:
         page = context.new_page()
-        page.set_default_timeout(WAIT_SECONDS * 1000)
         page.goto(f"{client.base_url}/demo")
-        _until(page, "document.getElementById('notice-text').textContent.includes('lacks model.safetensors')")
+        until(page, "document.getElementById('notice-text').textContent.includes('lacks model.safetensors')")
         page.fill("#text", HEADLINE)
         aside.rename(weights)
         client.post("/admin/reload", headers={"Authorization": f"Bearer {API_KEY}"}).raise_for_status()
         for key in ("wrong", API_KEY):
             page.fill("#key", key)
             page.press("#key", "Enter")
-        _until(page, "confidence.textContent.endsWith('%') && notice.hidden")
+        until(page, "confidence.textContent.endsWith('%') && notice.hidden")
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
 def test_the_page_works_below_a_proxys_path_inside_another_page(open_page: OpenPage, server: httpx.Client) -> None:
-    class Proxy(BaseHTTPRequestHandler):
-        """Hands /some/place/* to the server's /*; anything else is a page that frames it."""
-
-        def do_GET(self) -> None:
-            if self.path == "/":
-                self._send(200, {"Content-Type": "text/html"}, FRAMING_PAGE)
-                return
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            headers = {name: self.headers[name] for name in ("Accept", "Content-Type") if name in self.headers}
-            path = self.path.removeprefix("/some/place")
-            answer = server.request(
-                self.command, path, content=body, headers={**headers, "Accept-Encoding": "identity"}
-            )
-            hop = ("content-length", "transfer-encoding", "connection")
-            self._send(answer.status_code, {k: v for k, v in answer.headers.items() if k not in hop}, answer.content)
-
-        do_POST = do_GET
-
-        def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        page = open_page(f"http://127.0.0.1:{proxy.server_port}/")
-        frame = page.frame_locator("iframe")
+    with framed_below_a_path(server) as address:
+        frame = open_page(address).frame_locator("iframe")
         frame.locator("#text").fill(HEADLINE)
         frame.locator("#confidence", has_text="%").wait_for()
-        proxy.shutdown()
