@@ -1,0 +1,1 @@
+"""How the speed of one engine depends on how its texts are grouped."""
