@@ -27,12 +27,14 @@ class Parts:
     def of(cls, settings: Settings, load_model: LoadModel) -> Parts:
         """Make the parts of a server with these settings."""
         metrics = ServerMetrics()
+        body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
+        metrics.watch("pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes)
         return cls(
             settings=settings,
             metrics=metrics,
             lifecycle=Lifecycle(settings),
             api_key=ApiKey(settings.api_key.get_secret_value() if settings.api_key else None),
-            body_budget=BodyBudget(int(settings.max_pending_mb * 2**20)),
+            body_budget=body_budget,
             served_model=ServedModel(settings, metrics, load_model),
         )
 

@@ -78,3 +78,18 @@ class StandInModel(ModelLoader):
 def stand_in(seconds_per_token: float = 0.0) -> Callable[[Path, str], ModelLoader]:
     """Return what `create_app` loads its model with."""
     return lambda path, engine: StandInModel(path, seconds_per_token)
+
+
+_WORDS = (
+    *("oil", "prices", "rise", "again", "as", "stocks", "fall", "on", "wall", "street", "new", "chip", "doubles"),
+    *("speed", "of", "ministers", "meet", "for", "talks", "goal"),
+)
+
+
+def text_of(number: int, num_words: int = 4) -> str:
+    """Another text of known words for every number, so that no two are answered together."""
+    words = []
+    for _ in range(num_words):
+        number, digit = divmod(number, len(_WORDS))
+        words.append(_WORDS[digit])
+    return " ".join(words)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.inference.servers import REPOSITORY, Server, free_port, metric, running, serving, stand_in_command, until
+from tests.inference.stand_in_model import text_of
 
 SLOW = 0.001  # seconds a token
 
@@ -50,7 +51,7 @@ class _Load:
         with httpx.Client(base_url=self._server.address, timeout=60) as client:
             for i in range(100_000):
                 try:
-                    response = client.post("/predict", json={"text": f"oil prices {number} {i}"})
+                    response = client.post("/predict", json={"text": text_of(1000 * number + i)})
                 except httpx.HTTPError as error:
                     self.errors.append(error)
                     return
@@ -76,7 +77,7 @@ def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder
 def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_folder: Path, tmp_path: Path) -> None:
     with _stand_in(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
         with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.address, timeout=60) as client:
-            ask = [pool.submit(client.post, "/predict", json={"text": f"oil {i}"}) for i in range(20)]
+            ask = [pool.submit(client.post, "/predict", json={"text": text_of(i)}) for i in range(20)]
             until(lambda: metric(server.client, "requests_in_progress") > 20)
             server.process.send_signal(signal.SIGTERM)
             assert [one.result().status_code for one in ask] == [200] * 20

@@ -12,6 +12,7 @@ import pytest
 
 from inference.routes.lines import LineSplitter
 from tests.inference.servers import metric, serving, until
+from tests.inference.stand_in_model import text_of
 
 STREAM = {"content-type": "application/x-ndjson"}
 
@@ -85,7 +86,7 @@ def test_a_client_that_reads_nothing_before_it_has_sent_everything_is_answered(m
 def test_a_stream_waits_for_room_in_the_queue_instead_of_failing(model_folder: Path) -> None:
     text = "oil prices rise " * 8  # 24 tokens, of 800 in the queue
     with serving(model_folder, seconds_per_token=0.0002, max_queue_tokens=800) as client:
-        bodies = [_lines([f"{i} {text}" for i in range(start, start + 100)]) for start in (0, 100, 200)]
+        bodies = [_lines([f"{text_of(i)} {text}" for i in range(start, start + 100)]) for start in (0, 100, 200)]
         found: list[list[dict[str, Any]]] = []
         threads = [threading.Thread(target=lambda body=body: found.append(_post(client, body))) for body in bodies]
         for thread in threads:
@@ -124,7 +125,7 @@ def test_a_stream_whose_client_left_takes_its_texts_along(model_folder: Path) ->
         with socket.create_connection(("127.0.0.1", client.base_url.port)) as connection:
             head = b"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
             connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
-            lines = _lines([f"oil {i}" for i in range(32)])
+            lines = _lines([text_of(i) for i in range(32)])
             connection.sendall(b"%x\r\n%s\r\n" % (len(lines), lines))
             until(lambda: metric(client, "batch_texts_count") + metric(client, "queue_tokens") > 0)
         until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
