@@ -29,6 +29,7 @@ from inference.cpu import cpu_flags
 from inference.engines.selection import ENGINES
 from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader
+from inference.settings import keep_tokenizer_on_one_thread
 from training.dataset import load_news
 from training.errors import UserError, run_command
 
@@ -46,6 +47,7 @@ def main() -> None:
     """Measure one engine and put it on the page."""
     options = _parse()
     end_with_children()
+    keep_tokenizer_on_one_thread()
     model = _load(options)
     texts = list(load_news(options.texts).test.texts)
     Random(SEED).shuffle(texts)

@@ -21,7 +21,7 @@ from inference.routes.documentation import document_api_key
 from inference.routes.json_route import JsonRoute, ShortCut
 from inference.served_model import LoadModel
 from inference.server_parts import Parts
-from inference.settings import Settings
+from inference.settings import Settings, keep_tokenizer_on_one_thread
 from inference.telemetry import TraceMiddleware
 
 _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin, documentation, pages)
@@ -31,6 +31,7 @@ _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin,
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     parts: Parts = app.state.parts
     configure_logging(parts.settings.log_level, logging.getLogger("inference"))
+    keep_tokenizer_on_one_thread()
     tasks: set[asyncio.Task[None]] = set()
 
     def load() -> None:

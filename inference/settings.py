@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -171,3 +172,8 @@ class Settings(BaseSettings):
     def allowed_origins(self) -> list[str]:
         """The entries of `cors_origins`."""
         return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]
+
+
+def keep_tokenizer_on_one_thread() -> None:
+    """Let texts be tokenised in the thread that asks: the library's own pool would take cores from forward passes."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,6 +166,21 @@ def test_threads_may_share_a_tokenizer(tokenizer: TextTokenizer) -> None:
     with ThreadPoolExecutor(8) as pool:
         from_threads = list(pool.map(lambda text: tokenizer.encode([text])[0], texts))
     assert from_threads == tokenizer.encode(texts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_a_server_tokenizes_on_the_thread_that_asks(model_folder: Path) -> None:
+    code = """
+import os, sys
+from inference.settings import keep_tokenizer_on_one_thread
+from inference.tokenization import TextTokenizer
+keep_tokenizer_on_one_thread()
+TextTokenizer.from_file(sys.argv[1], 8).encode(["stocks fall"] * 32)
+print(len(os.listdir("/proc/self/task")))
+"""
+    command = [sys.executable, "-c", code, str(model_folder / "tokenizer.json")]
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "1\n"
 
 
 def test_a_tokenizer_that_is_none_is_refused_with_a_reason() -> None:
