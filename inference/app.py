@@ -22,7 +22,7 @@ from inference.routes.json_route import JsonRoute, ShortCut
 from inference.served_model import LoadModel
 from inference.server_parts import Parts
 from inference.settings import Settings, keep_tokenizer_on_one_thread
-from inference.telemetry import TraceMiddleware
+from inference.telemetry import TraceMiddleware, Tracing
 
 _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin, documentation, pages)
 
@@ -57,7 +57,7 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
         load_model: From path and engine name to a loaded model.
 
     Raises:
-        SettingsError: A variable of the environment has no valid value.
+        SettingsError: A variable of the environment has no valid value, or asks for what is not installed.
     """
     settings = settings or Settings.from_environment()
     parts = Parts.of(settings, load_model)
@@ -73,6 +73,8 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
     json_routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, JsonRoute)]
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
     app.add_middleware(RequestGate, parts=parts)
+    if settings.otel_endpoint:
+        app.add_middleware(TraceMiddleware, tracing=Tracing(settings.otel_endpoint))
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -81,8 +83,6 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
             allow_headers=["Authorization", "Content-Type", "X-API-Key", "X-Request-ID"],
             expose_headers=["Retry-After", "Server-Timing", "X-Request-ID"],
         )
-    if settings.otel_endpoint:
-        app.add_middleware(TraceMiddleware, endpoint=settings.otel_endpoint)
     add_error_handlers(app)
     for group in _GROUPS:
         app.include_router(group.router)

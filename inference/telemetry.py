@@ -15,10 +15,10 @@ _UNTRACED = ("/livez", "/readyz", "/health", "/metrics", "/v2/health/")
 _STAGES = ("tokenize", "queue", "forward")
 
 
-class TraceMiddleware:
-    """Sends a span for every request to a collector, as a child of the caller's where it names one."""
+class Tracing:
+    """Makes spans and sends them to a collector, in batches on a thread of their own."""
 
-    def __init__(self, app: ASGIApp, endpoint: str) -> None:
+    def __init__(self, endpoint: str) -> None:
         """Make the tracer.
 
         Raises:
@@ -33,14 +33,21 @@ class TraceMiddleware:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise SettingsError("OTEL_ENDPOINT: needs OpenTelemetry; pip install 'distrinews[otel]'") from None
-        self.app = app
         resource = Resource.create({"service.name": "distrinews", "service.version": __version__})
-        self._provider = TracerProvider(resource=resource)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-        self._tracer = self._provider.get_tracer("distrinews")
-        self._kind = SpanKind.SERVER
-        self._inside = set_span_in_context
-        self._propagator = TraceContextTextMapPropagator()
+        provider = TracerProvider(resource=resource)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self.tracer = provider.get_tracer("distrinews")
+        self.kind = SpanKind.SERVER
+        self.inside = set_span_in_context
+        self.propagator = TraceContextTextMapPropagator()
+
+
+class TraceMiddleware:
+    """Makes a span for every request, as a child of the caller's where it names one."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace one request."""
@@ -56,9 +63,9 @@ class TraceMiddleware:
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         started = time.time_ns()
-        span = self._tracer.start_span(
-            scope["method"], self._propagator.extract(headers), kind=self._kind, start_time=started
-        )
+        tracing = self._tracing
+        parent = tracing.propagator.extract(headers)
+        span = tracing.tracer.start_span(scope["method"], parent, kind=tracing.kind, start_time=started)
         try:
             await self.app(scope, receive, noting_status)
         finally:
@@ -69,10 +76,10 @@ class TraceMiddleware:
             )
             context = RequestContext.of(scope)
             span.set_attributes({"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts})
-            inside = self._inside(span)
+            inside = tracing.inside(span)
             for name, seconds in zip(_STAGES, context.stages or (), strict=False):
                 # One after the other, as they are for a single text; of several texts the longest of each.
-                stage = self._tracer.start_span(name, inside, start_time=started)
+                stage = tracing.tracer.start_span(name, inside, start_time=started)
                 started += int(seconds * 1e9)
                 stage.end(started)
             span.end()

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+import transformers
 
 from inference.model_loader import ModelLoader
+from inference.tokenization import clean_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]
@@ -56,6 +58,57 @@ def test_predict_answers_as_the_model_does_in_python(
         assert response.json()["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
 
 
+def test_answers_over_http_are_those_of_a_transformers_pipeline(
+    server: httpx.Client, model_folder: Path, texts: list[str]
+) -> None:
+    # The pipeline gets cleaned texts: cleaning is part of the model here, and no part of a tokenizer's files.
+    pipeline = transformers.pipeline("text-classification", model=str(model_folder), top_k=None, device="cpu")
+    expected = pipeline([clean_text(text) for text in texts], truncation=True)
+    for text, scores in zip(texts, expected, strict=True):
+        answer = server.post("/predict", json={"text": text}).json()
+        assert answer["label"] == scores[0]["label"]
+        assert answer["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=1e-5)
+
+
+def test_an_answer_tells_its_confidence_its_tokens_and_whether_the_text_was_cut(server: httpx.Client) -> None:
+    answer = server.post("/predict", json={"text": "Goal!"}).json()
+    assert list(answer) == ["label", "confidence", "probabilities", "truncated", "num_tokens"]
+    assert answer["confidence"] == answer["probabilities"][answer["label"]] == max(answer["probabilities"].values())
+    assert sum(answer["probabilities"].values()) == pytest.approx(1)
+    assert (answer["truncated"], answer["num_tokens"]) == (False, 4)
+    answer = server.post("/predict", json={"text": "Goal! " * 30}).json()
+    assert (answer["truncated"], answer["num_tokens"]) == (True, 62)
+
+
+def test_top_k_gives_the_best_labels_the_highest_first(server: httpx.Client) -> None:
+    full = server.post("/predict", json={"text": "Goal!"}).json()
+    ordered = sorted(full["probabilities"].items(), key=lambda one: -one[1])
+    for top_k in (1, 3, 4, 99):
+        answer = server.post("/predict", json={"text": "Goal!", "top_k": top_k}).json()
+        assert list(answer["probabilities"].items()) == ordered[:top_k]
+        assert {**answer, "probabilities": full["probabilities"]} == full
+        assert server.post("/predict/batch", json={"texts": ["Goal!"], "top_k": top_k}).json() == [answer]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Goal!\x00\x01\x1f\x7f",
+        "\u202eright to left\u202c \u05d0\u05d1 \u0627\u0644",
+        "👩\u200d👩\u200d👧\u200d👦 🇩🇪 e\u0301",
+        "a" * 2000,
+        "\n" * 1999 + "a",
+        "<" * 2000,
+        "&amp;" * 399 + "x",
+        "\ufeff\ufffe\uffff x",
+        "\U0010ffff x",
+    ],
+)
+def test_any_text_that_can_be_read_is_answered(server: httpx.Client, text: str) -> None:
+    for path in ("/predict", "/explain"):
+        assert server.post(path, json={"text": text}).status_code == 200
+
+
 def test_a_batch_is_answered_with_a_list_in_order(server: httpx.Client, texts: list[str]) -> None:
     answers = server.post("/predict/batch", json={"texts": texts}).json()
     singles = [server.post("/predict", json={"text": text}).json() for text in texts]
@@ -81,6 +134,10 @@ def test_a_blank_text_is_refused_with_422(server: httpx.Client, text: str) -> No
         ("/predict/batch", {"texts": []}),
         ("/predict/batch", {"texts": "News"}),
         ("/predict/batch", {"texts": ["News", 5]}),
+        ("/predict", {"text": "News", "top_k": 0}),
+        ("/predict", {"text": "News", "top_k": "2"}),
+        ("/predict", {"text": "News", "topk": 2}),
+        ("/predict", {"text": "News", "x" * 300: 1}),
     ],
 )
 def test_a_body_of_the_wrong_shape_is_refused_with_422(server: httpx.Client, path: str, body: Any) -> None:
@@ -152,12 +209,14 @@ def test_health_answers_while_the_model_works(server: httpx.Client) -> None:
 
 def test_the_documentation_shows_the_error_shape(server: httpx.Client) -> None:
     paths = server.get("/openapi.json").json()["paths"]
-    for path in ("/predict", "/predict/batch"):
+    for path in ("/predict", "/predict/batch", "/explain", "/hub"):
         responses = paths[path]["post"]["responses"]
-        for status in ("422", "503"):
+        assert set(responses) == {"200", "400", "401", "408", "413", "422", "429", "500", "503", "504"}
+        for status in set(responses) - {"200"}:
             schema = responses[status]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
-        assert "Retry-After" in responses["503"]["headers"]
+        for status in ("429", "503"):
+            assert "Retry-After" in responses[status]["headers"]
 
 
 def test_without_a_model_the_server_stays_up_and_says_why(start_server: StartServer, folder_copy: Path) -> None:

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.inference.servers import REPOSITORY, free_port, running, stand_in_command
+
+
+@contextmanager
+def _collector() -> Iterator[tuple[str, list[bytes]]]:
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *ignored: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/traces", bodies
+    server.shutdown()
+
+
+def test_a_request_is_a_span_with_its_stages_under_the_caller_s_trace(model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="needs the otel extra")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the otel extra")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    port, trace_id = free_port(), "4bf92f3577b34da6a3ce929d0e0e4736"
+    with _collector() as (endpoint, bodies):
+        settings = {"MODEL_CHECKPOINT": str(model_folder), "OTEL_ENDPOINT": endpoint}
+        with running(stand_in_command(port, 0.001), port, tmp_path / "log", **settings) as server:
+            headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+            server.client.post("/predict", json={"text": "secret oil prices"}, headers=headers)
+            assert server.stop() == 0
+    requests = [ExportTraceServiceRequest.FromString(body) for body in bodies]
+    spans = [
+        span
+        for request in requests
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    assert {span.name for span in spans} == {"POST /predict", "tokenize", "queue", "forward"}
+    assert {span.trace_id.hex() for span in spans} == {trace_id}
+    assert not [body for body in bodies if b"secret" in body]
+
+
+def test_without_the_extra_the_server_says_so_in_one_line() -> None:
+    blocked = "import sys; sys.modules['opentelemetry.sdk.resources'] = None; import inference.app"
+    environment = {**os.environ, "OTEL_ENDPOINT": "http://127.0.0.1:1/v1/traces"}
+    run = subprocess.run(
+        [sys.executable, "-c", blocked], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert run.stderr == "error: OTEL_ENDPOINT: needs OpenTelemetry; pip install 'distrinews[otel]'\n"
