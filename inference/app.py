@@ -72,7 +72,7 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
     app.state.parts = parts
     json_routes = [route for group in _GROUPS for route in group.router.routes if isinstance(route, JsonRoute)]
     app.add_middleware(ShortCut, routes=json_routes, handlers=app.exception_handlers)
-    app.add_middleware(RequestGate, parts=parts)
+    app.add_middleware(RequestGate, parts=parts, paths=frozenset(route.path for route in json_routes))
     if settings.otel_endpoint:
         app.add_middleware(TraceMiddleware, tracing=Tracing(settings.otel_endpoint))
     if settings.allowed_origins:

@@ -27,9 +27,17 @@ _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 class RequestGate:
     """Admits requests and accompanies them."""
 
-    def __init__(self, app: ASGIApp, parts: Parts) -> None:
+    def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
+        """Make the gate.
+
+        Args:
+            app: What is behind it.
+            parts: Of the server.
+            paths: Those that a refused request is counted by; what it would have met is not looked for any more.
+        """
         settings = parts.settings
         self.app = app
+        self.paths = paths
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
@@ -139,7 +147,7 @@ class _Passage:
         seconds = time.perf_counter() - context.started
         method = self.scope["method"]
         method = method if method in _METHODS else "OTHER"
-        route = route_of(self.scope)
+        route = self.route()
         gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
         log_request(context, method, route, self.status, seconds)
 
@@ -209,8 +217,9 @@ class _Passage:
         self.is_gone = True
         self.task.cancel()
 
-
-def route_of(scope: Scope) -> str:
-    """Name the route that a request took, from a bounded set: its template, never what a client made up."""
-    route = scope.get("route")
-    return getattr(route, "path", None) or "unmatched"
+    def route(self) -> str:
+        # From a bounded set: a route's template, never what a client made up.
+        if (route := self.scope.get("route")) is not None:
+            return route.path
+        path = self.scope["path"]
+        return path if path in self.gate.paths else "unmatched"

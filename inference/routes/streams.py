@@ -57,6 +57,7 @@ class StreamResponse(Response):
         self._context.is_stream = True
         self._index = 0
         self._unsubmitted: list[PredictRequest | Exception] = []
+        self._group_lines = _GROUP_LINES
         self._give_up_at = 0.0
         settings = self._parts.settings
         self._timeout_s = settings.request_timeout_s
@@ -88,14 +89,16 @@ class StreamResponse(Response):
             if not self._unsubmitted:
                 break
             try:
-                groups.append(self._submit(self._unsubmitted))
+                groups.append(self._submit(self._unsubmitted[: self._group_lines]))
             except QueueFullError as error:
                 # A stream is in no hurry: it waits for room, where a single request is better refused at once.
                 if groups:
                     break
+                self._group_lines = max(1, self._group_lines // 2)
                 await self._pause(error)
             else:
-                self._unsubmitted = []
+                self._unsubmitted = self._unsubmitted[self._group_lines :]
+                self._group_lines = _GROUP_LINES
         return bool(groups)
 
     async def _pause(self, error: QueueFullError) -> None:

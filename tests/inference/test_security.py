@@ -98,6 +98,7 @@ def test_a_client_over_its_rate_is_refused_until_its_bucket_fills_again(model_fo
         assert client.post("/predict", json=TEXT).status_code == 200
         refused = client.post("/predict", json=TEXT)
         assert (refused.status_code, _code(refused)) == (429, "rate_limited")
+        assert metric(client, "requests_total", route="/predict", status="429") == 1
         assert 1 <= int(refused.headers["retry-after"]) <= 2
         assert client.get("/health").status_code == 200
 
