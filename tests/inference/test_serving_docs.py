@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import inference
+from inference.app import create_app
+from inference.classifier import QueueLimits
+from inference.metrics import ServerMetrics
+from inference.settings import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GUIDE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def _settings_table() -> str:
+    lines = ["| variable | default | what it does |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = "off" if field.default is None else f"`{field.default}`" if str(field.default) else "empty"
+        lines.append(f"| `{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_has_every_setting_as_it_is() -> None:
+    found = re.search(r"<!-- settings[^>]*-->\n(.*?)\n?<!-- /settings -->", GUIDE, re.DOTALL)
+    assert found
+    assert found[1] == _settings_table(), f"put this table there:\n{_settings_table()}"
+
+
+def _operations() -> dict[str, dict[str, Any]]:
+    paths = create_app(Settings()).openapi()["paths"]
+    return {f"{method.upper()} {path}": one for path, methods in paths.items() for method, one in methods.items()}
+
+
+def test_the_guide_has_every_route_and_every_status() -> None:
+    routes = GUIDE.partition("## Routes")[2].partition("## Refusals")[0]
+    refusals = GUIDE.partition("## Refusals")[2].partition("## Settings")[0]
+    for name, operation in _operations().items():
+        assert f"`{name}`" in routes, name
+        for status in set(operation["responses"]) - {"200"}:
+            assert re.search(rf"^\|[\d, ]*\b{status}\b", refusals, re.MULTILINE), (name, status)
+
+
+def test_the_guide_has_every_code_of_a_refusal() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "inference").rglob("*.py"))
+    codes = re.findall(r'(?:\b[45]\d\d[,:] |RefusedTextError\(\s*)"(\w+)"', sources)
+    assert len(set(codes)) > 15
+    for code in codes:
+        assert f"`{code}`" in GUIDE, code
+
+
+def test_the_guide_has_every_metric() -> None:
+    table = GUIDE.partition("### Metrics")[2]
+    for family in ServerMetrics().registry.collect():
+        if family.name.startswith("distrinews_"):
+            assert f"`{family.name.removeprefix('distrinews_')}" in table, family.name
+
+
+def test_every_operation_of_the_document_says_what_it_does() -> None:
+    operations = _operations()
+    assert len(operations) > 15
+    assert all(operation["description"] for operation in operations.values())
+    assert len({operation["operationId"] for operation in operations.values()}) == len(operations)
+
+
+def test_the_queue_has_the_same_defaults_with_and_without_a_server() -> None:
+    settings, limits = Settings(), QueueLimits()
+    for name in ("max_batch_tokens", "max_queue_tokens", "cache_entries"):
+        assert getattr(settings, name) == getattr(limits, name)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert inference.__version__ == project["version"]
