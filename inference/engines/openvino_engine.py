@@ -1,0 +1,58 @@
+"""OpenVINO as the runtime: static int8 on x86, fast where our own kernels do not run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+from numpy.typing import NDArray
+
+from inference.engines.base import TokenBatch
+
+FILE_NAME = "model.xml"
+# The plugin keeps memory for every shape that it ever met: at any length DistilBERT-base grows from 190 to 780 MB
+# within minutes, at lengths rounded up to 16 tokens it stays at 330 MB.
+LENGTH_STEP = 16
+
+
+class OpenVinoEngine:
+    """Runs the graph that `inference.exporting.openvino_writer` wrote; see `inference.engines.base.Engine`."""
+
+    name = "openvino int8"
+    num_slots = 1
+    pads = True
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
+        """Read and compile the graph.
+
+        Args:
+            folder: Holds `FILE_NAME` and the weights beside it.
+            config: The contents of the model's ``config.json``.
+            threads: Processors that the engine may use.
+
+        Raises:
+            RuntimeError: The files are damaged or need a newer runtime.
+        """
+        self._pad_id: int = config.get("pad_token_id") or 0
+        self._longest: int = config.get("max_position_embeddings") or np.iinfo(np.int32).max
+        options = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 where the processor has it
+        }
+        self._request = openvino.Core().compile_model(folder / FILE_NAME, "CPU", options).create_infer_request()
+        self._lock = threading.Lock()
+
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        """Run one forward pass; see `inference.engines.base.Engine`."""
+        input_ids, attention_mask = batch.padded(self._pad_id)
+        length = input_ids.shape[1]
+        missing = min(-length % LENGTH_STEP, max(0, self._longest - length))
+        more = ((0, 0), (0, missing))
+        inputs = [np.pad(input_ids, more, constant_values=self._pad_id), np.pad(attention_mask, more)]
+        with self._lock:
+            return self._request.infer(inputs)[0].copy()
