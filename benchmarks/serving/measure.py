@@ -15,6 +15,7 @@ BATCH = 64
 ONE, EIGHT, MANY, LISTS = "1 client", "8 clients", "64 clients", f"lists of {BATCH}"
 STEADY, OVERLOAD = "70% of capacity", "3 times capacity"
 STEADY_SHARE, OVERLOAD_SHARE = 0.7, 3.0
+MOST_NOISE = 0.03  # share of the cores that others may take before a load counts as disturbed
 PATIENCE = 10.0  # seconds after an open loop: who has no answer by then will not wait for it
 _CLOSED = {ONE: 1, EIGHT: 8, MANY: 64, LISTS: 1}
 
@@ -85,7 +86,10 @@ def describe(figures: dict[str, Any]) -> str:
     latency = figures["latency"].get("200")
     shown = f", p50 {latency['p50'] * 1e3:.0f} ms, p99 {latency['p99'] * 1e3:.0f} ms" if latency else ""
     others = {status: count for status, count in figures["outcomes"].items() if status != "200"}
-    return f"{figures['texts_per_second']:.1f} texts/s{shown}{f', also {others}' if others else ''}"
+    shown += f", also {others}" if others else ""
+    share = figures["others_share"] + figures["stolen_share"]
+    shown += f" (NOT QUIET: others took {share:.0%} of the cores)" if share > MOST_NOISE else ""
+    return f"{figures['texts_per_second']:.1f} texts/s{shown}"
 
 
 def _warm_up(running: Running, singles: Path, seconds: float) -> None:

@@ -6,7 +6,7 @@ from statistics import median
 
 from benchmarks.serving import tables
 from benchmarks.serving.goals import REFERENCE, goals_table
-from benchmarks.serving.measure import BATCH, OVERLOAD_SHARE, PATIENCE, STEADY_SHARE
+from benchmarks.serving.measure import BATCH, MOST_NOISE, OVERLOAD_SHARE, PATIENCE, STEADY_SHARE
 from benchmarks.serving.results import LOADS, Results
 from benchmarks.serving.servers import SERVERS
 from benchmarks.tables import fact_list
@@ -86,8 +86,9 @@ TRUST = """
 ## How far to trust it
 
 - Client and server share the cores. The client took {client} of them at most, other processes {others} in the median
-  and {others_most} at most, the machine's host {stolen} at most, over all loads and rounds. Where others took more
-  than a few hundredths, the figures are too low, and by how much differs from server to server.
+  and {others_most} at most, the machine's host {stolen} at most, over all loads and rounds.
+  {disturbed} of {loads} loads were disturbed (others and host took more than {most_noise:.0%}): their figures are too
+  low, and by how much differs from server to server.
 - A difference smaller than the spread of the rounds is not a finding; p99 of a load with fewer than some hundred
   answers (a lone client of a slow server, lists) is close to its maximum.
 - The client's p99 of lateness in the open loops was {lateness:.1f} ms at most; it is part of the latencies.
@@ -186,6 +187,9 @@ def _trust(results: Results) -> str:
         client=f"{max(load['client_share'] for load in loads):.1%}",
         others=f"{median(others):.1%}",
         others_most=f"{max(others):.1%}",
+        disturbed=sum(load["others_share"] + load["stolen_share"] > MOST_NOISE for load in loads),
+        loads=len(loads),
+        most_noise=MOST_NOISE,
         stolen=f"{max(load['stolen_share'] for load in loads):.1%}",
         lateness=max(load["lateness_p99"] for load in loads) * 1e3,
     )
