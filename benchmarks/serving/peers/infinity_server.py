@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 from infinity_emb.transformer.classifier import optimum as engine
@@ -19,8 +18,12 @@ MODEL_FILE = "model_quantized.onnx"
 
 
 def lay_out(folder: Path) -> Path:
-    """Make the folder that Infinity loads: the ONNX file under its name for int8, and a tokenizer it can read."""
-    laid_out = Path(tempfile.mkdtemp(prefix="infinity-"))
+    """Make the folder that Infinity loads: the ONNX file under its name for int8, and a tokenizer it can read.
+
+    It lies where the process was started, a folder that the benchmark removes.
+    """
+    laid_out = Path("laid_out").absolute()
+    laid_out.mkdir()
     (laid_out / MODEL_FILE).symlink_to(next(folder.glob("*.onnx")).resolve())
     for name in ("config.json", "tokenizer.json"):
         (laid_out / name).symlink_to((folder / name).resolve())
