@@ -158,7 +158,15 @@ class _Passage:
             message["headers"] = self.complete(message.get("headers", []))
         elif not message.get("more_body", False):
             self.is_answered = True
-        await self.inner_send(message)
+        if not self.context.is_stream:
+            await self.inner_send(message)
+            return
+        try:
+            async with asyncio.timeout(self.gate.timeout_s):
+                await self.inner_send(message)
+        except TimeoutError:
+            self.cancel()  # a client that takes nothing any more is as good as gone
+            await asyncio.sleep(0)
 
     def complete(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         added = [

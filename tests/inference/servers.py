@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], port: int, log: Path, wait_for_model: bool = True, **settings: str) -> Iterator[Server]:
+def running(command: list[str], port: int, log: Path, **settings: str) -> Iterator[Server]:
     """Start a server and wait until it is ready; it is stopped at the end."""
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -72,8 +72,7 @@ def running(command: list[str], port: int, log: Path, wait_for_model: bool = Tru
         )
     server = Server(process, port, log)
     try:
-        if wait_for_model:
-            until(server.is_ready, STARTUP_SECONDS)
+        until(server.is_ready, STARTUP_SECONDS)
         yield server
     finally:
         server.client.close()
@@ -85,9 +84,16 @@ def running(command: list[str], port: int, log: Path, wait_for_model: bool = Tru
             process.wait()
 
 
-def stand_in_command(port: int, seconds_per_token: float) -> list[str]:
-    """How a server with a stand-in for the model is started."""
-    return [sys.executable, "-m", "tests.inference.stand_in_server", str(port), str(seconds_per_token)]
+@contextmanager
+def stand_in_server(
+    folder: Path, tmp_path: Path, seconds_per_token: float, command: tuple[str, ...] = (), **settings: str
+) -> Iterator[Server]:
+    """Start a server whose model is a stand-in; `command` where it is not `python -m inference.serve`."""
+    port = free_port()
+    command = command or ("tests.inference.stand_in_server", "--host", "127.0.0.1")
+    settings = {"MODEL_CHECKPOINT": str(folder), "SECONDS_PER_TOKEN": str(seconds_per_token), **settings}
+    with running([sys.executable, "-m", *command, "--port", str(port)], port, tmp_path / "log", **settings) as server:
+        yield server
 
 
 class ThreadedServer:

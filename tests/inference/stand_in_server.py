@@ -1,10 +1,12 @@
 """The real server in a process of its own, with a stand-in for the model; run by tests.
 
-python -m tests.inference.stand_in_server PORT SECONDS_PER_TOKEN
+SECONDS_PER_TOKEN=0.001 python -m tests.inference.stand_in_server --port PORT
+SECONDS_PER_TOKEN=0.001 uvicorn tests.inference.stand_in_server:app
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import inference.app
@@ -12,7 +14,7 @@ from inference import serve
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
 
+app = inference.app.app = inference.app.create_app(Settings(), stand_in(float(os.environ["SECONDS_PER_TOKEN"])))
+
 if __name__ == "__main__":
-    port, seconds_per_token = sys.argv[1:]
-    inference.app.app = inference.app.create_app(Settings(), stand_in(float(seconds_per_token)))
-    sys.exit(serve.main(["--host", "127.0.0.1", "--port", port]))
+    sys.exit(serve.main())

@@ -14,16 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.inference.servers import REPOSITORY, Server, free_port, metric, running, serving, stand_in_command, until
+from tests.inference.servers import REPOSITORY, Server, metric, serving, stand_in_server, until
 from tests.inference.stand_in_model import text_of
 
 SLOW = 0.001  # seconds a token
-
-
-def _stand_in(folder: Path, tmp_path: Path, seconds_per_token: float = SLOW, **settings: str):  # noqa: ANN202
-    port = free_port()
-    command = stand_in_command(port, seconds_per_token)
-    return running(command, port, tmp_path / "server.log", MODEL_CHECKPOINT=str(folder), **settings)
 
 
 class _Load:
@@ -62,7 +56,7 @@ class _Load:
 
 
 def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
-    with _stand_in(model_folder, tmp_path, DRAIN_SECONDS="1") as server, _Load(server) as load:
+    with stand_in_server(model_folder, tmp_path, SLOW, DRAIN_SECONDS="1") as server, _Load(server) as load:
         server.process.send_signal(signal.SIGTERM)
         until(lambda: not server.is_ready())
         health = server.client.get("/health")
@@ -75,7 +69,7 @@ def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder
 
 
 def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_folder: Path, tmp_path: Path) -> None:
-    with _stand_in(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
+    with stand_in_server(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
         with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.address, timeout=60) as client:
             ask = [pool.submit(client.post, "/predict", json={"text": text_of(i)}) for i in range(20)]
             until(lambda: metric(server.client, "requests_in_progress") > 20)
@@ -86,7 +80,10 @@ def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_
 
 def test_the_grace_time_ends_what_does_not_end_itself(model_folder: Path, tmp_path: Path) -> None:
     settings = {"DRAIN_SECONDS": "0", "GRACE_SECONDS": "1", "REQUEST_TIMEOUT_S": "600"}
-    with _stand_in(model_folder, tmp_path, seconds_per_token=3, **settings) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        stand_in_server(model_folder, tmp_path, seconds_per_token=3, **settings) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         text = "oil prices rise and stocks fall on wall street"
         pool.submit(httpx.post, f"{server.address}/predict", json={"text": text}, timeout=60)
         until(lambda: metric(server.client, "requests_in_progress") > 1)
@@ -95,10 +92,9 @@ def test_the_grace_time_ends_what_does_not_end_itself(model_folder: Path, tmp_pa
 
 
 def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--no-access-log"]
-    with running(command, port, tmp_path / "log", MODEL_CHECKPOINT=str(model_folder), DRAIN_SECONDS="0.5") as server:
-        with _Load(server, num_clients=2) as load:
+    command = ("uvicorn", "tests.inference.stand_in_server:app", "--no-access-log")
+    with stand_in_server(model_folder, tmp_path, SLOW, command, DRAIN_SECONDS="0.5") as server:
+        with _Load(server) as load:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=30) == 0
             load.stopped.set()
@@ -161,7 +157,7 @@ def _by_signal(server: Server) -> None:
 def test_a_reload_under_load_fails_no_request(
     own_folder: Path, tmp_path: Path, reload: Callable[[Server], None]
 ) -> None:
-    with _stand_in(own_folder, tmp_path) as server:
+    with stand_in_server(own_folder, tmp_path, SLOW) as server:
         revisions = {server.client.get("/model").json()["revision"]}
         with _Load(server) as load:
             for _ in range(5):
@@ -175,7 +171,7 @@ def test_a_reload_under_load_fails_no_request(
 
 
 def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder: Path, tmp_path: Path) -> None:
-    with _stand_in(own_folder, tmp_path) as server, _Load(server) as load:
+    with stand_in_server(own_folder, tmp_path, SLOW) as server, _Load(server) as load:
         before = server.client.get("/model").json()
         good = (own_folder / "tokenizer.json").read_bytes()
         (own_folder / "tokenizer.json").unlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.servers import REPOSITORY, free_port, running, stand_in_command
+from tests.inference.servers import REPOSITORY, stand_in_server
 
 
 @contextmanager
@@ -38,13 +38,14 @@ def test_a_request_is_a_span_with_its_stages_under_the_caller_s_trace(model_fold
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the otel extra")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    port, trace_id = free_port(), "4bf92f3577b34da6a3ce929d0e0e4736"
-    with _collector() as (endpoint, bodies):
-        settings = {"MODEL_CHECKPOINT": str(model_folder), "OTEL_ENDPOINT": endpoint}
-        with running(stand_in_command(port, 0.001), port, tmp_path / "log", **settings) as server:
-            headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
-            server.client.post("/predict", json={"text": "secret oil prices"}, headers=headers)
-            assert server.stop() == 0
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with (
+        _collector() as (endpoint, bodies),
+        stand_in_server(model_folder, tmp_path, 0.001, OTEL_ENDPOINT=endpoint) as server,
+    ):
+        headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+        server.client.post("/predict", json={"text": "secret oil prices"}, headers=headers)
+        assert server.stop() == 0
     requests = [ExportTraceServiceRequest.FromString(body) for body in bodies]
     spans = [
         span

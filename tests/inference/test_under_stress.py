@@ -10,12 +10,11 @@ import socket
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.inference.servers import Server, free_port, metric, running, serving, stand_in_command, until
+from tests.inference.servers import Server, metric, serving, stand_in_server, until
 from tests.inference.stand_in_model import DIES, RAISES, text_of
 
 TEXT = {"text": "oil prices rise again as stocks fall on wall street"}
@@ -128,13 +127,6 @@ class _OpenLoop:
             self.retry_after.append(int(re.search(r"retry-after: (\d+)", head)[1]))
 
 
-def _stand_in_server(folder: Path, tmp_path: Path, seconds_per_token: float, **settings: str) -> Any:
-    port = free_port()
-    command = stand_in_command(port, seconds_per_token)
-    settings = {"MODEL_CHECKPOINT": str(folder), "LOG_LEVEL": "warning", **settings}
-    return running(command, port, tmp_path / "server.log", **settings)
-
-
 def _memory_mb(server: Server) -> float:
     pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -144,7 +136,7 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
     model_folder: Path, tmp_path: Path
 ) -> None:
     # 14 tokens a text at 1.8 ms each: about 40 texts a second; 120 come.
-    with _stand_in_server(model_folder, tmp_path, 0.0018, MAX_QUEUE_TOKENS="400") as server:
+    with stand_in_server(model_folder, tmp_path, 0.0018, LOG_LEVEL="warning", MAX_QUEUE_TOKENS="400") as server:
         asyncio.run(_OpenLoop(server.port).run(20, 1))
         before = _memory_mb(server)
         load = _OpenLoop(server.port)
@@ -162,7 +154,8 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_a_long_time_of_everything(model_folder: Path, tmp_path: Path) -> None:
-    with _stand_in_server(model_folder, tmp_path, 0.0001, MAX_QUEUE_TOKENS="2000", CACHE_ENTRIES="1000") as server:
+    settings = {"LOG_LEVEL": "warning", "MAX_QUEUE_TOKENS": "2000", "CACHE_ENTRIES": "1000"}
+    with stand_in_server(model_folder, tmp_path, 0.0001, **settings) as server:
         _soak(server, 20)
         samples = [_memory_mb(server)]
         until_then = time.monotonic() + SOAK_MINUTES * 60
