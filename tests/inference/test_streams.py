@@ -133,6 +133,7 @@ def test_a_stream_whose_client_left_takes_its_texts_along(model_folder: Path) ->
 
 
 def test_a_stream_whose_client_takes_no_answers_is_ended(model_folder: Path) -> None:
+    lines = _lines(["Goal!"]) * 1_000_000
     with (
         serving(model_folder, request_timeout_s=0.5, max_body_mb=0.5) as client,
         socket.create_connection(("127.0.0.1", client.base_url.port)) as connection,
@@ -140,7 +141,6 @@ def test_a_stream_whose_client_takes_no_answers_is_ended(model_folder: Path) -> 
         head = b"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
         connection.sendall(head + b"Content-Length: 999999999\r\n\r\n")
         connection.settimeout(1)
-        lines = _lines(["Goal!"] * 1_000_000)
         with pytest.raises(OSError, match=r"timed out|reset|Broken pipe"):
             connection.sendall(lines)
         until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
