@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO := checkpoints/demo
 
-.PHONY: help install demo test test-all lint format bench clean
+.PHONY: help install demo test test-all lint format bench bench-serving clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +43,9 @@ format: $(INSTALLED) ## Put the code into its format
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[bench]"
 	$(BIN)/python -m benchmarks.training_throughput
+
+bench-serving: $(INSTALLED) ## Measure the server against others and write benchmarks/serving.md
+	$(BIN)/python -m benchmarks.serving_load
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
