@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,3 +143,7 @@ class ServedModel:
 async def _drain(classifier: Classifier) -> None:
     await classifier.drain()
     classifier.close()
+    # A model's weights hang in cycles with its threads, and the collector, blind to memory that is not Python's, is in
+    # no hurry: without this every reload would add a model's size.
+    del classifier
+    gc.collect()

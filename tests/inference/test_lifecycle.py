@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.inference.servers import REPOSITORY, Server, metric, serving, stand_in_server, until
-from tests.inference.stand_in_model import text_of
+from inference.app import create_app
+from inference.settings import Settings
+from tests.inference.servers import REPOSITORY, Server, ThreadedServer, metric, serving, stand_in_server, until
+from tests.inference.stand_in_model import stand_in, text_of
 
 SLOW = 0.001  # seconds a token
 
@@ -189,6 +193,21 @@ def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder
         assert server.client.post("/admin/reload").status_code == 200
     assert set(load.statuses) == {200}
     assert not load.errors
+
+
+def test_a_reload_gives_the_memory_of_the_old_model_back(model_folder: Path) -> None:
+    app = create_app(Settings(model_checkpoint=model_folder), stand_in())
+    server = ThreadedServer(app)
+    gc.collect()
+    gc.disable()
+    try:
+        with server.running() as client:
+            engine = weakref.ref(server.parts.served_model.require().model.engine)
+            assert client.post("/predict", json={"text": "oil"}).status_code == 200
+            assert client.post("/admin/reload").status_code == 200
+            until(lambda: engine() is None)
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> None:
