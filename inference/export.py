@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from inference.errors import ExportRefusedError, ModelLoadError
+from inference.exporting.engine_files import PRECISIONS, default_engine
 from inference.labelled_rows import LabelledRows, find_rows, read_rows
 from inference.model_files import SavedModel, is_artefact, read_saved_model
 
@@ -36,7 +37,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="model folder or .pt file")
     parser.add_argument(
         "--engine",
-        choices=["native", "openvino", "onnx"],
+        choices=list(PRECISIONS),
         help="what the artefact is for (default: native where this processor supports it, else onnx)",
     )
     parser.add_argument("--precision", choices=["int8", "fp32"], default="int8", help="fp32 is for onnx only")
@@ -96,16 +97,13 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
 
 
 def _export(options: argparse.Namespace, saved: SavedModel, rows: LabelledRows, console: Console) -> Exported:
-    console.print(f"Exporting {options.model}")
-    # PyTorch takes seconds to import: not before the arguments are known to be good.
-    from inference.exporting.build import export
-    from inference.exporting.engine_files import PRECISIONS, default_engine
-
     engine = options.engine or default_engine(saved.config)
     if options.precision not in PRECISIONS[engine]:
-        raise ValueError(
-            f"--precision {options.precision}: the {engine} engine has {', '.join(PRECISIONS[engine])} only"
-        )
+        known = ", ".join(PRECISIONS[engine])
+        raise ValueError(f"--precision {options.precision}: the {engine} engine has {known} only")
+    console.print(f"Exporting {options.model} for the {engine} engine", soft_wrap=True)
+    from inference.exporting.build import export  # PyTorch takes seconds: not before the arguments are known to be good
+
     stages = _Stages(console, len(rows.texts))
     with stages.bars:
         return export(saved, engine, options.precision, rows, options.max_drop, stages)

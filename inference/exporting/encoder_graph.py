@@ -64,7 +64,11 @@ class _Block(nn.Module):
         super().__init__()
         names = architecture.names
         prefix = names.block.format(index)
-        self.num_heads, self.head_width = architecture.num_heads, architecture.head_width
+        self.width, self.num_heads, self.head_width = (
+            architecture.width,
+            architecture.num_heads,
+            architecture.head_width,
+        )
         self.first_token_only = first_token_only
         # What reads the same input is one product; the first token's query does not.
         reads_all = [names.key, names.value] if first_token_only else [names.query, names.key, names.value]
@@ -79,19 +83,20 @@ class _Block(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         if self.query is None:
-            query, key, value = self.projection(hidden).chunk(3, dim=-1)
+            query, key, value = self.projection(hidden).split(self.width, dim=-1)
         else:
-            key, value = self.projection(hidden).chunk(2, dim=-1)
+            key, value = self.projection(hidden).split(self.width, dim=-1)
             hidden = hidden[:, :1]
             query = self.query(hidden)
         query, key, value = (self._by_head(part) for part in (query, key, value))
         scores = query @ key.transpose(-1, -2) * self.head_width**-0.5 + mask
-        context = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+        context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(hidden.shape)
         hidden = self.attention_norm(hidden + self.attention_out(context))
         return self.output_norm(hidden + self.narrow(self.activation(self.wide(hidden))))
 
     def _by_head(self, part: Tensor) -> Tensor:
-        return part.unflatten(-1, (self.num_heads, self.head_width)).transpose(1, 2)
+        # In this form ONNX Runtime sees that only the last size changes, and fuses what lies around it.
+        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_width).transpose(1, 2)
 
 
 class _SmallEmbedding(nn.Module):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from inference.engines import native
 from inference.engines.native.architecture import Architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
 _PACKAGES = {
@@ -20,7 +21,7 @@ _PACKAGES = {
 }
 
 Config = Mapping[str, Any]
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, "Tensor"]
 
 
 def default_engine(config: Config) -> str:
