@@ -26,7 +26,7 @@ class Settings(BaseSettings):
         default=Path("checkpoints/distilbert_agnews"),
         description="The model to serve: a model folder, a .pt file that training wrote, or an exported artefact.",
     )
-    engine: Literal["auto", "torch", "onnx", "openvino", "native"] = Field(
+    engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
         description="What runs the model. auto takes the fastest artefact beside the model that this processor "
         "supports, else torch; another name insists on that one.",

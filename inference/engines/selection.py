@@ -27,7 +27,8 @@ from inference.tokenization import TextTokenizer
 
 # Fastest first, as measured in benchmarks/serving.md.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")
-ENGINES = ("auto", *ARTEFACT_ENGINES, "torch")
+_TORCH_ENGINES = ("torch", "torch_compiled")
+ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
 _NVIDIA_DEVICE = Path("/dev/nvidia0")
 _EXPORT = "write it again with python -m inference.export"
 
@@ -38,7 +39,7 @@ class LoadedModel:
 
     Attributes:
         saved: Its description, from the artefact where one was picked.
-        precision: Of the arithmetic: ``int8`` or ``fp32``.
+        precision: Of the arithmetic: ``int8``, ``fp32``, ``bf16`` or ``fp16``.
         revision: The first 12 hex digits of the SHA-256 of the weights that training wrote.
         reason: Why this engine was picked, in one line.
     """
@@ -67,8 +68,8 @@ def load_model(path: Path, wanted: str = "auto") -> LoadedModel:
         return _load_given_artefact(path, wanted)
     if wanted == "auto":
         return _load_fastest(path)
-    if wanted == "torch" or not path.exists():
-        return _load_torch(path, "it was asked for")
+    if wanted in _TORCH_ENGINES or not path.exists():
+        return _load_torch(path, "it was asked for", compiled=wanted == "torch_compiled")
     folder = artefact_folder(path, wanted)
     if not is_artefact(folder):
         what = f"no {wanted} artefact of this model"
@@ -175,7 +176,7 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
         raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", _EXPORT)
 
 
-def _load_torch(path: Path, reason: str) -> LoadedModel:
+def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedModel:
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
@@ -185,7 +186,7 @@ def _load_torch(path: Path, reason: str) -> LoadedModel:
         from inference.engines.torch_engine import TorchEngine
 
         torch.set_num_threads(usable_cpus())
-        engine = TorchEngine(saved.config, saved.weights)
+        engine = TorchEngine(saved.config, saved.weights, compiled=compiled)
     except ImportError as error:
         what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
         raise ModelLoadError(path, f"{what} ({reason})", "install it, or export the model where it is") from error
