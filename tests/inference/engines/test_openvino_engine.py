@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,9 @@ from inference import export
 from inference.engines.base import TokenBatch
 from inference.model_loader import ModelLoader
 
-pytest.importorskip("openvino", reason="the openvino engine needs openvino")
-pytest.importorskip("nncf", reason="exporting for OpenVINO needs nncf")
-
-# NNCF takes ten seconds to import alone.
-pytestmark = pytest.mark.slow
+# NNCF takes ten seconds to import, so it is only looked for here.
+MISSING = [name for name in ("openvino", "nncf") if find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")]
 
 
 @pytest.fixture(scope="module")
