@@ -27,7 +27,7 @@ SECURITY_HEADERS = [
     (POLICY_HEADER, _POLICY.encode()),
 ]
 
-_MAX_CLIENTS = 10_000
+MAX_CLIENTS = 10_000
 _PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 
 
@@ -89,7 +89,7 @@ class RateLimiter:
         left = min(self._depth, left + (now - then) * self._per_second)
         is_free = left >= 1
         self._buckets[client] = (left - 1 if is_free else left, now)
-        if len(self._buckets) > _MAX_CLIENTS:
+        if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
         return 0.0 if is_free else (1 - left) / self._per_second
 

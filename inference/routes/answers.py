@@ -35,15 +35,13 @@ async def classify(
     futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
     answers: list[Answer] = []
     try:
-        for place, future in enumerate(futures):  # noqa: B007
-            answers.append(await future)
+        for future in futures:
+            answers.append(await future)  # noqa: PERF401  # how many there are is told below
     except RefusedTextError as error:
-        abandon(futures)
         place = name.format(len(answers))
         raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
-    except BaseException:
-        abandon(futures)  # also where the client is gone: what waits leaves the queue
-        raise
+    finally:
+        abandon(futures)  # where one fails or the client is gone, what still waits leaves the queue
     note(RequestContext.of(request.scope), answers)
     return answers
 

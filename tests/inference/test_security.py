@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from inference.request_log import JsonLines
+from inference.security import MAX_CLIENTS, RateLimiter
 from tests.inference.servers import metric, serving
 
 TEXT = {"text": "Oil prices rise"}
@@ -101,6 +102,32 @@ def test_a_client_over_its_rate_is_refused_until_its_bucket_fills_again(model_fo
         assert metric(client, "requests_total", route="/predict", status="429") == 1
         assert 1 <= int(refused.headers["retry-after"]) <= 2
         assert client.get("/health").status_code == 200
+
+
+def test_the_rate_is_counted_by_address_and_by_household(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("inference.security.time.monotonic", lambda: now)
+    limiter = RateLimiter(per_second=2)
+
+    def waits(host: str) -> float:
+        return limiter.wait_s({"type": "http", "client": (host, 1)})
+
+    assert [waits("192.0.2.1") for _ in range(5)] == [0, 0, 0, 0, 0.5]
+    assert waits("192.0.2.2") == 0
+    assert [waits(f"2001:db8::{i}") for i in range(5)] == [0, 0, 0, 0, 0.5]
+    assert waits("2001:db8:0:1::1") == 0
+    now += 0.25
+    assert waits("192.0.2.1") == 0.25
+    now += 0.25
+    assert [waits("192.0.2.1") for _ in range(2)] == [0, 0.5]
+
+
+def test_the_rate_limiter_remembers_a_bounded_number_of_clients() -> None:
+    limiter = RateLimiter(per_second=0.001)
+    for i in range(MAX_CLIENTS + 5):
+        assert limiter.wait_s({"type": "http", "client": (f"client {i}", 1)}) == 0
+    assert limiter.wait_s({"type": "http", "client": (f"client {MAX_CLIENTS}", 1)}) > 0
+    assert limiter.wait_s({"type": "http", "client": ("client 0", 1)}) == 0
 
 
 def test_a_caller_may_name_its_request_but_not_write_into_the_log(model_folder: Path) -> None:

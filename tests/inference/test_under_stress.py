@@ -14,9 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.inference.servers import Server, metric, serving, stand_in_server, until
-from tests.inference.stand_in_model import DIES, RAISES, text_of
+from inference.app import create_app
+from inference.request_log import JsonLines
+from inference.settings import Settings
+from tests.inference.servers import Server, ThreadedServer, metric, serving, stand_in_server, until
+from tests.inference.stand_in_model import DIES, RAISES, StandInModel, text_of
 
+TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Goal!"]}
 TEXT = {"text": "oil prices rise again as stocks fall on wall street"}
 # Minutes of the soak test.
 SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
@@ -82,6 +86,26 @@ def test_a_text_that_breaks_the_model_fails_alone_and_the_worker_starts_again(mo
             assert client.post("/predict", json=TEXT).status_code == 200
         until(lambda: client.get("/readyz").status_code == 200)
         assert metric(client, "worker_failures_total") >= 2
+
+
+def test_an_error_nobody_expected_is_a_500_whose_id_is_in_the_log(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_too_few_labels(path: Path, engine: str) -> StandInModel:
+        model = StandInModel(path)
+        model.labels = model.labels[:2]
+        return model
+
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), with_too_few_labels))
+    with server.running() as client:
+        for path, body in (("/predict", TEXT), ("/v2/models/tiny/infer", {"inputs": [TENSOR]})):
+            broken = client.post(path, json=body)
+            assert broken.status_code == 500
+            assert "its log has the request id" in broken.text
+            failures = [record for record in caplog.records if record.name == "inference.errors"]
+            assert failures[-1].fields["request_id"] == broken.headers["x-request-id"]
+            assert "ValueError" in JsonLines().format(failures[-1])
+        assert client.get("/livez").status_code == 200
 
 
 def test_bodies_in_progress_are_bounded_together(model_folder: Path) -> None:
