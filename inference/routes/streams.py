@@ -50,7 +50,6 @@ class StreamResponse(Response):
     def __init__(self, request: Request) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         del self.headers["content-length"]
-        self._request = request
         self._parts: Parts = parts_of(request)
         self._parts.served_model.require()  # without a model the whole request is refused
         self._context = RequestContext.of(request.scope)
