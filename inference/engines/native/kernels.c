@@ -72,7 +72,7 @@ typedef struct {
 
 /* What one thread works on: ROW_BLOCK rows of everything. */
 typedef struct {
-    float *context, *wide, *scores, *keys, *row;
+    float *wide, *scores, *keys, *row;
     uint8_t *quantised;
     RowScale *scales;
 } Scratch;
@@ -83,7 +83,7 @@ typedef struct Session {
     float *hidden;          /* (rows, width) */
     uint8_t *quantised;     /* (rows, width) */
     RowScale *scales;       /* (rows,) */
-    float *query;           /* (rows, width) */
+    float *query;           /* (rows, width); attention turns each query into its context in place */
     float *key_value[2];    /* (rows, 2 width); two, so that a fast thread may start the next block */
     float *first, *pooled;  /* (texts, width) */
     uint8_t *first_quantised;
@@ -356,9 +356,8 @@ INLINE float softmax_row(float *scores, int length, int padded) {
     return 1.f / _mm512_reduce_add_ps(sum);
 }
 
-/* context (rows, width) of `rows` queries of one text of `length` tokens; the query carries the 1/sqrt(head width). */
-static void attend(const Model *m, const float *query, int rows, const float *key_value, int length, Scratch *scratch,
-                   float *context) {
+/* Turns `rows` queries of one text of `length` tokens into their context; the query carries the 1/sqrt(head width). */
+static void attend(const Model *m, float *query, int rows, const float *key_value, int length, Scratch *scratch) {
     const int width = m->width, head_width = width / m->heads, padded = (length + LANES - 1) / LANES * LANES;
     for (int head = 0; head < m->heads; head++) {
         const float *key = key_value + head * head_width, *value = key + width;
@@ -366,16 +365,19 @@ static void attend(const Model *m, const float *query, int rows, const float *ke
             for (int d = 0; d < head_width; d += LANES)
                 transpose_16(key + (size_t)token * 2 * width + d, 2 * width, length - token,
                              scratch->keys + (size_t)d * padded + token, padded);
-        float_product(query + head * head_width, width, scratch->keys, padded, rows, padded, head_width,
-                      scratch->scores, padded);
-        for (int r = 0; r < rows; r++) scratch->row[r] = softmax_row(scratch->scores + (size_t)r * padded, length, padded);
-        float *out = context + head * head_width;
-        float_product(scratch->scores, padded, value, 2 * width, rows, head_width, length, out, width);
-        for (int r = 0; r < rows; r++)
-            for (int d = 0; d < head_width; d += LANES) {
-                float *place = out + (size_t)r * width + d;
-                _mm512_storeu_ps(place, _mm512_mul_ps(_mm512_loadu_ps(place), _mm512_set1_ps(scratch->row[r])));
-            }
+        for (int row = 0; row < rows; row += ROW_BLOCK) {
+            const int count = rows - row < ROW_BLOCK ? rows - row : ROW_BLOCK;
+            float *place = query + (size_t)row * width + head * head_width;
+            float_product(place, width, scratch->keys, padded, count, padded, head_width, scratch->scores, padded);
+            for (int r = 0; r < count; r++)
+                scratch->row[r] = softmax_row(scratch->scores + (size_t)r * padded, length, padded);
+            float_product(scratch->scores, padded, value, 2 * width, count, head_width, length, place, width);
+            for (int r = 0; r < count; r++)
+                for (int d = 0; d < head_width; d += LANES) {
+                    float *out = place + (size_t)r * width + d;
+                    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), _mm512_set1_ps(scratch->row[r])));
+                }
+        }
     }
 }
 
@@ -400,12 +402,12 @@ static void embed(const Session *s, const Batch *batch, int from, int to) {
     }
 }
 
-/* All of a block that follows attention, for up to ROW_BLOCK rows whose context lies in scratch; hidden is updated. */
-static void after_attention(const Model *m, const Block *block, Scratch *scratch, int rows, float *hidden,
-                            uint8_t *quantised, RowScale *scales) {
+/* All of a block that follows attention, for up to ROW_BLOCK rows; hidden is updated. */
+static void after_attention(const Model *m, const Block *block, Scratch *scratch, int rows, const float *context,
+                            float *hidden, uint8_t *quantised, RowScale *scales) {
     const int width = m->width;
     for (int r = 0; r < rows; r++)
-        scratch->scales[r] = quantise_row(scratch->context + (size_t)r * width, scratch->quantised + (size_t)r * width, width);
+        scratch->scales[r] = quantise_row(context + (size_t)r * width, scratch->quantised + (size_t)r * width, width);
     linear_add(&block->attention_out, scratch->quantised, scratch->scales, rows, hidden, width);
     for (int r = 0; r < rows; r++) {
         normalise_row(hidden + (size_t)r * width, block->attention_norm, width, m->norm_epsilon);
@@ -424,21 +426,17 @@ static void after_attention(const Model *m, const Block *block, Scratch *scratch
 /* A block for the rows [from, to), once the keys and values of all rows are there. */
 static void block_rows(Session *s, const Batch *batch, const Block *block, const float *key_value, int from, int to,
                        Scratch *scratch) {
-    const Model *m = s->model;
-    const int width = m->width;
-    int text = 0;
+    const size_t width = s->model->width;
+    for (int text = 0; text < batch->texts; text++) {
+        const int start = batch->starts[text], stop = batch->starts[text + 1];
+        const int begin = start > from ? start : from, end = stop < to ? stop : to;
+        if (begin < end)
+            attend(s->model, s->query + begin * width, end - begin, key_value + start * 2 * width, stop - start, scratch);
+    }
     for (int row = from; row < to; row += ROW_BLOCK) {
-        const int end = row + ROW_BLOCK < to ? row + ROW_BLOCK : to;
-        for (int at = row; at < end;) {
-            while (batch->starts[text + 1] <= at) text++;
-            const int start = batch->starts[text], stop = batch->starts[text + 1];
-            const int until = stop < end ? stop : end;
-            attend(m, s->query + (size_t)at * width, until - at, key_value + (size_t)start * 2 * width, stop - start,
-                   scratch, scratch->context + (size_t)(at - row) * width);
-            at = until;
-        }
-        after_attention(m, block, scratch, end - row, s->hidden + (size_t)row * width,
-                        s->quantised + (size_t)row * width, s->scales + row);
+        const int rows = to - row < ROW_BLOCK ? to - row : ROW_BLOCK;
+        after_attention(s->model, block, scratch, rows, s->query + row * width, s->hidden + row * width,
+                        s->quantised + row * width, s->scales + row);
     }
 }
 
@@ -460,10 +458,9 @@ static void first_tokens(Session *s, const Batch *batch, const Block *block, con
         linear_store(&block->query, quantised, s->first_scales + text, rows, query, width);
         for (int r = 0; r < rows; r++) {
             const int start = batch->starts[text + r], stop = batch->starts[text + r + 1];
-            attend(m, query + (size_t)r * width, 1, key_value + (size_t)start * 2 * width, stop - start, scratch,
-                   scratch->context + (size_t)r * width);
+            attend(m, query + (size_t)r * width, 1, key_value + (size_t)start * 2 * width, stop - start, scratch);
         }
-        after_attention(m, block, scratch, rows, first, quantised, s->first_scales + text);
+        after_attention(m, block, scratch, rows, query, first, quantised, s->first_scales + text);
         float *pooled = s->pooled + (size_t)text * width;
         float_product(first, width, m->pooler_weight, width, rows, width, width, pooled, width);
         for (int r = 0; r < rows; r++) {
@@ -588,14 +585,13 @@ static int reserve_scratch(Session *s, int longest) {
     s->longest = 0;
     for (int t = 0; t < s->threads; t++) {
         Scratch *c = &s->scratch[t];
-        c->context = grown(c->context, ROW_BLOCK * width * sizeof(float));
         c->wide = grown(c->wide, ROW_BLOCK * wide * sizeof(float));
         c->scores = grown(c->scores, ROW_BLOCK * padded * sizeof(float));
         c->keys = grown(c->keys, width / s->model->heads * padded * sizeof(float));
         c->row = grown(c->row, ROW_BLOCK * sizeof(float));
         c->quantised = grown(c->quantised, ROW_BLOCK * (wide > width ? wide : width));
         c->scales = grown(c->scales, ROW_BLOCK * sizeof(RowScale));
-        if (!c->context || !c->wide || !c->scores || !c->keys || !c->row || !c->quantised || !c->scales) return 0;
+        if (!c->wide || !c->scores || !c->keys || !c->row || !c->quantised || !c->scales) return 0;
     }
     s->longest = longest;
     return 1;
@@ -613,7 +609,7 @@ void close_session(Session *s) {
     free(s->first), free(s->pooled), free(s->first_quantised), free(s->first_scales);
     for (int t = 0; t < s->threads; t++) {
         Scratch *c = &s->scratch[t];
-        free(c->context), free(c->wide), free(c->scores), free(c->keys), free(c->row), free(c->quantised), free(c->scales);
+        free(c->wide), free(c->scores), free(c->keys), free(c->row), free(c->quantised), free(c->scales);
     }
     free(s);
 }
