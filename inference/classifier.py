@@ -31,7 +31,7 @@ class QueueLimits:
     """
 
     max_batch_tokens: int = 512
-    max_queue_tokens: int = 65_536
+    max_queue_tokens: int = 32_768
     cache_entries: int = 0
     length_window: int = 64
 

@@ -77,7 +77,7 @@ class Settings(BaseSettings):
         "reads the weights less often a text; the default is where the measured curve is flat.",
     )
     max_queue_tokens: int = Field(
-        default=65_536,
+        default=32_768,
         ge=1,
         description="Most tokens waiting; a request beyond it is refused with 503 and Retry-After. Larger makes "
         "accepted requests wait longer under overload: at most this divided by the tokens a second.",
