@@ -4,6 +4,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO := checkpoints/demo
+MODEL ?= checkpoints/distilbert_agnews
 
 .PHONY: help install demo test test-all lint format bench bench-serving clean
 
@@ -44,8 +45,8 @@ bench: $(INSTALLED) ## Measure training throughput against the usual recipes and
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[bench]"
 	$(BIN)/python -m benchmarks.training_throughput
 
-bench-serving: $(INSTALLED) ## Measure the server against others and write benchmarks/serving.md
-	$(BIN)/python -m benchmarks.serving_load
+bench-serving: $(INSTALLED) ## Measure the server of MODEL=folder beside others and write benchmarks/serving.md
+	$(BIN)/python -m benchmarks.serving_load --model $(MODEL)
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
