@@ -184,7 +184,7 @@ class Batcher:
     def _take(self, worker: _Worker) -> None:
         if not len(self._queue):
             return
-        num_parts, worker.slots = spread(len(self._queue), self._free_slots)
+        num_parts, worker.slots = spread(len(self._queue), self._free_slots, self._engine.num_slots)
         self._free_slots -= worker.slots
         worker.texts = self._queue.take(num_parts)
         if self._free_slots and len(self._queue):

@@ -88,6 +88,12 @@ class Classifier:
         """Whether all threads run."""
         return not self._closed and self._tokenizing.thread.is_alive and self._batcher.is_alive
 
+    def full_error(self) -> QueueFullError | None:
+        """What a call would meet now whatever it brings, None while the queue has room for a text of full length."""
+        limit = self._limits.max_queue_tokens
+        is_full = limit - self.queued_tokens < min(self._max_length, limit // 8)
+        return self._overflow(1) if is_full else None
+
     def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
 
@@ -106,7 +112,8 @@ class Classifier:
         if not self.is_alive:
             raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
         call = Call(texts, timeout_s, self._max_length)
-        self._refuse_overflow(call.reserved_tokens)
+        if self.queued_tokens + call.reserved_tokens > self._limits.max_queue_tokens:
+            raise self._overflow(call.reserved_tokens)
         self._calls.add(call)
         for caller in call.callers:
             caller.future.add_done_callback(functools.partial(self._on_done, caller))
@@ -128,15 +135,14 @@ class Classifier:
         error = WorkerDownError("the classifier was closed before this text was answered")
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
 
-    def _refuse_overflow(self, num_tokens: int) -> None:
+    def _overflow(self, num_tokens: int) -> QueueFullError:
         waiting, limit = self.queued_tokens, self._limits.max_queue_tokens
-        if waiting + num_tokens > limit:
-            seconds = waiting / self.tokens_per_second
-            raise QueueFullError(
-                f"{waiting} tokens wait, and up to {num_tokens} more > max_queue_tokens {limit}; "
-                + (f"ask again in {seconds:.1f} s" if num_tokens <= limit else "send fewer texts in one call"),
-                seconds,
-            )
+        seconds = waiting / self.tokens_per_second
+        return QueueFullError(
+            f"{waiting} tokens wait, and up to {num_tokens} more > max_queue_tokens {limit}; "
+            + (f"ask again in {seconds:.1f} s" if num_tokens <= limit else "send fewer texts in one call"),
+            seconds,
+        )
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
         if future.cancelled():

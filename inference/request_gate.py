@@ -21,6 +21,7 @@ from inference.server_parts import Parts
 # What nginx logs for a client that left before its answer; never sent.
 CLIENT_GONE = 499
 _BUSY = "the bodies in progress fill the memory set aside for them; try again soon"
+_ADMIN_PREFIX = "/admin/"
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 
 
@@ -41,6 +42,7 @@ class RequestGate:
         self.metrics = parts.metrics
         self.lifecycle = parts.lifecycle
         self.body_budget = parts.body_budget
+        self.served_model = parts.served_model
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
         self._api_key = parts.api_key
@@ -68,7 +70,13 @@ class RequestGate:
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
             return 503, "server_busy", _BUSY, RETRY_AFTER_SECONDS
-        return None
+        return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
+
+    def queue_refusal(self) -> tuple[int, str, str, float] | None:
+        """Say that the queue is full before a body is read: under overload that is most of what a refusal costs."""
+        served = self.served_model.current
+        error = served.classifier.full_error() if served else None
+        return None if error is None else (503, "queue_full", str(error), error.retry_after_s)
 
     @property
     def too_large(self) -> str:

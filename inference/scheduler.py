@@ -167,11 +167,14 @@ def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
     return total - last.num_tokens / 2 > share
 
 
-def spread(num_texts: int, free_slots: int) -> tuple[int, int]:
-    """How to use free slots for the texts that wait.
+def spread(num_texts: int, free_slots: int, num_slots: int) -> tuple[int, int]:
+    """How to use a free slot for the texts that wait.
 
     Returns:
-        The passes to run side by side, and the slots that each takes: a text alone takes them all.
+        Into how many passes what waits is divided, and the slots of the first: a text alone takes all that are free,
+        and more are shared with the slots that are busy now, which come back before one large pass would end.
+
+    Source:
+        Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is left.
     """
-    num_parts = min(num_texts, free_slots)
-    return num_parts, free_slots // num_parts
+    return min(num_texts, num_slots), free_slots // min(num_texts, free_slots)

@@ -113,6 +113,7 @@ class ServedModel:
             logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
         if before is not None:
             self._retire(before)
+        _settle_memory()
         return served
 
     async def load_or_log(self) -> None:
@@ -146,4 +147,12 @@ async def _drain(classifier: Classifier) -> None:
     # A model's weights hang in cycles with its threads, and the collector, blind to memory that is not Python's, is in
     # no hurry: without this every reload would add a model's size.
     del classifier
+    _settle_memory()
+
+
+def _settle_memory() -> None:
+    # What lives as long as the server is looked at once, now, and never again: the collector would go through hundreds
+    # of thousands of objects every few thousand requests, while all requests wait.
+    gc.unfreeze()
     gc.collect()
+    gc.freeze()

@@ -176,26 +176,30 @@ def test_beside_many_single_texts_a_call_gets_the_share_of_a_few_of_them() -> No
     assert of_batch / of_singles == pytest.approx(LARGEST_WEIGHT / 60, rel=0.15)
 
 
-@given(st.integers(2, 60), st.integers(2, 4), st.data())
-def test_what_waits_is_spread_evenly_over_free_slots(num_texts: int, num_slots: int, data: st.DataObject) -> None:
+@given(st.integers(1, 60), st.integers(1, 4), st.data())
+def test_each_pass_takes_no_more_than_a_slot_s_share_of_what_waits(
+    num_texts: int, num_slots: int, data: st.DataObject
+) -> None:
     queue = FairQueue(10_000, pads=False, length_window=16)
     waiting = [data.draw(st.integers(1, 40)) for _ in range(num_texts)]
     put_call(queue, waiting)
-    parts: list[int] = []
-    free_slots = num_slots
     while len(queue):
-        num_parts, slots = spread(len(queue), free_slots)
-        free_slots -= slots
-        parts.append(sum(text.num_tokens for text in queue.take(num_parts)))
-    assert len(parts) <= num_slots
-    assert max(parts) <= sum(waiting) / num_slots + max(waiting)
+        share = queue.num_tokens / min(len(queue), num_slots)
+        num_parts, slots = spread(len(queue), data.draw(st.integers(1, num_slots)), num_slots)
+        assert 1 <= slots <= num_slots
+        assert sum(text.num_tokens for text in queue.take(num_parts)) <= share + max(waiting)
 
 
 def test_a_text_alone_takes_all_free_slots_and_texts_enough_take_one_each() -> None:
-    assert spread(1, 4) == (1, 4)
-    assert spread(2, 4) == (2, 2)
-    assert spread(9, 4) == (4, 1)
-    assert spread(9, 1) == (1, 1)
+    assert spread(1, 4, 4) == (1, 4)
+    assert spread(1, 2, 4) == (1, 2)
+    assert spread(2, 4, 4) == (2, 2)
+    assert spread(9, 4, 4) == (4, 1)
+
+
+def test_texts_are_left_for_the_slots_that_are_busy() -> None:
+    assert spread(9, 1, 4) == (4, 1)
+    assert spread(2, 1, 2) == (2, 1)
 
 
 def test_a_text_that_a_single_call_wants_too_leaves_its_place_at_the_end_of_a_large_call() -> None:

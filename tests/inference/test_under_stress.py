@@ -104,7 +104,8 @@ def test_an_error_nobody_expected_is_a_500_whose_id_is_in_the_log(
             assert "its log has the request id" in broken.text
             failures = [record for record in caplog.records if record.name == "inference.errors"]
             assert failures[-1].fields["request_id"] == broken.headers["x-request-id"]
-            assert "ValueError" in JsonLines().format(failures[-1])
+            # Which of the two depends on the label that the model happens to give.
+            assert re.search(r'"type":"(IndexError|ValueError)"', JsonLines().format(failures[-1]))
         assert client.get("/livez").status_code == 200
 
 
