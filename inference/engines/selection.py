@@ -199,7 +199,11 @@ def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedMod
 
 def _check_answer(saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
     # One text through the whole model: faults show now, not in a request, and the first request is fast.
-    probabilities = probabilities_of(engine, [tokenizer.encode(["News"])[0].ids])[0]
+    try:
+        probabilities = probabilities_of(engine, [tokenizer.encode(["News"])[0].ids])[0]
+    except Exception as error:  # no compiler for torch_compiled, no memory left on the device
+        what = f"the {engine.name} engine fails on its first text ({_first_line(error)})"
+        raise ModelLoadError(saved.path, what, "serve it with another engine") from error
     if len(probabilities) != len(saved.labels):
         raise ModelLoadError(saved.path, f"{len(probabilities)} classes in the weights, {len(saved.labels)} labels")
     if not np.isfinite(probabilities).all():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from inference.engines.base import TokenBatch
 from inference.engines.torch_engine import TorchEngine
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 BATCH = TokenBatch.of([[2, 7, 9, 3], [2, 5, 3], [2, 11, 12, 13, 14, 3]])
 
 
@@ -35,3 +39,16 @@ def test_a_compiled_model_gives_the_same_logits_for_every_length(model_folder: P
     plain = _engine(model_folder, "fp32")
     for batch in (BATCH, TokenBatch.of([[2, 3]]), TokenBatch.of([[2, *range(5, 20), 3]] * 2)):
         np.testing.assert_allclose(compiled.logits(batch), plain.logits(batch), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_compiled_is_one_line_and_exit_code_2(model_folder: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "inference.predict", "--model", str(model_folder), "--engine", "torch_compiled"]
+    run = subprocess.run(
+        [*command, "News"], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert "fails on its first text" in line
+    assert "serve it with another engine" in line
