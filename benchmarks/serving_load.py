@@ -25,8 +25,7 @@ from benchmarks.serving.running import ServerFailure
 from benchmarks.serving.servers import DEFAULT, SERVERS, package_versions
 from benchmarks.serving.workload import Workload, read_workload
 from benchmarks.tables import HERE, Parser, circumstances, positive, write_table
-from inference.cpu import cpu_flags
-from training.distributed import cpu_count
+from inference.cpu import cpu_flags, usable_cpus
 from training.errors import UserError, run_command
 
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "openvino", "onnxruntime", "torch")
@@ -78,7 +77,7 @@ def measure_server(name: str, plan: Plan, number: int, title: str) -> dict[str, 
 
 def measure_limit(workload: Workload) -> dict[str, dict[str, float]]:
     """The machine's int8 rate, in a process of its own."""
-    numbers = (workload.size.dim, workload.size.hidden_dim, cpu_count(), SECONDS_AT_LIMIT)
+    numbers = (workload.size.dim, workload.size.hidden_dim, usable_cpus(), SECONDS_AT_LIMIT)
     command = [sys.executable, "-m", "benchmarks.serving.limit", *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

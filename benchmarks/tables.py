@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks.processes import ROOT
+from inference.cpu import cpu_name
 from training.distributed import cpu_count
 from training.errors import UserError
 from training.precision import cpu_has_bf16
@@ -109,10 +110,7 @@ def _version(package: str) -> str:
 
 def _machine() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    cpu = f"{model}, {cpu_count()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
+    cpu = f"{cpu_name()}, {cpu_count()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
     return f"{cpu}; {' + '.join(gpus) or 'no GPU'}"
 
 

@@ -71,13 +71,14 @@ def read_rows(path: Path, labels: Sequence[str], limit: int | None = None) -> La
             class_ids.append(class_of[label])
     if not texts:
         raise ValueError(f"{file}: holds no labelled text")
-    chosen = _evenly_spread(len(texts), limit)
+    chosen = evenly_spread(len(texts), limit)
     training_file = next((path / f"train{suffix}" for suffix in SUFFIXES if (path / f"train{suffix}").is_file()), file)
     calibration = texts if training_file == file else [text for _, text, _ in _read(training_file) if text.strip()]
     return LabelledRows(str(file), [texts[i] for i in chosen], [class_ids[i] for i in chosen], calibration)
 
 
-def _evenly_spread(count: int, limit: int | None) -> list[int]:
+def evenly_spread(count: int, limit: int | None) -> list[int]:
+    """Return the positions of at most ``limit`` of so many rows, evenly spread; None takes all."""
     wanted = min(count, limit or count)
     return [i * count // wanted for i in range(wanted)]
 

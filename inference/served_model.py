@@ -111,9 +111,10 @@ class ServedModel:
             self._metrics.reloads.labels("served").inc()
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
             logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
-        if before is not None:
-            self._retire(before)
-        _settle_memory()
+        if before is None:
+            _settle_memory()
+        else:
+            self._retire(before)  # which ends in the same
         return served
 
     async def load_or_log(self) -> None:

@@ -23,7 +23,7 @@ from inference.exporting.artefact import replaced_whole, write_description
 from inference.exporting.comparison import Comparison, compare
 from inference.exporting.engine_files import package_versions, write_engine_files
 from inference.forward import probabilities_of
-from inference.labelled_rows import LabelledRows
+from inference.labelled_rows import LabelledRows, evenly_spread
 from inference.manifest import Manifest, describe_files, describe_source, write_manifest
 from inference.model_files import SavedModel, artefact_folder, weights_file
 from inference.tokenization import TextTokenizer
@@ -87,7 +87,8 @@ def export(
         reference = TorchEngine(saved.config, weights, "fp32")
     with replaced_whole(artefact_folder(saved.path, engine)) as folder:
         with progress.stage(f"Write the {engine} {precision} files"):
-            calibration = _encode(tokenizer, _evenly(rows.calibration_texts, _CALIBRATION_TEXTS))
+            chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
+            calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
             options = write_engine_files(engine, precision, saved.config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
@@ -125,10 +126,6 @@ def _load_weights(saved: SavedModel) -> dict[str, Tensor]:
 
 def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [encoded.ids for encoded in tokenizer.encode(texts)]
-
-
-def _evenly(texts: Sequence[str], wanted: int) -> list[str]:
-    return [texts[i * len(texts) // wanted] for i in range(wanted)] if len(texts) > wanted else list(texts)
 
 
 def _refuse_drop(comparison: Comparison, rows: LabelledRows, labels: Sequence[str], max_drop: float) -> None:

@@ -60,13 +60,18 @@ def note(context: RequestContext, answers: Sequence[Answer]) -> None:
     context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
 
 
+def decide(parts: Parts, served: Served, answer: Answer) -> tuple[str, float]:
+    """Return the label of an answer and its probability, and count it."""
+    confidence = max(answer.probabilities)
+    label = served.model.labels[answer.probabilities.index(confidence)]
+    parts.metrics.predicted(label, confidence, answer.truncated)
+    return label, confidence
+
+
 def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
     """Turn an answer into the fields of `schemas.PredictionResponse`, and count it."""
-    labels, probabilities = served.model.labels, answer.probabilities
-    confidence = max(probabilities)
-    label = labels[probabilities.index(confidence)]
-    parts.metrics.predicted(label, confidence, answer.truncated)
-    named = dict(zip(labels, probabilities, strict=True))
+    label, confidence = decide(parts, served, answer)
+    named = dict(zip(served.model.labels, answer.probabilities, strict=True))
     if top_k is not None:
         named = dict(sorted(named.items(), key=lambda item: -item[1])[:top_k])
     return {

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference.error_responses import REFUSALS
-from inference.routes.answers import classify, refuse_long, refuse_many, render
+from inference.routes.answers import classify, decide, refuse_long, refuse_many
 from inference.routes.dependencies import parts_of
 from inference.routes.json_route import JsonRoute
 
@@ -64,7 +64,7 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> list[list[d
     function = _FUNCTIONS[body.parameters.function_to_apply or "softmax"]
     labels = served.model.labels
     for answer in answers:
-        render(parts, served, answer)
+        decide(parts, served, answer)
     return [_best(labels, function(answer.probabilities), body.parameters.top_k) for answer in answers]
 
 

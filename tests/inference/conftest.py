@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,8 +18,8 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 
 from inference import export
 from inference.model_loader import ModelLoader
+from tests.inference.servers import Server, free_port, running
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24
 TEXTS = [
@@ -35,7 +31,6 @@ TEXTS = [
     "A very long report " + "about markets, games, chips and peace talks " * 20,
     "Shares in the software maker rose three percent.",
 ]
-STARTUP_SECONDS = 60
 
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]
 
@@ -126,42 +121,18 @@ def folder_copy(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server() -> StartServer:
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """Start uvicorn in a process of its own and wait until /health has made up its mind."""
-    return _running_server
 
+    @contextmanager
+    def start(model: Path, **settings: str) -> Iterator[httpx.Client]:
+        port = free_port()
+        command = [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--log-level", "warning"]
+        log = tmp_path_factory.mktemp("server") / "log"
+        with running(command, port, log, Server.has_decided, MODEL_CHECKPOINT=str(model), **settings) as server:
+            yield server.client
 
-@contextmanager
-def _running_server(model: Path, **settings: str) -> Iterator[httpx.Client]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--log-level", "warning"],
-        cwd=REPOSITORY,
-        env={**os.environ, "MODEL_CHECKPOINT": str(model), **settings},
-    )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            _wait_for_health(client, server)
-            yield client
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-
-
-def _wait_for_health(client: httpx.Client, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while time.monotonic() < deadline:
-        assert server.poll() is None, f"the server ended with exit code {server.returncode}"
-        try:
-            health = client.get("/health").json()
-        except httpx.TransportError:
-            health = {"error": "still loading"}
-        if "still loading" not in health.get("error", ""):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"no answer from /health within {STARTUP_SECONDS} s")
+    return start
 
 
 @pytest.fixture(scope="session")

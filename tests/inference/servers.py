@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -45,6 +46,14 @@ class Server:
         except httpx.TransportError:
             return False
 
+    def has_decided(self) -> bool:
+        """Whether the model is loaded, or refused."""
+        assert self.process.poll() is None, self.log()
+        try:
+            return "still loading" not in self.client.get("/health").json().get("error", "")
+        except httpx.TransportError:
+            return False
+
     def log(self) -> str:
         """All that the process has written."""
         return self.log_path.read_text()
@@ -57,22 +66,26 @@ class Server:
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Find a port that nobody listens on, below those that the kernel lends to clients before a server takes it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
-def running(command: list[str], port: int, log: Path, **settings: str) -> Iterator[Server]:
-    """Start a server and wait until it is ready; it is stopped at the end."""
+def running(
+    command: list[str], port: int, log: Path, is_up: Callable[[Server], bool] = Server.is_ready, **settings: str
+) -> Iterator[Server]:
+    """Start a server and wait until it is up; it is stopped at the end."""
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, text=True
         )
     server = Server(process, port, log)
     try:
-        until(server.is_ready, STARTUP_SECONDS)
+        until(lambda: is_up(server), STARTUP_SECONDS)
         yield server
     finally:
         server.client.close()

@@ -2,21 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from inference.batcher import Observer
-from inference.cache import AnswerCache
 from inference.calls import Answer
-from inference.classifier import Classifier, QueueLimits
+from inference.classifier import QueueLimits
 from inference.errors import (
     DeadlineExceededError,
     ForwardError,
@@ -25,113 +18,16 @@ from inference.errors import (
     WorkerDownError,
 )
 from inference.model_loader import ModelLoader
-from inference.tokenization import Encoded, TextTokenizer
-from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
-
-MAX_LENGTH = 16
-LONG = 60.0  # seconds; nobody waits so long
-WORDS = {f"w{i}": i for i in range(90)} | {"raises": RAISES, "dies": DIES, "nan": ANSWERS_NAN, "unencodable": 93}
-
-
-class PickyTokenizer(TextTokenizer):
-    """Fails on texts with a certain word."""
-
-    def encode_cleaned(self, texts: Sequence[str]) -> list[Encoded]:
-        if any("unencodable" in text for text in texts):
-            raise RuntimeError("a text that cannot be encoded")
-        return super().encode_cleaned(texts)
-
-
-class StandInModel:
-    """A stand-in engine behind a tokenizer of which each word is one token."""
-
-    max_length = MAX_LENGTH
-
-    def __init__(self, engine: StandInEngine) -> None:
-        self.engine = engine
-        tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="w0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        self.tokenizer = PickyTokenizer(tokenizer, MAX_LENGTH)
-
-
-class Counts(Observer):
-    def __init__(self) -> None:
-        self.of: Counter[str] = Counter()
-
-    def tokenized(self, texts: int, seconds: float) -> None:
-        self.of["tokenized"] += texts
-
-    def waited(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.of["waited"] += 1
-
-    def deduplicated(self) -> None:
-        self.of["deduplicated"] += 1
-
-    def cache_hit(self) -> None:
-        self.of["hit"] += 1
-
-    def cache_miss(self) -> None:
-        self.of["miss"] += 1
-
-    def dropped(self, reason: str) -> None:
-        self.of[reason] += 1
-
-
-class Bench:
-    def __init__(self, model: Any, **limits: int) -> None:
-        self.engine = model.engine
-        self.counts = Counts()
-        self.num_submitted = 0
-        self.classifier = Classifier(model, QueueLimits(**{"max_batch_tokens": 64} | limits), self.counts)
-
-    def submit(self, *texts: str, timeout_s: float = LONG) -> list[asyncio.Future[Answer]]:
-        futures = self.classifier.submit(texts, timeout_s)
-        self.num_submitted += len(texts)
-        return futures
-
-    async def answers(self, *texts: str) -> list[Answer]:
-        return await asyncio.gather(*self.submit(*texts))
-
-    async def pass_begun(self) -> None:
-        await asyncio.to_thread(self.engine.begun.acquire)
-
-    async def occupy(self) -> asyncio.Future[Answer]:
-        """Hold the engine in a pass, so that what comes next waits."""
-        self.engine.hold()
-        (future,) = self.submit("w89")
-        await self.pass_begun()
-        return future
-
-    async def all_tokenized(self) -> None:
-        while self.counts.of["tokenized"] < self.num_submitted:
-            await asyncio.sleep(0.001)
-
-
-@asynccontextmanager
-async def running(engine: StandInEngine | None = None, **limits: int) -> AsyncIterator[Bench]:
-    bench = Bench(StandInModel(engine or StandInEngine()), **limits)
-    try:
-        yield bench
-    finally:
-        bench.engine.let_go()
-        await asyncio.to_thread(bench.classifier.close)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; what the event loop would only log fails the test."""
-    problems: list[dict[str, Any]] = []
-
-    async def watched() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
-        await test
-
-    asyncio.run(watched())
-    assert not problems
-
-
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(WORDS[word] for word in text.split())
+from tests.inference.classifier_bench import (
+    LONG,
+    MAX_LENGTH,
+    Bench,
+    StandInModel,
+    ids_of,
+    run,
+    running,
+)
+from tests.inference.stand_in_engine import StandInEngine, answer_of
 
 
 @pytest.fixture(scope="module")
@@ -151,68 +47,6 @@ def test_answers_equal_those_of_the_library_in_the_order_of_the_texts(loader: Mo
             assert (answer.num_tokens, answer.truncated) == (encoded.num_tokens, encoded.truncated)
         assert not any(answer.cached for answer in answers)
         assert all(min(answer.tokenize_s, answer.queue_s, answer.forward_s) >= 0 for answer in answers)
-
-    run(test())
-
-
-def test_equal_texts_on_their_way_are_computed_once() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            await bench.occupy()
-            futures = [*bench.submit("w1 w2", "w1  w2", "w3"), *bench.submit("w1 \\ w2")]
-            await bench.all_tokenized()
-            bench.engine.let_go()
-            answers = await asyncio.gather(*futures)
-            assert [answer.probabilities for answer in answers] == [
-                pytest.approx(answer_of(ids)) for ids in [(1, 2), (1, 2), (3,), (1, 2)]
-            ]
-            assert bench.counts.of["deduplicated"] == 2
-            assert [one.texts for one in bench.engine.passes] == [[(89,)], [(1, 2), (3,)]]
-
-    run(test())
-
-
-def test_a_text_whose_forward_pass_has_begun_is_joined_too() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            first = await bench.occupy()
-            (second,) = bench.submit("w89")
-            await bench.all_tokenized()
-            bench.engine.let_go()
-            assert (await first).probabilities == (await second).probabilities
-            assert len(bench.engine.passes) == 1
-
-    run(test())
-
-
-def test_cancelling_one_of_two_equal_texts_leaves_the_other_its_answer() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            await bench.occupy()
-            one, other = bench.submit("w1", "w1")
-            await bench.all_tokenized()
-            one.cancel()
-            await asyncio.sleep(0)
-            bench.engine.let_go()
-            assert (await other).probabilities == pytest.approx(answer_of((1,)))
-            assert bench.counts.of["cancelled"] == 1
-
-    run(test())
-
-
-def test_a_single_text_equal_to_the_last_of_a_large_call_does_not_wait_for_the_call() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            await bench.occupy()
-            call = bench.submit(*(f"w{i % 80} " * 8 + f"w{i // 80}" for i in range(256)))
-            await bench.all_tokenized()
-            (single,) = bench.submit("w15 " * 8 + "w3")  # the text of i = 255
-            await bench.all_tokenized()
-            bench.engine.let_go()
-            await asyncio.gather(single, *call)
-            place = next(i for i, one in enumerate(bench.engine.passes) if (*[15] * 8, 3) in one.texts)
-            assert place <= 2
-            assert bench.counts.of["deduplicated"] == 1
 
     run(test())
 
@@ -267,55 +101,6 @@ def test_a_deadline_is_answered_though_the_queue_does_not_move() -> None:
             assert bench.counts.of["expired"] == 2
 
     run(test())
-
-
-def test_the_deadline_of_one_caller_does_not_end_another_one_s_wait_for_the_same_text() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            await bench.occupy()
-            (hasty,) = bench.submit("w1", timeout_s=0.02)
-            (patient,) = bench.submit("w1")
-            with pytest.raises(DeadlineExceededError):
-                await hasty
-            bench.engine.let_go()
-            assert (await patient).probabilities == pytest.approx(answer_of((1,)))
-
-    run(test())
-
-
-def test_remembered_answers_are_given_at_once_and_counted() -> None:
-    async def test() -> None:
-        async with running(cache_entries=2) as bench:
-            (first,) = await bench.answers("w1 w2")
-            (again,) = await bench.answers(" w1  w2 ")
-            assert (first.cached, again.cached) == (False, True)
-            assert again.probabilities == first.probabilities
-            assert again.forward_s == 0
-            assert (bench.counts.of["hit"], bench.counts.of["miss"]) == (1, 1)
-            assert len(bench.engine.passes) == 1
-
-    run(test())
-
-
-def test_without_a_cache_nothing_is_remembered() -> None:
-    async def test() -> None:
-        async with running() as bench:
-            await bench.answers("w1")
-            await bench.answers("w1")
-            assert len(bench.engine.passes) == 2
-            assert bench.counts.of["miss"] == 0
-
-    run(test())
-
-
-def test_the_cache_forgets_what_was_asked_for_longest_ago() -> None:
-    cache = AnswerCache(2)
-    for key in (b"a", b"b"):
-        cache.put(key, (1.0,))
-    cache.get(b"a")
-    cache.put(b"c", (1.0,))
-    assert [key for key in (b"a", b"b", b"c") if cache.get(key)] == [b"a", b"c"]
-    assert len(cache) == 2
 
 
 @pytest.mark.parametrize("blank", ["", " \n\t", "\ud800\x00", "&nbsp;"])
