@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import httpx
+import pytest
 
 import inference
 from inference.app import create_app
@@ -74,3 +79,15 @@ def test_the_queue_has_the_same_defaults_with_and_without_a_server() -> None:
 def test_the_version_is_that_of_the_package() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert inference.__version__ == project["version"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_every_curl_command_of_the_guide_gets_an_answer(server: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "Shares fall"}\n{"text": "Goal!", "top_k": 1}\n')
+    commands = re.findall(r"^curl .*$", GUIDE, re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        command = command.replace("localhost:7860", str(server.base_url).rstrip("/"))
+        run = subprocess.run(f"{command} --fail", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        assert run.returncode == 0, command
+        assert '"label"' in run.stdout
