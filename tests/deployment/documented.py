@@ -13,7 +13,7 @@ _BLOCK = re.compile(r"(?:^<!-- (?P<mark>.+?) -->\n)?^```bash\n(?P<commands>.*?)^
 
 @dataclass(frozen=True)
 class Block:
-    """One block of commands: `name` where a test runs it, `reason` where none does, neither where the mark is missing."""
+    """One block of commands: `name` where a test runs it, `reason` where none does, neither without a mark."""
 
     page: str
     name: str | None
