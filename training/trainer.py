@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from training.distributed import Ranks, seed_everything
 from training.errors import TrainingFailure
 from training.evaluation import evaluate
 from training.finish import finish_run
+from training.interruption import Interruption
 from training.monitoring import Console, EpochMetrics, RunLog
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
@@ -72,7 +71,7 @@ class Trainer:
         self.skipped_steps = 0
         self.seconds_before = 0.0
         self.started = time.perf_counter()
-        self.stop_asked = False
+        self.interruption = Interruption()
         if resumed:
             self._restore(resumed)
 
@@ -91,7 +90,7 @@ class Trainer:
             self.ranks.together(
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
-            stack.enter_context(self._stop_on_signals())
+            stack.enter_context(self.interruption)
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
@@ -175,7 +174,7 @@ class Trainer:
         """Agree with all ranks on the last steps; returns whether one was asked to stop."""
         rows = [record.rows for record in self.step_log.records]
         with self._explained(None):
-            metrics, skipped, stop = self.step_log.flush(self.seconds, self.stop_asked)
+            metrics, skipped, stop = self.step_log.flush(self.seconds, self.interruption.asked)
         self.skipped_steps += skipped
         for step, count in zip(metrics, rows, strict=True):
             self.epoch_loss.update(step.loss, count)
@@ -267,20 +266,6 @@ class Trainer:
             f"rank {self.ranks.rank}: out of memory at step {self.step + 1}{size}; lower --batch_size and raise "
             "--gradient_accumulation by the same factor, lower --max_length, or use --gradient_checkpointing"
         )
-
-    @contextlib.contextmanager
-    def _stop_on_signals(self) -> Iterator[None]:
-        """On SIGTERM or SIGINT finish the step; the ranks agree on it at their next flush."""
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.stop_asked = True
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _describe_row(self, row: int) -> str:
         return f'; row {row} reads "{self.news.texts.train.texts[row][:80]}"' if self.news.texts else ""
