@@ -75,7 +75,7 @@ def run_ranks(arguments: Sequence[str], layout: Layout, *, pin: bool = True) -> 
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end, processes)
         for rank in range(layout.processes):
-            with _on_cores(rank, layout.threads) if pin else contextlib.nullcontext():
+            with on_cores(usable_cores()[rank * layout.threads : (rank + 1) * layout.threads] if pin else ()):
                 processes.append(_start(arguments, layout, rank, port, outputs[rank], errors[rank]))
         _wait(processes, errors, " ".join(arguments[1:]))
         return [json.loads(_lines(output)[-1]) for output in outputs]
@@ -118,14 +118,19 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
         process.wait()
 
 
+def usable_cores() -> list[int]:
+    """The cores that this process may use, by number; empty where the system does not tell (not Linux)."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 @contextlib.contextmanager
-def _on_cores(rank: int, threads: int) -> Iterator[None]:
-    """What starts in this context runs on the rank's cores alone; only Linux can do it."""
-    if not hasattr(os, "sched_setaffinity"):
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """What starts in this context runs on these cores alone; with none, as without it."""
+    if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[rank * threads : (rank + 1) * threads])
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
