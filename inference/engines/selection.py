@@ -102,11 +102,21 @@ def _load_fastest(path: Path) -> LoadedModel:
     return _load_torch(path, reason)
 
 
-def _load_artefact(folder: Path, model: Path | None, reason: str) -> LoadedModel:
+def verified_manifest(folder: Path, model: Path | None) -> Manifest:
+    """Read an artefact's manifest and hold its files, and the model it should be made from, to it.
+
+    Raises:
+        ModelLoadError: A file is missing or another, or the artefact was made from other weights or another tokenizer.
+    """
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
     if model is not None:
         _refuse_stale(folder, manifest, model)
+    return manifest
+
+
+def _load_artefact(folder: Path, model: Path | None, reason: str) -> LoadedModel:
+    manifest = verified_manifest(folder, model)
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config)

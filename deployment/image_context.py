@@ -1,0 +1,102 @@
+"""What the served image is made of: its build context and build arguments, for the image and for the Space alike."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+
+from inference.engines.selection import verified_manifest
+from inference.errors import ModelLoadError
+from inference.manifest import FILE_NAME, Manifest
+from inference.model_files import DESCRIPTION_FILES, is_artefact
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKERFILE = ROOT / "deployment" / "Dockerfile"
+# The engines whose runtime the image has, fastest first.
+ENGINES = ("native", "onnx")
+# Where the model lies in the context.
+MODEL_FOLDER = "model"
+_BUILD_FILES = ("pyproject.toml", "deployment/requirements.txt", "deployment/compile_kernels.py")
+# Named, so that what tools and people leave among the sources stays behind.
+_SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg"}
+
+
+class DeploymentError(Exception):
+    """Something cannot be deployed; the one line says what, where, and what to do."""
+
+
+def image_files(model: Path) -> dict[str, Path]:
+    """List what the image is built from, besides the Dockerfile.
+
+    Args:
+        model: A model folder with an artefact of `ENGINES` beside its weights, which stay behind.
+
+    Returns:
+        The source of each file, by its path in the context.
+
+    Raises:
+        DeploymentError: The folder is no model, or has no artefact, or one that does not belong to it.
+    """
+    artefacts = exported_artefacts(model)
+    names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
+    for engine, manifest in artefacts.items():
+        names += [f"{engine}/{name}" for name in sorted({*manifest.files, FILE_NAME})]
+    files = {name: ROOT / name for name in (*_BUILD_FILES, *_sources())}
+    return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
+
+
+def build_arguments(model: Path) -> dict[str, str]:
+    """Return the values of the Dockerfile's arguments that depend on the model and the version.
+
+    Raises:
+        DeploymentError: As `image_files`.
+    """
+    manifest = next(iter(exported_artefacts(model).values()))
+    return {
+        "MODEL": MODEL_FOLDER,
+        "VERSION": version(),
+        "MODEL_SHA256": str(manifest.source.get("weights_sha256")),
+    }
+
+
+def exported_artefacts(model: Path) -> dict[str, Manifest]:
+    """Return the manifests of a model folder's artefacts for the image, by engine, all of them verified.
+
+    Raises:
+        DeploymentError: As `image_files`.
+    """
+    if not model.is_dir():
+        raise DeploymentError(f"{model}: no such model folder; train one (python -m training.train_single)")
+    if is_artefact(model):
+        raise DeploymentError(f"{model}: is one exported artefact; give the model folder above it")
+    try:
+        found = {name: verified_manifest(model / name, model) for name in ENGINES if is_artefact(model / name)}
+    except ModelLoadError as error:
+        raise DeploymentError(str(error)) from error
+    if not found:
+        what = f"no {' or '.join(ENGINES)} artefact in it"
+        raise DeploymentError(f"{model}: {what}; write one with python -m inference.export {model}")
+    if len({str(manifest.source.get("weights_sha256")) for manifest in found.values()}) > 1:
+        what = f"{' and '.join(found)} were made from different weights"
+        raise DeploymentError(f"{model}: {what}; write them again with python -m inference.export {model}")
+    return found
+
+
+def version() -> str:
+    """Return the project's version."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def lay_out(files: dict[str, Path], folder: Path) -> None:
+    """Copy files to their places in a folder, readable by every user whatever the sources are."""
+    for name, source in files.items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, place)
+        place.chmod(0o644)
+
+
+def _sources() -> list[str]:
+    files = (path for path in (ROOT / "inference").rglob("*") if path.suffix in _SOURCES)
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
