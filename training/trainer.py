@@ -24,7 +24,7 @@ from training.errors import TrainingFailure
 from training.evaluation import evaluate
 from training.finish import finish_run
 from training.interruption import Interruption
-from training.monitoring import Console, EpochMetrics, RunLog
+from training.monitoring import Console, EpochMetrics, Exporter, RunLog
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
 from training.precision import choose_precision
@@ -53,6 +53,7 @@ class Trainer:
         self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
+        self.exporter = ranks.together(lambda: Exporter(config, ranks))
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
@@ -91,6 +92,8 @@ class Trainer:
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
             stack.enter_context(self.interruption)
+            stack.enter_context(contextlib.closing(self.exporter))
+            self.exporter.starts(self.step, self.total_steps, self.epochs)
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
@@ -164,6 +167,7 @@ class Trainer:
         with self._explained(micro_batches[0].input_ids.shape):
             moved = [batch.to(self.ranks.device) for batch in micro_batches]
             result = self.strategy.step(moved, step, learning_rate)
+        self.exporter.trained_on(micro_batches)
         num_tokens = int(tokens.lengths[batch].sum())
         self.step_log.add(
             StepRecord(step, epoch, learning_rate, len(batch), num_tokens, rows_of(micro_batches), result)
@@ -176,8 +180,10 @@ class Trainer:
         with self._explained(None):
             metrics, skipped, stop = self.step_log.flush(self.seconds, self.interruption.asked)
         self.skipped_steps += skipped
+        self.exporter.skipped(skipped)
         for step, count in zip(metrics, rows, strict=True):
             self.epoch_loss.update(step.loss, count)
+            self.exporter.step_done(step, seconds=count / step.samples_per_second)
             if self.log and (step.step % self.config.log_every == 0 or step.step in (1, self.total_steps)):
                 self.log.step(step)
         if self.console and metrics:
@@ -204,12 +210,14 @@ class Trainer:
         is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in self.epochs)
         metrics = EpochMetrics(epoch, self.step, self.epoch_loss.average, self.epoch_seconds, validation, is_best)
         self.epochs.append(metrics)
+        self.exporter.epoch_done(metrics)
         if self.log:
             self.log.epoch(metrics)
             self.bar.epoch_table([metrics])
         self._save()
 
     def _save(self) -> None:
+        began = time.perf_counter()
         best_step = self.best.step if self.epochs else None
         strategy = self.strategy.state_dict()
         if self.ranks.is_first:
@@ -229,6 +237,7 @@ class Trainer:
                 "seconds": self.seconds,
             }
             self.store.save(self.step, state, best_step)
+        self.exporter.saved(time.perf_counter() - began)
         self.step_log.restart_clock()
 
     def _restore(self, resumed: Resumed) -> None:

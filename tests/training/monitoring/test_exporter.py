@@ -1,0 +1,116 @@
+"""Each rank tells Prometheus what it does, or says in one line why it cannot."""
+
+import math
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.inference.servers import free_port
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.monitoring import EpochMetrics, Exporter
+
+Scrape = dict[str, float]
+
+
+def _scrape(port: int) -> Scrape:
+    """Values of a rank's page by name, those of labelled metrics left out; nothing while it does not listen."""
+    with suppress(URLError), urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        samples = (sample for family in families for sample in family.samples if not sample.labels)
+        return {sample.name.removeprefix("distrinews_training_"): sample.value for sample in samples}
+    return {}
+
+
+def _two_free_ports() -> int:
+    """The first of two neighbouring ports that nobody listens on."""
+    while True:
+        port = free_port()
+        with suppress(OSError), _taken(port + 1):
+            return port
+
+
+@contextmanager
+def _taken(port: int) -> Iterator[None]:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", port))
+        holder.listen()
+        yield
+
+
+def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable[..., Any], tmp_path: Path) -> None:
+    port = _two_free_ports()
+    flags = ("--epochs", 500, "--batch_size", 4, "--output_dir", tmp_path / "model", "--metrics_port", port)
+    run = launch(2, *flags, wait=False)
+
+    # An epoch has 8 steps of 8 rows, but for the last one, which has a single row.
+    run.wait_until(lambda: _scrape(port).get("checkpoint_seconds_count", 0) >= 2)
+    first, second = _scrape(port), _scrape(port + 1)
+    run.wait_until(lambda: _scrape(port)["steps_total"] > first["steps_total"])
+
+    for page in (first, second):
+        assert page["steps_total"] >= 16
+        assert page["step_seconds_count"] == pytest.approx(page["steps_total"], abs=1)
+        assert page["total_steps"] == 500 * 8
+        assert page["world_size"] == 2
+        assert page["epoch"] >= 2
+        assert 0 < page["loss"] < 2
+        assert page["grad_norm"] > 0
+        assert page["learning_rate"] > 0
+        assert page["validation_loss"] > 0
+        assert 0 <= page["validation_accuracy"] <= 1
+        assert page["skipped_steps_total"] == 0
+        assert page["last_step_timestamp_seconds"] >= page["last_checkpoint_timestamp_seconds"] - 1
+        assert page["process_resident_memory_bytes"] > 0
+    assert first["samples_total"] / first["steps_total"] == pytest.approx(57 / 16, rel=0.2)
+    assert second["tokens_total"] > second["samples_total"] > 0
+
+
+def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: Callable[..., EpochMetrics]) -> None:
+    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+    port = free_port()
+    with closing(Exporter(TrainConfig(metrics_port=port), alone)) as exporter:
+        assert math.isnan(_scrape(port)["validation_accuracy"])
+        exporter.starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
+        page = _scrape(port)
+
+    assert (page["step"], page["total_steps"], page["steps_total"]) == (8, 16, 0)
+    assert page["validation_accuracy"] == 0.9
+    assert math.isnan(page["loss"])
+    assert _scrape(port) == {}
+
+
+def test_a_taken_port_is_one_line_and_writes_nothing(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    with _taken(port):
+        code = train_here("--output_dir", tmp_path / "model", "--metrics_port", port)
+
+    assert code == 2
+    stderr = capfd.readouterr().err
+    expected = rf"error: --metrics_port {port}: port {port} cannot be listened on \(Address already in use\); choose"
+    assert re.match(expected, stderr), stderr
+    assert len(stderr.splitlines()) == 1
+    assert list(tmp_path.glob("model*")) == []
+
+
+@pytest.mark.slow
+def test_a_port_that_the_second_rank_cannot_have_stops_both(launch: Callable[..., Any], tmp_path: Path) -> None:
+    port = _two_free_ports()
+    with _taken(port + 1):
+        run = launch(2, "--output_dir", tmp_path / "model", "--metrics_port", port)
+
+    assert run.process.returncode == 1
+    [line] = run.error_lines
+    assert line.startswith(f"error: rank 1: --metrics_port {port}: port {port + 1} cannot be listened on")
+    assert list(tmp_path.glob("model*")) == []

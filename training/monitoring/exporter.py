@@ -1,0 +1,157 @@
+"""Exporter: what one rank counts and measures, for Prometheus, on a port of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.process_collector import ProcessCollector
+
+from training.batching import MicroBatch
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.errors import UserError
+from training.monitoring.records import EpochMetrics, StepMetrics
+
+# Half the page otherwise: when each series began.
+disable_created_metrics()
+
+_STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Exporter:
+    """Metrics of one rank, in a registry of their own; without ``--metrics_port`` nobody is listened to.
+
+    Counters begin at 0 with the process. Rows and tokens are this rank's own and add up over ranks; all else about
+    steps is the same on each. What is not known yet is NaN.
+
+    Raises:
+        UserError: the port cannot be listened on.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._steps = self._counter("steps", "Optimizer steps of this process.")
+        self._samples = self._counter("samples", "Rows that this rank has trained on.")
+        self._tokens = self._counter("tokens", "Tokens that this rank has trained on, without padding.")
+        self._skipped = self._counter("skipped_steps", "Steps that the gradient scaler skipped.")
+        self._step_seconds = self._histogram("step_seconds", "Seconds of an optimizer step.", _STEP_SECONDS)
+        self._step = self._gauge("step", "Optimizer steps of the run, those before a resume included.", 0)
+        self._total_steps = self._gauge("total_steps", "Optimizer steps that the run is to have.", 0)
+        self._epoch = self._gauge("epoch", "Epoch of the last step, from 1.", 0)
+        self._loss = self._gauge("loss", "Mean loss of the last global batch.")
+        self._grad_norm = self._gauge("grad_norm", "Global gradient norm of the last step, before clipping.")
+        self._learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")
+        self._validation_loss = self._gauge("validation_loss", "Loss on the validation rows after the last epoch.")
+        self._validation_accuracy = self._gauge("validation_accuracy", "Accuracy there, 0 to 1.")
+        self._last_step = self._gauge("last_step_timestamp_seconds", "Unix time of the last step, first of the start.")
+        self._last_checkpoint = self._gauge("last_checkpoint_timestamp_seconds", "The same of the last checkpoint.")
+        self._checkpoint_seconds = self._histogram(
+            "checkpoint_seconds", "Seconds of a checkpoint.", _CHECKPOINT_SECONDS
+        )
+        self._describe(config, ranks)
+        self._watch_memory(ranks.device)
+        self._stop_listening = _listen(config.metrics_port, ranks.local_rank, self.registry)
+
+    def starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
+        """Say where the run stands before its first step here: steps and epochs of earlier sessions."""
+        self._step.set(step)
+        self._total_steps.set(total_steps)
+        self._last_step.set_to_current_time()
+        self._last_checkpoint.set_to_current_time()
+        for epoch in epochs[-1:]:
+            self.epoch_done(epoch)
+
+    def trained_on(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Count this rank's share of a global batch."""
+        self._samples.inc(sum(len(batch.rows) for batch in micro_batches))
+        self._tokens.inc(sum(batch.num_tokens for batch in micro_batches))
+
+    def step_done(self, metrics: StepMetrics, seconds: float) -> None:
+        """Count a step that the ranks have agreed on."""
+        self._steps.inc()
+        self._step_seconds.observe(seconds)
+        self._step.set(metrics.step)
+        self._epoch.set(metrics.epoch)
+        self._loss.set(metrics.loss)
+        self._grad_norm.set(metrics.grad_norm)
+        self._learning_rate.set(metrics.learning_rate)
+        self._last_step.set_to_current_time()
+
+    def skipped(self, steps: int) -> None:
+        """Count steps that left the weights alone."""
+        self._skipped.inc(steps)
+
+    def epoch_done(self, metrics: EpochMetrics) -> None:
+        """Show an epoch's validation."""
+        self._validation_loss.set(metrics.validation["loss"])
+        self._validation_accuracy.set(metrics.validation["accuracy"])
+
+    def saved(self, seconds: float) -> None:
+        """Count a checkpoint."""
+        self._checkpoint_seconds.observe(seconds)
+        self._last_checkpoint.set_to_current_time()
+
+    def close(self) -> None:
+        """Let go of the port."""
+        self._stop_listening()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"distrinews_training_{name}", text, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, first: float = math.nan) -> Gauge:
+        gauge = Gauge(f"distrinews_training_{name}", text, registry=self.registry)
+        gauge.set(first)
+        return gauge
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"distrinews_training_{name}", text, buckets=buckets, registry=self.registry)
+
+    def _describe(self, config: TrainConfig, ranks: Ranks) -> None:
+        self._gauge("world_size", "Ranks of the run.", ranks.world_size)
+        labels = {
+            "run": config.output_dir.name,
+            "rank": str(ranks.rank),
+            "strategy": config.strategy,
+            "device": ranks.device.type,
+        }
+        info = Gauge("distrinews_training_run_info", "1 for this rank.", labels, registry=self.registry)
+        info.labels(**labels).set(1)
+
+    def _watch_memory(self, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        readings: dict[str, tuple[str, Callable[[], float]]] = {
+            "allocated": (
+                "Bytes that tensors take on the GPU; 0 on a CPU.",
+                lambda: torch.cuda.memory_allocated(device),
+            ),
+            "reserved": ("Bytes that PyTorch holds of the GPU.", lambda: torch.cuda.memory_reserved(device)),
+            "total": ("Bytes that the GPU has.", lambda: torch.cuda.get_device_properties(device).total_memory),
+        }
+        for name, (text, read) in readings.items():
+            gauge = self._gauge(f"device_memory_{name}_bytes", text, 0)
+            if is_gpu:
+                gauge.set_function(read)
+
+
+def _listen(first_port: int, local_rank: int, registry: CollectorRegistry) -> Callable[[], None]:
+    """Serve a registry's page on a thread; returns what ends that."""
+    if not first_port:
+        return lambda: None
+    port = first_port + local_rank
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise UserError(
+            f"--metrics_port {first_port}: port {port} cannot be listened on ({error.strerror}); "
+            "choose another, or 0 for no metrics"
+        ) from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
