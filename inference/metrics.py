@@ -45,6 +45,9 @@ class ServerMetrics:
         self._confidence = histogram("confidence", "Probability of the label: watch it for drift.", _CONFIDENCE)
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
+        # Shown at 0 from the start: to Prometheus, the first of a series that was not there is no increase.
+        for result in ("served", "refused"):
+            self.reloads.labels(result)
         self._model = gauge("model_info", "1 for the model that is served.", "name", "revision", "engine")
         # One dictionary look-up a request instead of prometheus_client's check of all label values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
