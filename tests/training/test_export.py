@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -19,6 +20,7 @@ from training.dataset import AG_NEWS_LABELS, load_news
 from training.errors import UserError
 from training.metrics import classification_metrics
 from training.model import NewsClassifier
+from training.model_card import model_card
 from training.tokenized import load_tokenizer
 
 MAX_LENGTH = 32
@@ -211,11 +213,32 @@ def test_leftovers_of_an_export_cut_short_do_no_harm(tmp_path: Path) -> None:
 def test_the_model_card_tells_labels_and_results(written: tuple[Path, NewsClassifier]) -> None:
     folder, _ = written
 
-    card = (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md")
 
-    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
-    assert "Labels: World, Sports, Business, Sci/Tech." in card
-    assert "| Sports | 1.000 | 1.000 | 1.000 | 10 |" in card
+    assert "Labels: World, Sports, Business, Sci/Tech." in card.text
+    assert "| Sports | 1.000 | 1.000 | 1.000 | 10 |" in card.text
+    assert card.data.pipeline_tag == "text-classification"
+    assert [(result.metric_type, result.metric_value) for result in card.data.eval_results] == [
+        ("accuracy", 1.0),
+        ("f1", 1.0),
+    ]
+
+
+def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
+    written: tuple[Path, NewsClassifier], tmp_path: Path
+) -> None:
+    metrics = json.loads((written[0] / "metrics.json").read_text())
+    on_the_hub = {"base_model": "distilbert-base-uncased", "dataset": "fancyzhx/ag_news"}
+    here = {"base_model": str(tmp_path / "encoder"), "dataset": "../news/ag_news"}
+
+    public = ModelCard(model_card(metrics | on_the_hub, "news"))
+    local = ModelCard(model_card(metrics | here, "news"))
+
+    assert (public.data.base_model, public.data.datasets) == ("distilbert-base-uncased", ["fancyzhx/ag_news"])
+    assert (local.data.get("base_model"), local.data.get("datasets")) == (None, None)
+    assert "`encoder` fine-tuned on `ag_news`" in local.text
+    assert str(tmp_path) not in str(local)
+    assert "../news" not in str(local)
 
 
 def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, written: tuple[Path, NewsClassifier]) -> None:

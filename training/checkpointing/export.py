@@ -12,6 +12,7 @@ import torch
 
 from training.errors import UserError
 from training.model import NewsClassifier
+from training.model_card import model_card
 from training.utils import replace_folder, write_json, write_whole
 
 if TYPE_CHECKING:
@@ -82,45 +83,3 @@ def write_model(
     torch.save(one_file, buffer)
     write_whole(checkpoint_file, buffer.getbuffer())
     replace_folder(aside, model_folder)
-
-
-def model_card(metrics: dict[str, Any], name: str) -> str:
-    """The README of a model folder, with the front matter that the hub reads."""
-    test = metrics["test"]
-    classes = "\n".join(
-        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
-        for label, scores in test["per_class"].items()
-    )
-    return f"""---
-library_name: transformers
-pipeline_tag: text-classification
-language: en
-tags: [news, text-classification, distrinews]
-metrics: [accuracy, f1]
----
-
-# {name}
-
-A news classifier: `{metrics["base_model"]}` fine-tuned on `{metrics["dataset"]}` with DistriNews.
-
-Labels: {", ".join(test["labels"])}. Texts are cut at {metrics["max_length"]} tokens.
-
-```python
-from transformers import pipeline
-classify = pipeline("text-classification", model="{name}")
-classify("Oil prices climb to a record as refineries close")
-```
-
-## Test results
-
-{test["rows"]:,} test rows, read once, after the best epoch ({metrics["best_epoch"]}) was chosen on a validation split:
-accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration error {test["calibration_error"]:.4f}.
-
-| class | precision | recall | F1 | rows |
-| --- | --- | --- | --- | --- |
-{classes}
-
-## Limits
-
-Trained on English newswire headlines with a lead sentence; other styles, languages and subjects were not tested.
-"""

@@ -1,0 +1,103 @@
+"""The model card: the README of a model folder, with the front matter that the hub reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+# By this tag a repository of the hub is known to come from here.
+TAG = "distrinews"
+_TASK = "text-classification"
+_MADE_HERE = ("tiny", "sample")
+# Of the bases whose licence is known here; what is trained from another gets its licence from a person.
+_LICENSES = {"tiny": "apache-2.0", "distilbert-base-uncased": "apache-2.0"}
+
+
+def model_card(metrics: dict[str, Any], name: str) -> str:
+    """Write a model's card.
+
+    Args:
+        metrics: the contents of ``metrics.json``.
+        name: by which the model is loaded.
+    """
+    base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
+    classes = "\n".join(
+        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
+        for label, scores in test["per_class"].items()
+    )
+    return f"""---
+{_front_matter(metrics, name).to_yaml()}
+---
+
+# {name}
+
+A news classifier: `{base}` fine-tuned on `{dataset}` with DistriNews.
+
+Labels: {", ".join(test["labels"])}. Texts are cut at {metrics["max_length"]} tokens.
+
+```python
+from transformers import pipeline
+classify = pipeline("text-classification", model="{name}")
+classify("Oil prices climb to a record as refineries close")
+```
+
+## Test results
+
+{test["rows"]:,} test rows, read once, after the best epoch ({metrics["best_epoch"]}) was chosen on a validation split:
+accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration error {test["calibration_error"]:.4f}.
+
+| class | precision | recall | F1 | rows |
+| --- | --- | --- | --- | --- |
+{classes}
+
+## Limits
+
+Trained on English newswire headlines with a lead sentence; other styles, languages and subjects were not tested.
+"""
+
+
+def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
+    base, dataset = metrics["base_model"], metrics["dataset"]
+    return ModelCardData(
+        language="en",
+        license=_LICENSES.get(base),
+        library_name="transformers",
+        pipeline_tag=_TASK,
+        tags=["news", _TASK, TAG],
+        base_model=base if is_on_the_hub(base) else None,
+        datasets=[dataset] if is_on_the_hub(dataset) else None,
+        metrics=["accuracy", "f1"],
+        model_name=name,
+        eval_results=[
+            _result(dataset, "accuracy", "accuracy", metrics["test"]["accuracy"]),
+            _result(dataset, "f1", "macro-F1", metrics["test"]["macro_f1"]),
+        ],
+    )
+
+
+def _result(dataset: str, kind: str, name: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=_TASK,
+        dataset_type=public_name(dataset),
+        dataset_name=public_name(dataset),
+        dataset_split="test",
+        metric_type=kind,
+        metric_name=name,
+        metric_value=round(value, 4),
+    )
+
+
+def is_on_the_hub(name: str) -> bool:
+    """Whether a dataset's or a model's name is one of the hub's: not a path, nor one that is made here."""
+    return name not in _MADE_HERE and not _is_path(name)
+
+
+def public_name(name: str) -> str:
+    """Return a dataset's or a model's name as others may read it: of a path on this machine the last part alone."""
+    return Path(name).name if _is_path(name) else name
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
