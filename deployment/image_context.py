@@ -1,4 +1,4 @@
-"""What the served image is made of: its build context and build arguments, for the image and for the Space alike."""
+"""What images are made of: their build contexts and build arguments, for the image and for the Space alike."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from inference.model_files import DESCRIPTION_FILES, is_artefact
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
+TORCH_DOCKERFILE = ROOT / "deployment" / "Dockerfile.torch"
 # The engines whose runtime the image has, fastest first.
 ENGINES = ("native", "onnx")
 # Where the model lies in the context.
 MODEL_FOLDER = "model"
+TORCH_REQUIREMENTS = {"cuda": "deployment/requirements-torch.txt", "cpu": "deployment/requirements-torch-cpu.txt"}
 _BUILD_FILES = ("pyproject.toml", "deployment/requirements.txt", "deployment/compile_kernels.py")
 # Named, so that what tools and people leave among the sources stays behind.
-_SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg"}
+_SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt"}
 
 
 class DeploymentError(Exception):
@@ -27,7 +29,7 @@ class DeploymentError(Exception):
 
 
 def image_files(model: Path) -> dict[str, Path]:
-    """List what the image is built from, besides the Dockerfile.
+    """List what the served image is built from, besides the Dockerfile.
 
     Args:
         model: A model folder with an artefact of `ENGINES` beside its weights, which stay behind.
@@ -42,8 +44,14 @@ def image_files(model: Path) -> dict[str, Path]:
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, FILE_NAME})]
-    files = {name: ROOT / name for name in (*_BUILD_FILES, *_sources())}
+    files = {name: ROOT / name for name in (*_BUILD_FILES, *_sources("inference"))}
     return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
+
+
+def torch_image_files() -> dict[str, Path]:
+    """List what the image with PyTorch is built from, besides its Dockerfile; it holds no model."""
+    names = (*TORCH_REQUIREMENTS.values(), *_sources("inference"), *_sources("training"))
+    return {name: ROOT / name for name in names}
 
 
 def build_arguments(model: Path) -> dict[str, str]:
@@ -97,6 +105,6 @@ def lay_out(files: dict[str, Path], folder: Path) -> None:
         place.chmod(0o644)
 
 
-def _sources() -> list[str]:
-    files = (path for path in (ROOT / "inference").rglob("*") if path.suffix in _SOURCES)
+def _sources(package: str) -> list[str]:
+    files = (path for path in (ROOT / package).rglob("*") if path.suffix in _SOURCES)
     return sorted(path.relative_to(ROOT).as_posix() for path in files)

@@ -1,0 +1,127 @@
+"""Build an image with docker, podman or buildah, whichever is there.
+
+python deployment/build_image.py --model FOLDER [--tag NAME] [-- flags for the builder]: the server with that model.
+python deployment/build_image.py --torch cuda|cpu ...: PyTorch with training and serving, without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+
+from deployment.image_context import (
+    DOCKERFILE,
+    TORCH_DOCKERFILE,
+    TORCH_REQUIREMENTS,
+    DeploymentError,
+    build_arguments,
+    exported_artefacts,
+    image_files,
+    lay_out,
+    torch_image_files,
+    version,
+)
+
+BUILDERS = ("docker", "podman", "buildah")
+_ANSWER_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a builder is told: which Dockerfile, the files of its context, its arguments, and the image's names."""
+
+    dockerfile: Path
+    files: dict[str, Path]
+    arguments: dict[str, str]
+    tags: list[str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build; returns the exit code: 0, 1 where the builder failed, 2 where it could not be started."""
+    options = _parse(arguments)
+    try:
+        builder = find_builder()
+        image = _torch_image(options) if options.torch else _serving_image(options)
+    except DeploymentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
+    if code := _build(builder, image, options.flags):
+        print(f"error: {builder} ended with code {code}, its last lines say why", file=sys.stderr)
+        return 1
+    print(f"Built {' and '.join(image.tags)}")
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
+    what.add_argument("--torch", choices=TORCH_REQUIREMENTS, help="which PyTorch; cpu needs an index that has it")
+    parser.add_argument("--tag", help="default: distrinews:VERSION or distrinews-torch:VERSION, and latest")
+    parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --build-arg PYTHON_VERSION=3.12")
+    return parser.parse_args(arguments)
+
+
+def find_builder() -> str:
+    """Return the first of `BUILDERS` that is installed and answers.
+
+    Raises:
+        DeploymentError: None does.
+    """
+    for name in BUILDERS:
+        if shutil.which(name) and _answers(name):
+            return name
+    raise DeploymentError(f"none of {', '.join(BUILDERS)} is installed and running; install or start one of them")
+
+
+def _answers(name: str) -> bool:
+    # docker is of no use without its daemon, nor podman on a Mac without its machine.
+    try:
+        return subprocess.run([name, "info"], capture_output=True, timeout=_ANSWER_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _serving_image(options: argparse.Namespace) -> Image:
+    if "onnx" not in exported_artefacts(options.model):
+        remedy = f"python -m inference.export {options.model} --engine onnx adds what others need"
+        print(f"note: without onnx the image serves only on x86-64 with AVX512-VNNI; {remedy}")
+    files, arguments = image_files(options.model), build_arguments(options.model)
+    return Image(DOCKERFILE, files, arguments, _tags(options.tag or "distrinews"))
+
+
+def _torch_image(options: argparse.Namespace) -> Image:
+    arguments = {"REQUIREMENTS": TORCH_REQUIREMENTS[options.torch], "VERSION": version()}
+    return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(options.tag or "distrinews-torch"))
+
+
+def _tags(name: str) -> list[str]:
+    # A colon before the last slash belongs to a registry's port.
+    has_tag = ":" in name.rpartition("/")[2]
+    return [name] if has_tag else [f"{name}:{version()}", f"{name}:latest"]
+
+
+def _build(builder: str, image: Image, flags: list[str]) -> int:
+    command = [builder, "build", "--file", str(image.dockerfile)]
+    if builder != "docker":
+        # The OCI format has no HEALTHCHECK, and buildah keeps no layers unless it is asked to.
+        command += ["--format", "docker", "--layers"]
+    for tag in image.tags:
+        command += ["--tag", tag]
+    for name, value in image.arguments.items():
+        command += ["--build-arg", f"{name}={value}"]
+    with tempfile.TemporaryDirectory(prefix="distrinews-image-") as context:
+        lay_out(image.files, Path(context))
+        return subprocess.run([*command, *flags, context]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
