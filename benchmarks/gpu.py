@@ -36,9 +36,10 @@ from benchmarks.tables import (
 )
 from benchmarks.worker import MATMUL
 from benchmarks.workload import MAX_LENGTH, SIZES, read_tokenizer, write_weights
+from inference.cpu import usable_cpus
 from training.config import TINY, TrainConfig
 from training.dataset import SAMPLE, load_news
-from training.distributed import cpu_count, ranks
+from training.distributed import ranks
 from training.errors import TrainingFailure, UserError, run_command
 from training.monitoring.run_log import read_metrics
 from training.precision import choose_precision
@@ -196,7 +197,7 @@ def _last_line(log: IO[str]) -> str:
 
 def matrix_rate(count: int, precision: str, on_gpu: bool) -> float:
     """The best matrix product of all devices at once: every GPU, or all cores shared out over the processes."""
-    layout = Layout(count, 1 if on_gpu else max(1, cpu_count() // count))
+    layout = Layout(count, 1 if on_gpu else max(1, usable_cpus() // count))
     results = run_ranks(["", f"{MATMUL}{precision}", "cuda" if on_gpu else "cpu"], layout, pin=not on_gpu)
     return sum(result["flops"] for result in results)
 

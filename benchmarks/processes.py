@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from training.distributed import cpu_count
+from inference.cpu import usable_cpus
 from training.errors import TrainingFailure, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,8 +41,8 @@ class Layout:
         if not (times and processes.isdecimal() and threads.isdecimal() and int(processes) and int(threads)):
             raise UserError(f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1")
         layout = cls(int(processes), int(threads))
-        if layout.cores > cpu_count():
-            raise UserError(f"--layouts {text}: needs {layout.cores} cores, and this process may use {cpu_count()}")
+        if layout.cores > usable_cpus():
+            raise UserError(f"--layouts {text}: needs {layout.cores} cores, and this process may use {usable_cpus()}")
         return layout
 
     @property

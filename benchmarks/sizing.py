@@ -42,8 +42,8 @@ PAGE = """# Sizing a server
 Written by `python -m {module}`; the rounds behind it are in the JSON file beside it. A server has so many cores to
 itself and is asked for single texts by {clients} clients on the others (where the server has all, the client shares
 them). *texts/s*: what it answers then. *p50, p99*: milliseconds at {share:.0%} of that, sent evenly. *memory*: resident
-after load. *CPU-s*: of the server, per 1,000 texts. *$*: per million texts, at {dollars:.2f} dollars for a core and hour (an
-assumption: `--dollars_per_core_hour`), kept busy; a server that idles half of the time costs twice as much a text.
+after load. *CPU-s*: of the server, per 1,000 texts. *$*: per million texts, at {dollars:.2f} dollars a core and hour
+(an assumption: `--dollars_per_core_hour`), kept busy; a server that idles half of the time costs twice as much a text.
 Figures are medians over {rounds} rounds of {seconds:g} s a load.
 
 {facts}

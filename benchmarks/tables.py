@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks.processes import ROOT
-from inference.cpu import cpu_name
-from training.distributed import cpu_count
+from inference.cpu import cpu_name, usable_cpus
 from training.errors import UserError
 from training.precision import cpu_has_bf16
 from training.utils import write_whole
@@ -110,7 +109,7 @@ def _version(package: str) -> str:
 
 def _machine() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cpu = f"{cpu_name()}, {cpu_count()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
+    cpu = f"{cpu_name()}, {usable_cpus()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
     return f"{cpu}; {' + '.join(gpus) or 'no GPU'}"
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from inference.cpu import usable_cpus
 from training.errors import ForeseenError, UserError
 
 T = TypeVar("T")
@@ -106,11 +107,6 @@ class Ranks:
         return result  # type: ignore[return-value]
 
 
-def cpu_count() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def seed_everything(seed: int, *, deterministic: bool) -> None:
     """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
     torch.manual_seed(seed)
@@ -141,8 +137,8 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
 
     Args:
         device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
-        use_process_group: join the group that torchrun's variables describe; without them, or when false,
-            the process is alone.
+        use_process_group: join the group that torchrun's variables describe, or take the one that stands already
+            (Ray Train forms it); without the variables, or when false, the process is alone.
 
     Raises:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
@@ -157,8 +153,9 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
         # torchrun asks for one thread a process, whatever the machine has.
-        torch.set_num_threads(max(1, cpu_count() // local_world_size))
-    if launched:
+        torch.set_num_threads(max(1, usable_cpus() // local_world_size))
+    joins = launched and not dist.is_initialized()
+    if joins:
         _join_group(backend, chosen)
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
@@ -167,7 +164,7 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         error.say()
         raise
     finally:
-        if launched and dist.is_initialized():
+        if joins and dist.is_initialized():
             # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and
             # the process aborts at its end.
             gc.collect()
