@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 
@@ -38,6 +40,14 @@ class UserError(ForeseenError):
 
 class TrainingFailure(ForeseenError):
     """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose complaint is one line, as every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the flags."""
+        raise UserError(f"{message} (see --help)")
 
 
 def run_command(main: Callable[[], int | None]) -> None:

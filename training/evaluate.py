@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -19,7 +18,7 @@ from inference.model_files import SavedModel, read_saved_model
 from inference.tokenization import TextTokenizer
 from training.dataset import NewsData, Rows, load_news
 from training.distributed import Ranks, ranks
-from training.errors import UserError, run_command
+from training.errors import OneLineParser, UserError, run_command
 from training.evaluation import evaluate
 from training.model import NewsClassifier
 from training.monitoring import Console
@@ -27,14 +26,9 @@ from training.quiet import quiet_libraries
 from training.tokenized import encode_rows
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def main() -> None:
     """Evaluate on as many ranks as were started; rank 0 prints."""
-    parser = _Parser(prog="python -m training.evaluate", description=__doc__)
+    parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, or the .pt beside it")
     parser.add_argument("--dataset", help="as in training (default: the data that the model was trained on)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")

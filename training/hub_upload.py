@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from training.errors import ForeseenError, UserError
 from training.model_card import TAG
+from training.utils import replace_folder
 
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 # What the hub itself puts into a new repository.
@@ -91,20 +93,28 @@ def show(files: Files) -> None:
 
 
 def lay_out(files: Files, folder: Path) -> None:
-    """Write the files into a folder, as they would lie in the repository.
+    """Write the files into a folder, as they would lie in the repository; an older layout is replaced.
 
     Raises:
-        UserError: The folder holds something already, or cannot be written.
+        UserError: The folder holds something else, or cannot be written.
     """
+    card = folder / "README.md"
+    if folder.exists() and any(folder.iterdir()) and not (card.is_file() and TAG in card.read_text("utf-8")):
+        raise UserError(f"{folder}: holds something else; name a new or empty folder")
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
     try:
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty; name a new or empty folder")
         for name, source in files.items():
-            place = folder / name
+            place = aside / name
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(_content(source))
+            if isinstance(source, Path):
+                shutil.copyfile(source, place)
+            else:
+                place.write_bytes(source)
+        replace_folder(aside, folder)
     except OSError as error:
-        raise UserError(f"{error.filename or folder}: cannot be written ({error.strerror})") from error
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
 def upload(api: HfApi, target: Target, files: Files, reasons: Mapping[int, str] | None = None) -> str:
@@ -207,5 +217,6 @@ def _size(source: Path | bytes) -> int:
     return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
-def _content(source: Path | bytes) -> bytes:
+def content_of(source: Path | bytes) -> bytes:
+    """Return the bytes of what is uploaded."""
     return source if isinstance(source, bytes) else source.read_bytes()

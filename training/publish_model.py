@@ -1,0 +1,61 @@
+"""Publish a model folder on the Hugging Face hub: python -m training.publish_model MODEL --name ACCOUNT/NAME.
+
+Weights, tokenizer, metrics, exported artefacts and model card go up in one commit and are read back. Models are free to
+publish. The token comes from HF_TOKEN or the hub's login (hf auth login).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from huggingface_hub import ModelCard
+
+from training.errors import OneLineParser, run_command
+from training.hub_upload import Target, full_name, lay_out, show, sign_in, upload
+from training.published_files import model_files, named
+
+DRY_RUN_FOLDER = Path("build/model")
+
+
+def main() -> None:
+    """Check the folder, show what goes up, and publish it."""
+    parser = OneLineParser(
+        prog="python -m training.publish_model", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder")
+    parser.add_argument("--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account")
+    parser.add_argument("--private", action="store_true", help="nobody else may see it")
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        const=DRY_RUN_FOLDER,
+        help=f"write the repository into this folder instead (default: {DRY_RUN_FOLDER}); needs no token",
+    )
+    options = parser.parse_args()
+    files = model_files(options.model)
+    if options.dry_run:
+        show(named(files, options.model, options.name))
+        lay_out(named(files, options.model, options.name), options.dry_run)
+        print(f"Written to {options.dry_run}; nothing was sent.")
+        return
+    api, account = sign_in()
+    target = Target(full_name(options.name, account), "model", options.private)
+    files = named(files, options.model, target.name)
+    show(files)
+    commit = upload(api, target, files)
+    print(f"Published {api.endpoint}/{target.name} at {commit[:12]}; every file was read back.")
+    print(f'transformers.pipeline("text-classification", model="{target.name}") loads it.')
+    if not ModelCard(bytes(files["README.md"]).decode(), ignore_metadata_errors=True).data.get("license"):
+        print("The card names no licence: add `license:` to the front matter of its README.md.")
+
+
+if __name__ == "__main__":
+    run_command(main)
