@@ -65,6 +65,7 @@ class TrainConfig(BaseModel):
     resume: str = _field("auto", "output", "auto = go on from the run folder's newest whole checkpoint if it has one; none = start anew (an older run is moved aside, not deleted); or the path of a checkpoint")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1)
     metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000)
+    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255)
     # fmt: on
 
     @model_validator(mode="after")
@@ -100,7 +101,7 @@ class TrainConfig(BaseModel):
 # What may differ between a checkpoint and the run that goes on from it. The batch fields are compared apart:
 # only their product with the number of ranks, the global batch, decides the order of rows.
 OPERATIONAL_FIELDS = frozenset(
-    {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port"}
+    {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
 

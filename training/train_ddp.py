@@ -16,12 +16,13 @@ from training.errors import run_command
 from training.trainer import Trainer
 
 
-def train() -> None:
-    """Parse, join the process group, train."""
+def train() -> int:
+    """Parse, join the process group, train; returns the exit code."""
     with one_voice():
         config = parse_config(sys.argv[1:], description=__doc__)
     with ranks(config.device) as mine:
-        Trainer(config, mine).fit()
+        model_folder = Trainer(config, mine).fit()
+    return 0 if model_folder else config.stopped_exit_code
 
 
 @record

@@ -14,11 +14,12 @@ from training.errors import run_command
 from training.trainer import Trainer
 
 
-def main() -> None:
-    """Parse and train."""
+def main() -> int:
+    """Parse and train; returns the exit code."""
     config = parse_config(sys.argv[1:], description=__doc__)
     with ranks(config.device, use_process_group=False) as alone:
-        Trainer(config, alone).fit()
+        model_folder = Trainer(config, alone).fit()
+    return 0 if model_folder else config.stopped_exit_code
 
 
 if __name__ == "__main__":

@@ -135,6 +135,18 @@ def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
     assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
 
 
+def test_a_stopped_run_ends_with_the_exit_code_that_its_scheduler_wants(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = launch(1, *_flags(1, tmp_path / "model"), "--stopped_exit_code", 75, wait=False)
+    run.wait_until(lambda: "step 2/" in run.out)
+
+    run.process.terminate()
+
+    assert run.wait() == 75
+    assert run.err == ""
+
+
 @pytest.fixture(scope="module")
 def stopped_on_two(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> tuple[Path, Any]:
     """The output folder of a run on two ranks that SIGTERM to the second of them stopped, and that run."""
