@@ -5,8 +5,13 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
+BUILD_FLAGS ?=
+# Where `make lock` finds PyTorch's build for CPUs.
+TORCH_CPU ?= --torch-backend cpu
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
+	--no-emit-index-url --custom-compile-command "make lock"
 
-.PHONY: help install demo test test-all lint format bench bench-serving clean
+.PHONY: help install demo test test-all lint format bench bench-serving image image-torch lock clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +52,23 @@ bench: $(INSTALLED) ## Measure training throughput against the usual recipes and
 
 bench-serving: $(INSTALLED) ## Measure the server of MODEL=folder beside others and write benchmarks/serving.md
 	$(BIN)/python -m benchmarks.serving_load --model $(MODEL)
+
+image: $(INSTALLED) ## Build the image that serves MODEL=folder, with docker, podman or buildah (BUILD_FLAGS are theirs)
+	$(BIN)/python deployment/build_image.py --model $(MODEL) -- $(BUILD_FLAGS)
+
+image-torch: $(INSTALLED) ## Build the image for training jobs and for serving on GPUs
+	$(BIN)/python deployment/build_image.py --torch cuda -- $(BUILD_FLAGS)
+
+# The tokenizer's library needs the hub's client only to download. The locks for PyTorch are for Linux on x86-64.
+lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/requirements*.txt
+	echo huggingface-hub | $(LOCK) deployment/requirements.in --constraints requirements.txt --universal \
+		--excludes /dev/stdin --output-file deployment/requirements.txt
+	$(LOCK) requirements.txt --constraints deployment/requirements.txt --python-platform x86_64-manylinux_2_28 \
+		$(TORCH_CPU) --no-emit-package torch --output-file deployment/requirements-torch.txt
+	grep ^torch== requirements.txt | $(LOCK) - --constraints deployment/requirements-torch.txt \
+		--python-platform x86_64-manylinux_2_28 --output-file deployment/requirements-torch-cuda.txt
+	grep ^torch== requirements.txt | $(LOCK) - --constraints deployment/requirements-torch.txt \
+		--python-platform x86_64-manylinux_2_28 $(TORCH_CPU) --output-file deployment/requirements-torch-cpu.txt
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 
 from deployment.image_context import (
     DOCKERFILE,
+    TORCH_BUILDS,
     TORCH_DOCKERFILE,
-    TORCH_REQUIREMENTS,
     DeploymentError,
     build_arguments,
     exported_artefacts,
@@ -64,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
-    what.add_argument("--torch", choices=TORCH_REQUIREMENTS, help="which PyTorch; cpu needs an index that has it")
+    what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")
     parser.add_argument("--tag", help="default: distrinews:VERSION or distrinews-torch:VERSION, and latest")
     parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --build-arg PYTHON_VERSION=3.12")
     return parser.parse_args(arguments)
@@ -99,7 +99,7 @@ def _serving_image(options: argparse.Namespace) -> Image:
 
 
 def _torch_image(options: argparse.Namespace) -> Image:
-    arguments = {"REQUIREMENTS": TORCH_REQUIREMENTS[options.torch], "VERSION": version()}
+    arguments = {"TORCH": options.torch, "VERSION": version()}
     return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(options.tag or "distrinews-torch"))
 
 

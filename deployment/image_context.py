@@ -18,8 +18,9 @@ TORCH_DOCKERFILE = ROOT / "deployment" / "Dockerfile.torch"
 ENGINES = ("native", "onnx")
 # Where the model lies in the context.
 MODEL_FOLDER = "model"
-TORCH_REQUIREMENTS = {"cuda": "deployment/requirements-torch.txt", "cpu": "deployment/requirements-torch-cpu.txt"}
-_BUILD_FILES = ("pyproject.toml", "deployment/requirements.txt", "deployment/compile_kernels.py")
+# The builds of PyTorch that there is a lock for.
+TORCH_BUILDS = ("cuda", "cpu")
+_KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # Named, so that what tools and people leave among the sources stays behind.
 _SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt"}
 
@@ -44,13 +45,14 @@ def image_files(model: Path) -> dict[str, Path]:
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, FILE_NAME})]
-    files = {name: ROOT / name for name in (*_BUILD_FILES, *_sources("inference"))}
+    files = {name: ROOT / name for name in ("deployment/requirements.txt", *_KERNEL_FILES, *_sources("inference"))}
     return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
 
 
 def torch_image_files() -> dict[str, Path]:
     """List what the image with PyTorch is built from, besides its Dockerfile; it holds no model."""
-    names = (*TORCH_REQUIREMENTS.values(), *_sources("inference"), *_sources("training"))
+    locks = ("requirements-torch.txt", *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS))
+    names = [*(f"deployment/{lock}" for lock in locks), *_KERNEL_FILES, *_sources("inference"), *_sources("training")]
     return {name: ROOT / name for name in names}
 
 
