@@ -26,8 +26,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
 setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$here/train_ddp.py" "$@" &
 launcher=$!
-stop() { pkill -TERM -P "$launcher" 2>/dev/null; }
-trap stop TERM INT
+trap 'pkill -TERM -P "$launcher" 2>/dev/null' TERM INT
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
   code=$?
