@@ -1,0 +1,75 @@
+"""The operator's page: its commands work on a real server, its sizing table is the measured one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.deployment.documented import REPOSITORY, documented
+from tests.inference.conftest import StartServer
+
+PAGE = "docs/OPERATIONS.md"
+
+
+@pytest.fixture
+def versions(tmp_path: Path, model_folder: Path) -> Path:
+    """Two versions of a model, and a link to the first."""
+    folder = tmp_path / "checkpoints"
+    for name in ("agnews_v1", "agnews_v2"):
+        shutil.copytree(model_folder, folder / name, ignore=shutil.ignore_patterns("native", "onnx"))
+    weights = load_file(folder / "agnews_v2" / "model.safetensors")
+    weights["classifier.bias"] += torch.tensor([5.0, 0.0, 0.0, 0.0])
+    save_file(weights, folder / "agnews_v2" / "model.safetensors", {"format": "pt"})
+    (folder / "current").symlink_to("agnews_v1")
+    return folder
+
+
+def run(commands: str, folder: Path, port: int) -> str:
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("localhost:7860", f"127.0.0.1:{port}")],
+        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_is_put_out_and_taken_back_with_the_commands_of_the_page(
+    versions: Path, start_server: StartServer
+) -> None:
+    with start_server(versions / "current") as client:
+        port = client.base_url.port
+        first = client.get("/model").json()["revision"]
+        shown = run(documented(PAGE, "roll-out"), versions.parent, port)
+        second = client.get("/model").json()["revision"]
+        run(documented(PAGE, "roll-back"), versions.parent, port)
+        assert client.get("/model").json()["revision"] == first != second
+        assert second in shown
+
+
+def test_a_model_that_is_not_sound_leaves_the_old_one_answering(versions: Path, start_server: StartServer) -> None:
+    with start_server(versions / "current") as client:
+        first = client.get("/model").json()["revision"]
+        (versions / "agnews_v2" / "model.safetensors").write_bytes(b"cut off")
+        answer = run(documented(PAGE, "roll-out"), versions.parent, client.base_url.port)
+        assert "model_refused" in answer
+        assert client.get("/model").json()["revision"] == first
+        assert client.post("/predict", json={"text": "Shares fall"}).status_code == 200
+
+
+def test_the_first_look_shows_health_model_and_load(versions: Path, start_server: StartServer) -> None:
+    with start_server(versions / "current") as client:
+        shown = run(documented(PAGE, "look"), versions.parent, client.base_url.port)
+    for word in ('"status"', '"revision"', "distrinews_queue_tokens", "distrinews_worker_failures_total"):
+        assert word in shown
+
+
+def test_the_sizing_table_is_the_one_that_was_measured() -> None:
+    measured = (REPOSITORY / "benchmarks" / "sizing.md").read_text()
+    table = [line for line in measured.splitlines() if line.startswith("|")]
+    assert "\n".join(table) in (REPOSITORY / PAGE).read_text()
