@@ -1,6 +1,6 @@
 """Build an image with docker, podman or buildah, whichever is there.
 
-python deployment/build_image.py --model FOLDER [--tag NAME] [-- flags for the builder]: the server with that model.
+python deployment/build_image.py --model FOLDER [--tag NAME] [-- FLAGS]: the server with that model.
 python deployment/build_image.py --torch cuda|cpu ...: PyTorch with training and serving, without a model.
 """
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Build; returns the exit code: 0, 1 where the builder failed, 2 where it could not be started."""
     options = _parse(arguments)
     try:
-        builder = find_builder()
+        builder = options.builder or find_builder()
         image = _torch_image(options) if options.torch else _serving_image(options)
     except DeploymentError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -66,6 +66,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
     what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")
     parser.add_argument("--tag", help="default: distrinews:VERSION or distrinews-torch:VERSION, and latest")
+    parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that is installed and answers")
     parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --build-arg PYTHON_VERSION=3.12")
     return parser.parse_args(arguments)
 

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployment.image_context import ROOT, DeploymentError, build_arguments, image_files, torch_image_files
+
+
+def test_every_source_file_is_in_the_context(exported_folder: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files", "inference", "training"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("needs the repository's git")
+    files = {name for name in tracked.stdout.split() if not name.endswith(".md")}
+    assert {name for name in files if name.startswith("inference/")} <= image_files(exported_folder).keys()
+    assert files <= torch_image_files().keys()
+
+
+def test_the_served_context_has_the_exported_model_without_its_weights(exported_folder: Path) -> None:
+    files = image_files(exported_folder)
+    assert {"model/config.json", "model/onnx/manifest.json", "model/onnx/model.onnx"} <= files.keys()
+    assert "model/model.safetensors" not in files
+    assert all(source.is_file() for source in files.values())
+
+
+def test_the_served_context_has_no_trainer_and_no_tests(exported_folder: Path) -> None:
+    assert not [name for name in image_files(exported_folder) if name.startswith(("training", "tests"))]
+
+
+def test_the_label_names_the_weights_that_training_wrote(exported_folder: Path) -> None:
+    manifest = json.loads((exported_folder / "onnx" / "manifest.json").read_text())
+    assert build_arguments(exported_folder)["MODEL_SHA256"] == manifest["source"]["weights_sha256"]
+
+
+def test_a_damaged_artefact_is_refused(exported_copy: Path) -> None:
+    (exported_copy / "onnx" / "model.onnx").write_bytes(b"")
+    with pytest.raises(DeploymentError, match=r"model\.onnx: is not the file that was exported"):
+        image_files(exported_copy)
+
+
+def test_an_artefact_of_other_weights_is_refused(exported_copy: Path) -> None:
+    with (exported_copy / "model.safetensors").open("ab") as file:
+        file.write(b"trained on")
+    with pytest.raises(DeploymentError, match="was made from other weights"):
+        image_files(exported_copy)
+
+
+def test_artefacts_of_different_weights_are_refused(exported_copy: Path) -> None:
+    (exported_copy / "model.safetensors").unlink()
+    shutil.copytree(exported_copy / "onnx", exported_copy / "native")
+    path = exported_copy / "native" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"]["weights_sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DeploymentError, match="native and onnx were made from different weights"):
+        image_files(exported_copy)
+
+
+def test_a_model_that_is_not_exported_is_refused_in_one_line(model_folder: Path) -> None:
+    command = [sys.executable, "deployment/build_image.py", "--model", model_folder, "--builder", "buildah"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    remedy = f"write one with python -m inference.export {model_folder}"
+    assert done.stderr == f"error: {model_folder}: no native or onnx artefact in it; {remedy}\n"
