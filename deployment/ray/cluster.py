@@ -1,0 +1,46 @@
+"""The Ray cluster that a command runs on: one that stands, or a local one for this command alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+# Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
+_STORE_BYTES = 128 * 2**20
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line on standard error and exit code 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> None:
+    """Connect to the cluster at an address, or at RAY_ADDRESS; without either, start one on this machine.
+
+    Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise.
+
+    Args:
+        address: ``auto`` for the cluster of this machine.
+        dashboard: whether a cluster started here has a dashboard, for this machine alone; Ray Train asks it for the
+            state of its workers.
+        environment: variables for all that this command starts there.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", str(int(sys.stderr.isatty())))
+    try:
+        import ray
+    except ImportError:
+        fail("Ray is not installed: pip install 'distrinews[ray]'")
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if address == "local" else {}
+    try:
+        ray.init(address, logging_level="ERROR", runtime_env={"env_vars": dict(environment or {})}, **local)
+    except Exception as error:  # it raises plain ones too
+        fail(f"--address {address}: Ray does not answer ({_first_line(error)}); ray start --head starts a cluster")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

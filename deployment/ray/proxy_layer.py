@@ -1,0 +1,58 @@
+"""What Serve's HTTP proxy lacks: a refusal that says "again, please" when a replica dies over a request."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference.error_responses import error_response
+from inference.request_context import RequestContext
+
+_RETRY_AFTER_SECONDS = 1
+
+
+class RetryableRefusals:
+    """Gives every 503 its Retry-After, and answers 503 where the proxy ends a request without any answer.
+
+    That is what it does when the replica that had the request is gone, and its HTTP server would make a plain 500
+    of it. An answer that has begun is broken off, which clients see as a connection lost.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request through."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        is_answered = False
+
+        async def complete(message: Message) -> None:
+            nonlocal is_answered
+            if message["type"] == "http.response.start":
+                is_answered = True
+                _complete_headers(message)
+            await send(message)
+
+        await self.app(scope, receive, complete)
+        if not is_answered:
+            RequestContext.begin(scope)
+            what = "the replica that had this request is gone; send it again"
+            refusal = error_response(scope, 503, "replica_lost", what, _RETRY_AFTER_SECONDS)
+            refusal.headers["X-Request-ID"] = RequestContext.of(scope).request_id
+            await refusal(scope, receive, send)
+
+
+def _complete_headers(message: Message) -> None:
+    headers = MutableHeaders(scope=message)
+    if message["status"] == 503:
+        headers.setdefault("Retry-After", str(_RETRY_AFTER_SECONDS))
+    if request_id := headers.get("X-Request-ID"):
+        headers["X-Request-ID"] = request_id  # the replica and the proxy have each set it
+
+
+def layers() -> list[Middleware]:
+    """Return what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH asks for."""
+    return [Middleware(RetryableRefusals)]

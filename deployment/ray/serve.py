@@ -1,0 +1,114 @@
+"""Serve a model on a Ray cluster: python deployment/ray/serve.py --model FOLDER [--replicas 1..4]."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+if not __package__:  # started by path: the imports below need the repository
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from deployment.ray.cluster import connect, fail
+
+_KEEP_ALIVE_SECONDS = 65  # as inference/serve.py
+_PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.ray.proxy_layer.layers"}
+
+
+def main() -> None:
+    """Serve until SIGTERM or Ctrl-C, then drain."""
+    options = _parse()
+    if not options.model.exists():
+        fail(f"--model {options.model}: there is no such folder; train one, or give its path")
+    connect(options.address, environment=_PROXY_ENVIRONMENT)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    _start(options)
+    print(f"serving {options.model} at http://{options.host}:{options.port}", flush=True)
+    stop.wait()
+    _stop()
+
+
+def _start(options: argparse.Namespace) -> None:
+    from ray import serve
+
+    from deployment.ray.replica import QUIET, Arguments, build
+    from inference.errors import SettingsError
+
+    least, most = options.replicas
+    arguments = Arguments(
+        model=options.model.absolute(), min_replicas=least, max_replicas=most, cpus_per_replica=options.cpus_per_replica
+    )
+    try:
+        application = build(arguments)
+    except SettingsError as error:
+        fail(str(error))
+    serve.start(
+        http_options={
+            "host": options.host,
+            "port": options.port,
+            "keep_alive_timeout_s": _KEEP_ALIVE_SECONDS,
+        },
+        logging_config=QUIET,
+    )
+    try:
+        serve.run(application, name="distrinews")
+    except RuntimeError as error:
+        _stop()
+        fail(_reason(str(error)))
+
+
+def _stop() -> None:
+    import ray
+    from ray import serve
+
+    serve.delete("distrinews")
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _reason(text: str) -> str:
+    """Find what the replica said in what Serve makes of it: a traceback in a traceback."""
+    said = re.findall(r"RuntimeError: (?!Traceback)(.+)", text)
+    return said[-1] if said else text.strip().splitlines()[0]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see --help)")
+
+
+def _parse() -> argparse.Namespace:
+    parser = _Parser(description=__doc__, epilog="All else is environment: docs/serving.md lists the variables.")
+    parser.add_argument("--model", type=Path, required=True, help="model folder, where all machines find it")
+    parser.add_argument(
+        "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or from how few to how many (1)"
+    )
+    parser.add_argument("--cpus_per_replica", type=_count, default=1, metavar="N", help="cores for each (1)")
+    parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
+    parser.add_argument("--port", type=int, default=7860, help="port to listen on (7860)")
+    return parser.parse_args()
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("..")
+    found = _count(least), _count(most or least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text}: {least} is more than {most}")
+    return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

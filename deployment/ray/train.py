@@ -1,0 +1,167 @@
+"""Train on a Ray cluster: python deployment/ray/train.py --num_workers 2 [flags of training/train_ddp.py]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+if not __package__:  # started by path: the imports below need the repository
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from deployment.ray.cluster import connect
+from training.config import TrainConfig, parse_config
+from training.distributed import COLLECTIVE_TIMEOUT, ranks
+from training.errors import TrainingFailure, UserError, run_command
+from training.trainer import Trainer
+
+
+def main() -> None:
+    """Check the flags, find the cluster, train on it."""
+    options, config = _parse(sys.argv[1:])
+    connect(options.address, dashboard=True)
+    _check_cluster(options, config)
+    metrics = fit(config, options)
+    print(f"{config.output_dir}: accuracy {metrics['test']['accuracy']:.4f} on the test rows")
+
+
+def fit(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the Trainer in Ray's workers; when one is lost, in new ones, which go on from the newest checkpoint.
+
+    Returns:
+        What the model folder's ``metrics.json`` holds.
+
+    Raises:
+        UserError: the run cannot start as asked.
+        TrainingFailure: it failed more often than ``--max_failures``.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.config import LoggingConfig
+
+    use_gpu = _uses_gpus(config, options.num_workers)
+    # Ray's own notes on the run: it wants them where all machines see them, as the checkpoints are.
+    notes = config.output_dir.absolute().with_name(config.output_dir.name + ".ray")
+    trainer = TorchTrainer(
+        _train_in_worker,
+        train_loop_config={"config": config, "device": "cuda" if use_gpu else "cpu", "folder": str(Path.cwd())},
+        torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
+        scaling_config=ScalingConfig(
+            num_workers=options.num_workers,
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": options.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            storage_path=str(notes),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+            logging_config=LoggingConfig("ERROR"),
+        ),
+    )
+    try:
+        outcome = trainer.fit().return_value
+    except TrainingFailedError as error:
+        raise TrainingFailure(_last_words(error)) from None
+    finally:
+        shutil.rmtree(notes, ignore_errors=True)
+    if "error" in outcome:
+        raise UserError(outcome["error"])
+    return outcome
+
+
+def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
+    config: TrainConfig = task["config"]
+    os.chdir(task["folder"])  # relative paths mean what they mean where the command was typed
+    with ranks(task["device"]) as mine:
+        try:
+            folder = Trainer(config, mine).fit()
+        except UserError as error:
+            # All ranks agree on it, and another start would end the same: an answer, no failure to recover from.
+            return {"error": str(error)}
+    return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+
+
+def _uses_gpus(config: TrainConfig, num_workers: int) -> bool:
+    import ray
+
+    if config.device == "auto":
+        return ray.cluster_resources().get("GPU", 0) >= num_workers
+    return config.device == "cuda"
+
+
+def _check_cluster(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Refuse what would wait for ever, or lose its checkpoints.
+
+    Raises:
+        UserError: with the reason.
+    """
+    import ray
+
+    has = ray.cluster_resources()
+    wanted = {"CPU": options.num_workers * options.cpus_per_worker}
+    if config.device == "cuda":
+        wanted["GPU"] = options.num_workers
+    for kind, count in wanted.items():
+        if has.get(kind, 0) < count:
+            raise UserError(
+                f"--num_workers {options.num_workers}: they take {count} {kind}s and the cluster has "
+                f"{has.get(kind, 0):g}; start fewer workers or add machines"
+            )
+    if sum(node["Alive"] for node in ray.nodes()) > 1 and not config.output_dir.is_absolute():
+        raise UserError(
+            f"--output_dir {config.output_dir}: give an absolute path on storage that all machines of the cluster "
+            "share; a worker that starts elsewhere finds its checkpoints there"
+        )
+
+
+def _last_words(error: Exception) -> str:
+    """Say in one line what the first of the failed ranks failed from."""
+    failures = getattr(error, "worker_failures", {}) or {0: error}
+    rank, failure = min(failures.items())
+    line = str(failure).strip().splitlines()[-1].removeprefix(f"{TrainingFailure.__module__}.TrainingFailure: ")
+    return f"rank {rank}: {line}" if not line.startswith("rank") else line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
+    """Take Ray's flags out; the others are those of training/train_ddp.py.
+
+    Raises:
+        UserError: an unknown flag, or a value out of its limits.
+    """
+    parser = _Parser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("flags of Ray")
+    group.add_argument("--num_workers", "--num-workers", type=_count, default=2, help="processes (default: 2)")
+    group.add_argument(
+        "--cpus_per_worker", "--cpus-per-worker", type=_count, default=1, help="cores set aside for each (default: 1)"
+    )
+    group.add_argument(
+        "--max_failures",
+        "--max-failures",
+        type=int,
+        default=3,
+        help="times that lost workers are started again; 0 = never, -1 = always (default: 3)",
+    )
+    group.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
+    if {"-h", "--help"} & set(arguments):
+        print(parser.format_help())
+    options, rest = parser.parse_known_args(arguments)
+    return options, parse_config(rest, description=__doc__)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    run_command(main)
