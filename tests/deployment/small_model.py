@@ -1,0 +1,59 @@
+"""A model folder with one artefact, written in milliseconds: whole to whoever checks it, though nothing runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
+from inference import manifest
+
+LABELS = ("World", "Sports", "Business", "Sci/Tech")
+# Where the data lay when the model was trained: nobody else's business.
+DATASET = "/home/ada/ag_news"
+
+
+def write_small_model(folder: Path) -> Path:
+    """Write config, tokenizer, weights, metrics and an artefact for ONNX Runtime; there is no card."""
+    folder.mkdir(parents=True)
+    id2label = {str(i): label for i, label in enumerate(LABELS)}
+    (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "vocab_size": 2, "id2label": id2label}))
+    Tokenizer(models.WordLevel({"[UNK]": 0, "news": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 16}))
+    (folder / "metrics.json").write_text(json.dumps(_metrics()))
+    save_file({"weight": np.arange(500, dtype=np.float32)}, folder / "model.safetensors")
+    _write_artefact(folder, folder / "onnx")
+    return folder
+
+
+def _metrics() -> dict[str, object]:
+    scores = {"precision": 0.9, "recall": 0.9, "f1": 0.9, "rows": 10}
+    figures = {"rows": 40, "accuracy": 0.9, "macro_f1": 0.9, "calibration_error": 0.1, "labels": LABELS}
+    test = {**figures, "per_class": dict.fromkeys(LABELS, scores)}
+    return {"dataset": DATASET, "base_model": "tiny", "max_length": 16, "best_epoch": 1, "test": test}
+
+
+def _write_artefact(model: Path, folder: Path) -> None:
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "metrics.json"):
+        shutil.copy(model / name, folder / name)
+    (folder / "model.onnx").write_bytes(bytes(range(256)) * 8)
+    made = manifest.Manifest(
+        engine="onnx",
+        precision="int8",
+        created="2025-01-01T00:00:00+00:00",
+        source=manifest.describe_source(model.name, model / "model.safetensors"),
+        files=manifest.describe_files(folder),
+        versions={},
+        options={},
+        accuracy={"dataset": f"{DATASET}/test.csv", "rows": 40},
+        size={},
+        speed={},
+        probes=[],
+        probe_tolerance=0.1,
+    )
+    manifest.write_manifest(folder, made)

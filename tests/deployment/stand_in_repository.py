@@ -1,0 +1,50 @@
+"""A repository as the stand-in for the hub keeps it: its newest files alone."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.deployment.card_rules import front_matter
+
+
+@dataclass
+class Repository:
+    """One repository; its newest files alone."""
+
+    kind: str
+    name: str
+    private: bool = False
+    sdk: str | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    # The SHA-256 and size of what is stored beside git.
+    large: dict[str, tuple[str, int]] = field(default_factory=dict)
+    commits: list[list[str]] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        """The newest commit."""
+        return hashlib.sha1(f"{self.name} {len(self.commits)}".encode()).hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        """What the hub tells of a repository."""
+        names = sorted({*self.files, *self.large})
+        card = front_matter(self.files.get("README.md", b"").decode())
+        facts = {"id": self.name, "sha": self.head, "private": self.private, "tags": card.get("tags", [])}
+        facts |= {"cardData": card, "siblings": [{"rfilename": name} for name in names]}
+        return facts | ({"sdk": card.get("sdk", self.sdk)} if self.kind == "spaces" else {})
+
+    def tree(self) -> list[dict[str, Any]]:
+        """Every file with its hash."""
+        entries = [file_entry(name, content) for name, content in self.files.items()]
+        for name, (oid, size) in self.large.items():
+            lfs = {"oid": oid, "size": size, "pointerSize": 130}
+            entries.append({"type": "file", "path": name, "oid": "0" * 40, "size": size, "lfs": lfs})
+        return entries
+
+
+def file_entry(name: str, content: bytes) -> dict[str, Any]:
+    """What the hub tells of a file in git."""
+    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    return {"type": "file", "path": name, "oid": oid, "size": len(content)}
