@@ -1,0 +1,185 @@
+"""The server's manifests agree with the server, and with each other."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+
+from inference.app import create_app
+from inference.settings import Settings
+from tests.deployment.documented import REPOSITORY
+from tests.deployment.manifests import ALL, KUBERNETES, SERVERS, TRAINING, only, pod_templates, rendered
+
+VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+
+
+def _server(folder: str) -> dict[str, Any]:
+    (template,) = pod_templates(folder)
+    return template
+
+
+def _container(folder: str) -> dict[str, Any]:
+    (container,) = _server(folder)["spec"]["containers"]
+    return container
+
+
+def _settings(folder: str) -> Settings:
+    values = only(folder, "ConfigMap")["data"]
+    assert {name.lower() for name in values} <= Settings.model_fields.keys()
+    return Settings(**{name.lower(): value for name, value in values.items()})
+
+
+def _selects(selector: dict[str, Any], template: dict[str, Any]) -> bool:
+    labels = selector.get("matchLabels", selector)
+    assert labels, "an empty selector takes every pod"
+    return labels.items() <= template["metadata"]["labels"].items()
+
+
+def _selectors(folder: str) -> dict[str, dict[str, Any]]:
+    """Every selector of pods, by what it belongs to."""
+    found = {kind: only(folder, kind)["spec"]["selector"] for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+    found["NetworkPolicy"] = only(folder, "NetworkPolicy")["spec"]["podSelector"]
+    for constraint in _server(folder)["spec"]["topologySpreadConstraints"]:
+        found[constraint["topologyKey"]] = constraint["labelSelector"]
+    return found
+
+
+@pytest.mark.parametrize("folder", SERVERS)
+def test_every_selector_takes_the_servers_pods_and_no_others(folder: str) -> None:
+    others = [template for other in (*TRAINING, "loadtest") for template in pod_templates(other)]
+    for owner, selector in _selectors(folder).items():
+        assert _selects(selector, _server(folder)), owner
+        assert not any(_selects(selector, template) for template in others), owner
+
+
+@pytest.mark.parametrize("folder", SERVERS)
+def test_probes_ask_routes_that_exist_on_the_port_that_the_server_listens_on(folder: str) -> None:
+    container = _container(folder)
+    routes = create_app(_settings(folder)).openapi()["paths"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == _settings(folder).port
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in routes
+        assert container[probe]["httpGet"]["port"] == port["name"]
+    assert only(folder, "Service")["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert only(folder, "NetworkPolicy")["spec"]["ingress"][0]["ports"] == [{"port": port["name"]}]
+
+
+@pytest.mark.parametrize("folder", SERVERS)
+def test_the_server_has_time_to_drain_and_finish_before_it_is_killed(folder: str) -> None:
+    settings = _settings(folder)
+    assert _server(folder)["spec"]["terminationGracePeriodSeconds"] > settings.drain_seconds + settings.grace_seconds
+
+
+@pytest.mark.parametrize("folder", SERVERS)
+def test_the_server_gets_whole_cores_that_it_can_count(folder: str) -> None:
+    resources = _container(folder)["resources"]
+    assert resources["limits"] == resources["requests"]
+    assert int(resources["limits"]["cpu"]) >= 1
+
+
+@pytest.mark.parametrize("folder", ALL)
+def test_every_pod_keeps_to_the_restricted_pod_security_standard(folder: str) -> None:
+    for template in pod_templates(folder):
+        pod = template["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("folder", ALL)
+def test_every_image_is_of_this_version(folder: str) -> None:
+    images = {container["image"] for template in pod_templates(folder) for container in template["spec"]["containers"]}
+    assert images <= {f"distrinews:{VERSION}", f"distrinews-torch:{VERSION}"}
+
+
+@pytest.mark.parametrize("folder", ALL)
+def test_every_mount_names_a_volume_of_its_pod(folder: str) -> None:
+    for template in pod_templates(folder):
+        volumes = [volume["name"] for volume in template["spec"].get("volumes", [])]
+        mounts = [mount["name"] for one in template["spec"]["containers"] for mount in one.get("volumeMounts", [])]
+        assert sorted(mounts) == sorted(volumes)
+
+
+@pytest.mark.parametrize("folder", SERVERS)
+def test_the_autoscaler_scales_the_server_and_leaves_the_number_of_replicas_to_itself(folder: str) -> None:
+    autoscaler, deployment = only(folder, "HorizontalPodAutoscaler")["spec"], only(folder, "Deployment")
+    assert autoscaler["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": "Deployment",
+        "name": deployment["metadata"]["name"],
+    }
+    assert "replicas" not in deployment["spec"]
+    assert autoscaler["minReplicas"] > only(folder, "PodDisruptionBudget")["spec"]["maxUnavailable"]
+
+
+def test_the_autoscaler_asks_for_the_queue_and_the_processor_as_far_as_the_cluster_knows_them() -> None:
+    asked = {folder: only(folder, "HorizontalPodAutoscaler")["spec"]["metrics"] for folder in SERVERS}
+    kinds = {folder: [metric["type"] for metric in metrics] for folder, metrics in asked.items()}
+    assert kinds == {"base": ["Pods", "Resource"], "overlays/gpu": ["Pods"], "overlays/plain": ["Resource"]}
+    target = int(asked["base"][0]["pods"]["target"]["averageValue"])
+    assert target == 4 * Settings().max_batch_tokens
+    assert target < Settings().max_queue_tokens
+
+
+def test_the_metric_of_the_autoscaler_is_made_by_the_adapter_from_one_that_the_server_has(tmp_path: Path) -> None:
+    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    series = re.match(r"\w+", rule["seriesQuery"])
+    page = TestClient(create_app(Settings(model_checkpoint=tmp_path))).get("/metrics").text
+    assert only("base", "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"] == series[0]
+    assert f"# TYPE {series[0]} gauge\n" in page
+
+
+def test_the_monitors_find_the_server_through_its_service_and_every_pod_of_training() -> None:
+    service, found = only("base", "Service"), only("base", "ServiceMonitor")["spec"]
+    assert found["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert found["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+    pods = only("base", "PodMonitor")["spec"]
+    for template in [template for folder in TRAINING for template in pod_templates(folder)]:
+        assert _selects(pods["selector"], template)
+        ports = [port["name"] for container in template["spec"]["containers"] for port in container["ports"]]
+        assert pods["podMetricsEndpoints"][0]["port"] in ports
+    assert not _selects(pods["selector"], _server("base"))
+
+
+def test_a_cluster_without_the_operator_is_asked_for_nothing_of_it() -> None:
+    assert not [one for one in rendered("overlays/plain") if one["apiVersion"].startswith("monitoring.coreos.com")]
+
+
+def test_the_gpu_server_reads_the_model_where_training_wrote_it() -> None:
+    (mount, _), (volume, _) = (
+        _container("overlays/gpu")["volumeMounts"],
+        _server("overlays/gpu")["spec"]["volumes"],
+    )
+    settings = _settings("overlays/gpu")
+    (trainer,) = pod_templates("training/indexed-job")[0]["spec"]["containers"]
+    (output,) = [Path(flag.partition("=")[2]) for flag in trainer["args"] if flag.startswith("--output_dir=")]
+    assert settings.engine == "torch"
+    assert mount["readOnly"] is True
+    assert settings.model_checkpoint == Path(mount["mountPath"], output.name)
+    claims = {only(folder, "PersistentVolumeClaim")["metadata"]["name"] for folder in TRAINING}
+    assert claims == {volume["persistentVolumeClaim"]["claimName"]}
+
+
+def test_the_load_test_asks_the_servers_service_with_the_servers_key() -> None:
+    (container,) = pod_templates("loadtest")[0]["spec"]["containers"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    assert environment["TARGET"]["value"] == f"http://{only('base', 'Service')['metadata']['name']}"
+    assert only("base", "Service")["spec"]["ports"][0]["port"] == 80
+    key = environment["API_KEY"]["valueFrom"]["secretKeyRef"]
+    assert key["key"].lower() in Settings.model_fields
+    secrets = [source["secretRef"]["name"] for source in _container("base")["envFrom"] if "secretRef" in source]
+    assert secrets == [key["name"]]

@@ -1,0 +1,100 @@
+"""The manifests of training agree with training's flags, with torchrun and with each other."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from torch.distributed.run import parse_args
+
+from tests.deployment.manifests import TRAINING, only, pod_templates
+from training.config import ENVIRONMENT_PREFIX, TrainConfig, parse_config
+
+SCRIPT = "training/train_ddp.py"
+
+
+def _arguments(folder: str) -> list[str]:
+    if folder == "training/kubeflow":
+        return only(folder, "TrainJob")["spec"]["trainer"]["args"]
+    (container,) = pod_templates(folder)[0]["spec"]["containers"]
+    return container["args"]
+
+
+def _torchrun(folder: str) -> argparse.Namespace:
+    return parse_args(_arguments(folder))
+
+
+def _config(folder: str) -> TrainConfig:
+    return parse_config(_torchrun(folder).training_script_args, environment={})
+
+
+def _job() -> dict[str, Any]:
+    return only("training/indexed-job", "Job")["spec"]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_the_flags_are_those_of_training(folder: str) -> None:
+    assert _torchrun(folder).training_script == SCRIPT
+    assert _config(folder) == _config(TRAINING[0])
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_a_pod_whose_ranks_stop_early_does_not_count_as_done(folder: str) -> None:
+    assert _config(folder).stopped_exit_code != 0
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_each_pod_shows_its_metrics_where_its_port_says(folder: str) -> None:
+    (container,) = pod_templates(folder)[0]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert _config(folder).metrics_port == ports["metrics"]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_no_variable_of_a_pod_is_taken_for_a_flag(folder: str) -> None:
+    pod = pod_templates(folder)[0]["spec"]
+    # Kubernetes makes DISTRINEWS_PORT and the like of the server's Service, which training would refuse.
+    assert pod["enableServiceLinks"] is False
+    assert not [one for one in pod["containers"][0]["env"] if one["name"].startswith(ENVIRONMENT_PREFIX)]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_checkpoints_go_to_the_volume_that_all_nodes_share(folder: str) -> None:
+    pod, claim = pod_templates(folder)[0]["spec"], only(folder, "PersistentVolumeClaim")
+    shared = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: shared[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert mounts[f"/app/{_config(folder).output_dir.parent}"] == claim["metadata"]["name"]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_ranks_have_the_time_that_torchrun_gives_them_to_save(folder: str) -> None:
+    assert pod_templates(folder)[0]["spec"]["terminationGracePeriodSeconds"] > 30
+
+
+def test_the_pods_of_the_indexed_job_meet_at_the_first_of_them() -> None:
+    torchrun, service = _torchrun("training/indexed-job"), only("training/indexed-job", "Service")
+    name, subdomain = only("training/indexed-job", "Job")["metadata"]["name"], service["metadata"]["name"]
+    port = {one["name"]: one["port"] for one in service["spec"]["ports"]}["rendezvous"]
+    assert torchrun.rdzv_backend == "c10d"
+    assert torchrun.rdzv_endpoint == f"{name}-0.{subdomain}:{port}"
+    assert _job()["template"]["spec"]["subdomain"] == subdomain
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    # The Job's controller gives its pods this label.
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+
+
+def test_the_indexed_job_has_a_pod_for_each_node_and_a_rank_for_each_gpu() -> None:
+    torchrun, job = _torchrun("training/indexed-job"), _job()
+    (container,) = job["template"]["spec"]["containers"]
+    assert torchrun.nnodes == str(job["completions"]) == str(job["parallelism"])
+    assert torchrun.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_train_job_runs_in_our_runtime_under_a_name_that_no_service_has() -> None:
+    job, runtime = only("training/kubeflow", "TrainJob"), only("training/kubeflow", "TrainingRuntime")
+    assert job["spec"]["runtimeRef"] == {"kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    services = [only(folder, "Service")["metadata"]["name"] for folder in ("base", "training/indexed-job")]
+    assert job["metadata"]["name"] not in services
