@@ -1,0 +1,86 @@
+"""Publish a model as a Hugging Face Space: python deployment/publish_space.py NAME --model FOLDER.
+
+The image's build context and the exported model go up in one commit; the hub builds them. Creating a Docker Space
+needs a paid plan of the hub: PRO for an account, Team or Enterprise for an organization. The token comes from HF_TOKEN
+or the hub's login (hf auth login).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+
+from huggingface_hub import HfApi, SpaceInfo
+
+from deployment.image_context import build_arguments
+from deployment.running_space import Expected, ask, wait_until_running
+from deployment.space_files import linked, published_model, space_files
+from training.errors import OneLineParser, run_command
+from training.hub_upload import Target, content_of, full_name, hub_errors, lay_out, show, sign_in, upload
+
+DRY_RUN_FOLDER = Path("build/space")
+PLAN = "a Docker Space needs a paid plan: PRO for an account, Team or Enterprise for an organization"
+PRICES = "https://huggingface.co/pricing"
+
+
+def main() -> None:
+    """Check the folder, show what goes up, publish it, wait for the build, and ask the Space."""
+    options = _parse()
+    files = space_files(options.model)
+    if options.dry_run:
+        show(files)
+        lay_out(files, options.dry_run)
+        print(f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent.")
+        print(f"On the hub {PLAN} ({PRICES}).")
+        return
+    weights = build_arguments(options.model)["MODEL_SHA256"]
+    api, account = sign_in()
+    target = Target(full_name(options.name, account), "space", options.private)
+    with hub_errors(f"models of {target.name}"):
+        if published := published_model(api, target.name.split("/")[0], weights):
+            files = linked(files, published)
+    show(files)
+    commit = upload(api, target, files, {402: f"{PLAN}, see {PRICES}; --dry-run writes the same files into a folder"})
+    print(f"Sent as {commit[:12]}; the hub builds it:")
+    wait_until_running(api, target.name, commit)
+    labels = json.loads(content_of(files["model/config.json"]))["id2label"].values()
+    _ask(api, target, Expected(list(labels), weights[:12]))
+
+
+def _parse() -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="deployment/publish_space.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account")
+    parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder")
+    parser.add_argument("--private", action="store_true", help="only who has your token may see and ask it")
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        const=DRY_RUN_FOLDER,
+        help=f"write the Space into this folder instead (default: {DRY_RUN_FOLDER}); needs no token",
+    )
+    return parser.parse_args()
+
+
+def _ask(api: HfApi, target: Target, expected: Expected) -> None:
+    with hub_errors(str(target)):
+        space = api.space_info(target.name)
+    address = _address(space)
+    print(ask(address, api.token if space.private else None, expected))
+    print(f"The Space: {api.endpoint}/spaces/{target.name}\nIts server: {address}")
+
+
+def _address(space: SpaceInfo) -> str:
+    return space.host or f"https://{space.subdomain}.hf.space"
+
+
+if __name__ == "__main__":
+    run_command(main)

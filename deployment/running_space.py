@@ -1,0 +1,139 @@
+"""Waits until a Space runs what was committed, and asks it whether it answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError as AnswerError
+from urllib.request import Request, urlopen
+
+from huggingface_hub import HfApi, SpaceRuntime
+from huggingface_hub.errors import HTTPError
+
+from training.hub_upload import PublishFailure
+
+BUILD_SECONDS = 30 * 60
+START_SECONDS = 120
+# After a commit the hub may go on telling the stage of what ran before.
+SETTLE_SECONDS = 120
+LONGEST_PAUSE = 10
+LOG_LINES = 20
+TEXT = "Oil prices climb to a record as refiners report falling stocks"
+_BUILDING = {"BUILDING", "RUNNING_BUILDING", "APP_STARTING", "RUNNING_APP_STARTING"}
+_WHAT_TO_DO = {
+    "BUILD_ERROR": "the build failed",
+    "CONFIG_ERROR": "the hub does not accept the card's settings",
+    "NO_APP_FILE": "the hub finds no Dockerfile",
+    "RUNTIME_ERROR": "the server ended or did not start",
+    "PAUSED": "it is paused; restart it in its settings",
+    "STOPPED": "it is stopped; restart it in its settings",
+    "DELETING": "it is being deleted",
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a Space should answer with: one of these labels, by the model of this revision."""
+
+    labels: list[str]
+    revision: str
+
+
+def wait_until_running(api: HfApi, name: str, commit: str) -> None:
+    """Wait for the build of a commit, telling each stage.
+
+    Raises:
+        PublishFailure: The build fails, with the end of its log, or takes too long.
+    """
+    began, pause, stage, built = time.monotonic(), 0.5, "", False
+    while (waited := time.monotonic() - began) < BUILD_SECONDS:
+        runtime = _runtime(api, name)
+        if runtime is not None and runtime.stage != stage:
+            stage, pause = runtime.stage, 0.5
+            print(f"{waited:6.0f} s  {stage}", flush=True)
+        built = built or stage in _BUILDING
+        if runtime is not None and (_is_of(runtime, commit, built) or waited > SETTLE_SECONDS):
+            if stage == "RUNNING":
+                return
+            if stage in _WHAT_TO_DO:
+                raise PublishFailure(_failure(api, name, runtime))
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE)
+    raise PublishFailure(f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_page(api, name)}")
+
+
+def ask(address: str, token: str | None, expected: Expected) -> str:
+    """Ask a Space for its health, its model and a prediction.
+
+    Args:
+        address: Of the Space's server.
+        token: Of the hub, for a private Space.
+        expected: What a right answer is.
+
+    Returns:
+        The answer in a line.
+
+    Raises:
+        PublishFailure: It does not answer, or with something else.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    _wait_until_healthy(f"{address}/health", headers)
+    revision = _get(Request(f"{address}/model", headers=headers)).get("revision")
+    if revision != expected.revision:
+        raise PublishFailure(f"{address}: serves the model {revision}, not {expected.revision}; start again")
+    body = json.dumps({"text": TEXT}).encode()
+    try:
+        answer = _get(Request(f"{address}/predict", body, {**headers, "Content-Type": "application/json"}))
+    except AnswerError as error:
+        if error.code == 401:  # a secret of the Space that only its owner knows
+            return "healthy; /predict wants the Space's API_KEY and was not tried"
+        raise PublishFailure(f"{address}/predict: answers {error.code}; see the Space's log") from error
+    if answer.get("label") not in expected.labels:
+        raise PublishFailure(f"{address}/predict: answers {str(answer)[:200]}, which is none of the model's labels")
+    return f"{answer['label']} {answer['confidence']:.1%}: {TEXT}"
+
+
+def _runtime(api: HfApi, name: str) -> SpaceRuntime | None:
+    """The stage, or None where one question of many got no answer."""
+    with suppress(HTTPError, OSError):
+        return api.get_space_runtime(name)
+    return None
+
+
+def _is_of(runtime: SpaceRuntime, commit: str, built: bool) -> bool:
+    sha = runtime.raw.get("sha")
+    return built if sha is None else sha == commit
+
+
+def _failure(api: HfApi, name: str, runtime: SpaceRuntime) -> str:
+    lines: list[str] = []
+    with suppress(HTTPError, OSError):
+        lines = list(api.fetch_space_logs(name, build=runtime.stage == "BUILD_ERROR"))[-LOG_LINES:]
+    message = runtime.raw.get("errorMessage")
+    for line in [*lines, *([message] if message else [])]:
+        print(f"  | {line.rstrip()}")
+    return f"space {name}: {runtime.stage}, {_WHAT_TO_DO[runtime.stage]}; see {_page(api, name)}"
+
+
+def _page(api: HfApi, name: str) -> str:
+    return f"{api.endpoint}/spaces/{name}?logs=build"
+
+
+def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
+    deadline, reason = time.monotonic() + START_SECONDS, "no answer"
+    while time.monotonic() < deadline:
+        try:
+            _get(Request(url, headers=headers))
+            return
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        time.sleep(0.5)
+    raise PublishFailure(f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log")
+
+
+def _get(request: Request) -> dict[str, Any]:
+    with urlopen(request, timeout=30) as response:
+        return json.load(response)
