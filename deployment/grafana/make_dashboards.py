@@ -1,0 +1,169 @@
+"""Writes Grafana's dashboards: python deployment/grafana/make_dashboards.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+SCHEMA_VERSION = 41  # Grafana 11.6
+COLUMNS = 24
+STAT_COLUMNS = 3
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel, as a file in `panels/` has it.
+
+    Args:
+        title: above it.
+        queries: PromQL by its legend; ``$here`` stands for the chosen jobs and instances.
+        unit: Grafana's name of the unit.
+        kind: timeseries, stat or table.
+        limits: values from which on it turns yellow and red; falling ones mark what must not fall.
+        width: of 24 columns; a stat has 3.
+        stacked: whether the lines add up.
+        description: what the title does not say.
+    """
+
+    title: str
+    queries: dict[str, str]
+    unit: str = "short"
+    kind: str = "timeseries"
+    limits: tuple[float, float] | None = None
+    width: int = 8
+    stacked: bool = False
+    description: str = ""
+
+
+def make_dashboard(source: Path) -> str:
+    """The JSON of the dashboard that a file in `panels/` describes."""
+    described = yaml.safe_load(source.read_text(encoding="utf-8"))
+    rows = {title: [Panel(**panel) for panel in panels] for title, panels in described["rows"].items()}
+    made = _dashboard(described["uid"], described["title"], described["instances_of"], rows)
+    return json.dumps(made, indent=1) + "\n"
+
+
+def _dashboard(uid: str, title: str, instances_of: str, rows: dict[str, list[Panel]]) -> Json:
+    """A whole dashboard; `instances_of` is the metric whose jobs and instances can be chosen."""
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["distrinews"],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_datasource(), _choice("job", instances_of), _choice("instance", instances_of)]},
+        "panels": _laid_out(rows),
+    }
+
+
+def _datasource() -> Json:
+    return {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"}
+
+
+def _choice(label: str, metric: str) -> Json:
+    within = '{job=~"$job"}' if label == "instance" else ""
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": f"label_values({metric}{within}, {label})",
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+
+
+def _laid_out(rows: dict[str, list[Panel]]) -> list[Json]:
+    """Rows of panels from top to bottom, each with a place and a number."""
+    made: list[Json] = []
+    y = 0
+    for title, panels in rows.items():
+        place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        made.append({"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": place})
+        x, y = 0, y + 1
+        height = 4 if panels[0].kind == "stat" else 8
+        for panel in panels:
+            width = STAT_COLUMNS if panel.kind == "stat" else panel.width
+            if x + width > COLUMNS:
+                x, y = 0, y + height
+            made.append({**_panel(panel), "gridPos": {"x": x, "y": y, "w": width, "h": height}})
+            x += width
+        y += height
+    return [{"id": number, **panel} for number, panel in enumerate(made, start=1)]
+
+
+def _panel(panel: Panel) -> Json:
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "targets": [_target(panel, i, *query) for i, query in enumerate(panel.queries.items())],
+        "fieldConfig": {"defaults": _field(panel), "overrides": []},
+        "options": _options(panel.kind),
+    }
+
+
+def _target(panel: Panel, number: int, legend: str, query: str) -> Json:
+    is_table = panel.kind == "table"
+    return {
+        "refId": "ABCDEFGH"[number],
+        "datasource": DATASOURCE,
+        "expr": query.replace("$here", 'job=~"$job", instance=~"$instance"'),
+        "legendFormat": legend,
+        "instant": is_table,
+        "range": not is_table,
+        "format": "table" if is_table else "time_series",
+    }
+
+
+def _field(panel: Panel) -> Json:
+    field: Json = {"unit": panel.unit}
+    if panel.limits:
+        yellow, red = panel.limits
+        colors = ("green", "yellow", "red") if red >= yellow else ("red", "yellow", "green")
+        values = sorted(panel.limits)
+        steps = [{"value": value, "color": color} for value, color in zip((None, *values), colors, strict=True)]
+        field["thresholds"] = {"mode": "absolute", "steps": steps}
+    if panel.kind == "timeseries":
+        field["custom"] = {
+            "fillOpacity": 30 if panel.stacked else 5,
+            "showPoints": "never",
+            "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+            "thresholdsStyle": {"mode": "dashed" if panel.limits else "off"},
+        }
+    return field
+
+
+def _options(kind: str) -> Json:
+    if kind == "stat":
+        reduced = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+        return {"reduceOptions": reduced, "colorMode": "value", "graphMode": "area"}
+    if kind == "timeseries":
+        legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
+        return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+    return {"showHeader": True}
+
+
+def main() -> None:
+    """Write the JSON of each file in `panels/`."""
+    for source in sorted((FOLDER / "panels").glob("*.yaml")):
+        target = FOLDER / "dashboards" / f"{source.stem}.json"
+        target.write_text(make_dashboard(source), encoding="utf-8")
+        print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What PromQL asks for, and what the real server and the real exporter show; both as names with their labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from urllib.request import urlopen
+
+import torch
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deployment.documented import REPOSITORY
+from tests.inference.servers import free_port, serving
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.monitoring import Exporter
+
+ALERTS = REPOSITORY / "deployment" / "prometheus" / "alerts.yml"
+DASHBOARDS = sorted((REPOSITORY / "deployment" / "grafana" / "dashboards").glob("*.json"))
+# What Prometheus itself adds to every series.
+OWN_LABELS = {"job", "instance"}
+
+_SERIES = re.compile(r"(?<![\w$])((?:distrinews|process|python)_\w+)\s*(?:\{([^}]*)\})?")
+_MATCHED = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+_GROUPED = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
+# Three texts of the model's full length, which are not answered in time: the later ones never leave the queue.
+_LONG_TEXTS = ["markets games chips peace talks " * 10 + end for end in ("rose", "fell", "grew")]
+
+Shown = dict[str, set[str]]
+
+
+def alerts() -> list[dict[str, object]]:
+    """All rules of alerts.yml."""
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def unknown_in(expression: str, shown: Shown) -> list[str]:
+    """The names and labels of an expression that no page shows."""
+    names = {match[1]: set(_MATCHED.findall(match[2] or "")) for match in _SERIES.finditer(expression)}
+    unknown = [name for name in names if name not in shown]
+    known = [(name, labels) for name, labels in names.items() if name in shown]
+    unknown += [f"{name}{{{label}}}" for name, labels in known for label in labels - shown[name] - OWN_LABELS]
+    grouped = {label.strip() for match in _GROUPED.finditer(expression) for label in match[1].split(",")} - {""}
+    usable = OWN_LABELS.union(*(shown[name] for name, _ in known))
+    return unknown + [f"by {label}" for label in grouped - usable]
+
+
+def shown_by_all(model_folder: Path) -> Shown:
+    """What a server that has seen every kind of request shows, and a rank's exporter."""
+    return _series(_server_page(model_folder)) | _series(_training_page())
+
+
+def _series(page: str) -> Shown:
+    samples: Iterable = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    shown: Shown = {}
+    for sample in samples:
+        shown.setdefault(sample.name, set()).update(sample.labels)
+    return shown
+
+
+def _server_page(model_folder: Path) -> str:
+    settings = {"cache_entries": 10, "request_timeout_s": 0.3, "max_batch_tokens": 24}
+    with serving(model_folder, seconds_per_token=0.02, **settings) as client:
+        assert client.post("/predict", json={"text": "Goal!"}).status_code == 200
+        assert client.post("/predict", json={"text": " "}).status_code == 422
+        assert client.post("/predict/batch", json={"texts": _LONG_TEXTS}).status_code == 504
+        return client.get("/metrics").text
+
+
+def _training_page() -> str:
+    port = free_port()
+    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+    with closing(Exporter(TrainConfig(metrics_port=port), alone)), urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return page.read().decode()

@@ -1,0 +1,88 @@
+"""Alerts ask for metrics that exist, lead to a page that says what to do, and fire when they should."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from inference.settings import Settings
+from tests.deployment.documented import REPOSITORY, documented
+from tests.deployment.promql import ALERTS, Shown, alerts, shown_by_all, unknown_in
+
+RULES = alerts()
+NAMES = [rule["alert"] for rule in RULES]
+needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+
+
+@pytest.fixture(scope="module")
+def shown(model_folder: Path) -> Shown:
+    return shown_by_all(model_folder)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_an_alert_asks_for_metrics_and_labels_that_exist(rule: dict[str, str], shown: Shown) -> None:
+    assert unknown_in(rule["expr"], shown) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "unknown"),
+    [
+        ('distrinews_request_total{route="/predict"}', ["distrinews_request_total"]),
+        ("rate(distrinews_request_seconds[5m])", ["distrinews_request_seconds"]),
+        ('distrinews_refusals_total{reason="queue_full"}', ["distrinews_refusals_total{reason}"]),
+        ("sum by (stage) (rate(distrinews_requests_total[5m]))", ["by stage"]),
+        ("sum by (stage, le) (rate(distrinews_stage_seconds_bucket[5m]))", []),
+    ],
+)
+def test_what_does_not_exist_is_noticed(expression: str, unknown: list[str], shown: Shown) -> None:
+    assert unknown_in(expression, shown) == unknown
+
+
+def test_label_values_are_those_that_the_server_has(shown: Shown) -> None:
+    guide = (REPOSITORY / "docs" / "serving.md").read_text()
+    for rule in RULES:
+        for label, values in re.findall(r'(code|status|stage|route|result)=~?"([^"]+)"', rule["expr"]):
+            for value in values.split("|"):
+                assert value in guide, f"{rule['alert']}: {label} {value}"
+
+
+def test_the_queue_is_near_the_bound_that_the_server_has() -> None:
+    [rule] = [rule for rule in RULES if rule["alert"] == "ServerQueueNearBound"]
+    assert f"0.8 * {Settings.model_fields['max_queue_tokens'].default} " in rule["expr"] + " "
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_an_alert_says_what_it_means_and_leads_to_what_to_do(rule: dict[str, dict[str, str]]) -> None:
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^#+ (\w+)$", (REPOSITORY / page).read_text(), re.MULTILINE)
+    assert anchor == str(rule["alert"]).lower()
+    assert rule["alert"] in headings
+
+
+def test_names_are_given_once() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@needs_promtool
+def test_configuration_and_rules_are_sound_and_each_alert_fires_where_it_should() -> None:
+    commands = documented("docs/deployment.md", "alerts")
+    ended = subprocess.run(["bash", "-ec", commands], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_promtool
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tests_of_alerts_miss_none(name: str, tmp_path: Path) -> None:
+    rules, here, after = ALERTS.read_text().partition(f"- alert: {name}\n")
+    never = re.sub(r"expr:(?: \|\n(?: {10,}.*\n)+| .*\n)", "expr: vector(0) > 1\n", after, count=1)
+    (tmp_path / "alerts.yml").write_text(rules + here + never)
+    shutil.copy(ALERTS.with_name("alerts_test.yml"), tmp_path)
+    ended = subprocess.run(["promtool", "test", "rules", "alerts_test.yml"], cwd=tmp_path, capture_output=True)
+    assert ended.returncode == 1, f"nothing tests that {name} fires"
