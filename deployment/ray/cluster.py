@@ -9,6 +9,8 @@ from typing import NoReturn
 
 # Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
 _STORE_BYTES = 128 * 2**20
+# Ray gives its processes 30 s to come up, which a busy machine exceeds.
+_ATTEMPTS_TO_START = 3
 
 
 def fail(message: str) -> NoReturn:
@@ -17,7 +19,7 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> None:
+def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> bool:
     """Connect to the cluster at an address, or at RAY_ADDRESS; without either, start one on this machine.
 
     Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise.
@@ -27,6 +29,9 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
         dashboard: whether a cluster started here has a dashboard, for this machine alone; Ray Train asks it for the
             state of its workers.
         environment: variables for all that this command starts there.
+
+    Returns:
+        Whether the cluster was started here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", str(int(sys.stderr.isatty())))
@@ -35,11 +40,38 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
     except ImportError:
         fail("Ray is not installed: pip install 'distrinews[ray]'")
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if address == "local" else {}
-    try:
-        ray.init(address, logging_level="ERROR", runtime_env={"env_vars": dict(environment or {})}, **local)
-    except Exception as error:  # it raises plain ones too
-        fail(f"--address {address}: Ray does not answer ({_first_line(error)}); ray start --head starts a cluster")
+    is_local = address == "local"
+    local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
+    attempts_left = _ATTEMPTS_TO_START if is_local else 1
+    while True:
+        try:
+            ray.init(address, logging_level="ERROR", runtime_env={"env_vars": dict(environment or {})}, **local)
+        except Exception as error:  # it raises plain ones too
+            ray.shutdown()
+            attempts_left -= 1
+            if not attempts_left:
+                what = "does not start" if is_local else "does not answer"
+                fail(f"--address {address}: Ray {what} ({_first_line(error)}); ray start --head starts a cluster")
+        else:
+            return is_local
+
+
+def check_room(what: str, wanted: Mapping[str, float]) -> None:
+    """Refuse what a cluster of this machine alone would wait for without end; larger clusters may grow.
+
+    Args:
+        what: the flags that ask for it.
+        wanted: counts by Ray's names, such as CPU.
+    """
+    import ray
+
+    has = ray.cluster_resources()
+    for kind, count in wanted.items():
+        if has.get(kind, 0) < count:
+            fail(
+                f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
+                "larger cluster with --address"
+            )
 
 
 def _first_line(error: Exception) -> str:

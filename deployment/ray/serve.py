@@ -13,7 +13,7 @@ from typing import NoReturn
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from deployment.ray.cluster import connect, fail
+from deployment.ray.cluster import check_room, connect, fail
 
 _KEEP_ALIVE_SECONDS = 65  # as inference/serve.py
 _PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.ray.proxy_layer.layers"}
@@ -24,7 +24,9 @@ def main() -> None:
     options = _parse()
     if not options.model.exists():
         fail(f"--model {options.model}: there is no such folder; train one, or give its path")
-    connect(options.address, environment=_PROXY_ENVIRONMENT)
+    if connect(options.address, environment=_PROXY_ENVIRONMENT):
+        least, _ = options.replicas
+        check_room(f"--replicas {least}", {"CPU": least * options.cpus_per_replica})
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

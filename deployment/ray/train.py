@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from deployment.ray.cluster import connect
+from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
 from training.distributed import COLLECTIVE_TIMEOUT, ranks
 from training.errors import TrainingFailure, UserError, run_command
@@ -24,41 +24,51 @@ from training.trainer import Trainer
 def main() -> None:
     """Check the flags, find the cluster, train on it."""
     options, config = _parse(sys.argv[1:])
-    connect(options.address, dashboard=True)
-    _check_cluster(options, config)
-    metrics = fit(config, options)
+    is_local = connect(options.address, dashboard=True)
+    use_gpu = _uses_gpus(config, options.num_workers)
+    for_each = {"CPU": options.cpus_per_worker} | ({"GPU": 1} if use_gpu else {})
+    if is_local:
+        everything = {kind: count * options.num_workers for kind, count in for_each.items()}
+        check_room(f"--num_workers {options.num_workers}", everything)
+    elif not config.output_dir.is_absolute():
+        raise UserError(
+            f"--output_dir {config.output_dir}: give an absolute path on storage that all machines of the cluster "
+            "share; a worker that starts elsewhere finds its checkpoints there"
+        )
+    scaling = {"num_workers": options.num_workers, "use_gpu": use_gpu, "resources_per_worker": for_each}
+    metrics = fit(config, scaling, options.max_failures)
     print(f"{config.output_dir}: accuracy {metrics['test']['accuracy']:.4f} on the test rows")
 
 
-def fit(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict[str, Any]:
     """Run the Trainer in Ray's workers; when one is lost, in new ones, which go on from the newest checkpoint.
+
+    Args:
+        config: the run.
+        scaling: how many workers, with what, in the words of Ray's ScalingConfig.
+        max_failures: how often workers are started again.
 
     Returns:
         What the model folder's ``metrics.json`` holds.
 
     Raises:
         UserError: the run cannot start as asked.
-        TrainingFailure: it failed more often than ``--max_failures``.
+        TrainingFailure: it failed once more.
     """
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.train.v2.api.config import LoggingConfig
 
-    use_gpu = _uses_gpus(config, options.num_workers)
+    use_gpu = scaling["use_gpu"]
     # Ray's own notes on the run: it wants them where all machines see them, as the checkpoints are.
     notes = config.output_dir.absolute().with_name(config.output_dir.name + ".ray")
     trainer = TorchTrainer(
         _train_in_worker,
         train_loop_config={"config": config, "device": "cuda" if use_gpu else "cpu", "folder": str(Path.cwd())},
         torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers,
-            use_gpu=use_gpu,
-            resources_per_worker={"CPU": options.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
-        ),
+        scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
             storage_path=str(notes),
-            failure_config=FailureConfig(max_failures=options.max_failures),
+            failure_config=FailureConfig(max_failures=max_failures),
             logging_config=LoggingConfig("ERROR"),
         ),
     )
@@ -75,7 +85,8 @@ def fit(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
 
 def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
     config: TrainConfig = task["config"]
-    os.chdir(task["folder"])  # relative paths mean what they mean where the command was typed
+    if Path(task["folder"]).is_dir():  # relative paths mean what they mean where the command was typed
+        os.chdir(task["folder"])
     with ranks(task["device"]) as mine:
         try:
             folder = Trainer(config, mine).fit()
@@ -91,31 +102,6 @@ def _uses_gpus(config: TrainConfig, num_workers: int) -> bool:
     if config.device == "auto":
         return ray.cluster_resources().get("GPU", 0) >= num_workers
     return config.device == "cuda"
-
-
-def _check_cluster(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Refuse what would wait for ever, or lose its checkpoints.
-
-    Raises:
-        UserError: with the reason.
-    """
-    import ray
-
-    has = ray.cluster_resources()
-    wanted = {"CPU": options.num_workers * options.cpus_per_worker}
-    if config.device == "cuda":
-        wanted["GPU"] = options.num_workers
-    for kind, count in wanted.items():
-        if has.get(kind, 0) < count:
-            raise UserError(
-                f"--num_workers {options.num_workers}: they take {count} {kind}s and the cluster has "
-                f"{has.get(kind, 0):g}; start fewer workers or add machines"
-            )
-    if sum(node["Alive"] for node in ray.nodes()) > 1 and not config.output_dir.is_absolute():
-        raise UserError(
-            f"--output_dir {config.output_dir}: give an absolute path on storage that all machines of the cluster "
-            "share; a worker that starts elsewhere finds its checkpoints there"
-        )
 
 
 def _last_words(error: Exception) -> str:

@@ -1,0 +1,144 @@
+"""Ray Train runs the Trainer that torchrun runs: the same numbers, through lost workers too."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.documented import REPOSITORY, documented
+from tests.training.conftest import BASE, Run
+
+SCRIPT = REPOSITORY / "deployment" / "ray" / "train.py"
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'distrinews[ray]'"
+)
+FLAGS = (*BASE, "--batch_size", "4", "--save_every", "2")
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
+    """`start(command, *flags)`: a training command on the base flags, in an empty folder, killed at the test's end."""
+    runs: list[Run] = []
+
+    def run(command: list[str | Path], *flags: str | Path) -> Run:
+        place = tmp_path / f"run_{len(runs)}"
+        place.mkdir()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        whole = [str(part) for part in (*command, *FLAGS, "--cache_dir", cache, *flags)]
+        runs.append(Run(whole, place, environment, tmp_path))
+        return runs[-1]
+
+    yield run
+    for one in runs:
+        if one.process.poll() is None:
+            one.kill()
+
+
+def _weights(output: Path) -> str:
+    return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _losses(output: Path) -> dict[int, float]:
+    records = map(json.loads, output.with_name(output.name + ".run").joinpath("metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
+
+
+def _workers(run: Run) -> list[int]:
+    """The processes in which Ray trains, that of rank 0 first."""
+    command = ["ps", "-s", str(run.process.pid), "-o", "pid=,args="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [int(line.split()[0]) for line in listed if "ray::RayTrainWorker" in line]
+    [first] = {int(pid) for pid in re.findall(r"RayTrainWorker pid=(\d+)", run.out)}
+    return sorted(found, key=lambda pid: pid != first)
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The model of the same run under torchrun."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, REPOSITORY / "training" / "train_ddp.py", *FLAGS, "--cache_dir", cache]
+    run = Run([*map(str, command), "--output_dir", str(folder / "model")], folder, dict(os.environ), folder)
+    assert run.wait() == 0, run.err
+    return folder / "model"
+
+
+def test_a_wrong_flag_is_one_line_before_any_cluster_is_looked_for(start: Start) -> None:
+    run = start([sys.executable, SCRIPT], "--num_workers", "two", "--address", "nowhere:1")
+
+    assert run.wait() == 2
+    assert (
+        run.err == "error: argument --num_workers/--num-workers: two: must be a whole number, at least 1 (see --help)\n"
+    )
+
+
+@pytest.mark.slow
+@needs_ray
+def test_the_documented_command_trains_the_very_model_of_torchrun(
+    start: Start, by_torchrun: Path, tmp_path: Path
+) -> None:
+    command = documented("docs/deployment.md", "ray-train").split()
+
+    run = start([sys.executable, REPOSITORY / command[1], *command[2:]], "--output_dir", "model")
+
+    assert run.wait() == 0, run.out + run.err
+    assert _losses(tmp_path / "model") == _losses(by_torchrun)
+    assert _weights(tmp_path / "model") == _weights(by_torchrun)
+    assert re.search(r"^model: accuracy 0\.\d+ on the test rows$", run.out, re.MULTILINE)
+    assert {path.name for path in tmp_path.iterdir()} >= {"model", "model.pt", "model.run"}
+    assert not (tmp_path / "model.ray").exists()
+
+
+@pytest.mark.slow
+@needs_ray
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_replaced_and_the_model_is_the_same(
+    start: Start, by_torchrun: Path, tmp_path: Path, rank: int
+) -> None:
+    checkpoints = tmp_path / "model.run" / "checkpoints"
+    run = start([sys.executable, SCRIPT, "--num_workers", "2"], "--output_dir", "model")
+    run.wait_until(lambda: (checkpoints / "step_00000004").exists())
+
+    os.kill(_workers(run)[rank], signal.SIGKILL)
+
+    assert run.wait() == 0, run.out + run.err
+    assert "Resuming from" in run.out
+    assert _losses(tmp_path / "model") == _losses(by_torchrun)
+    assert _weights(tmp_path / "model") == _weights(by_torchrun)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_run_that_cannot_start_says_so_in_one_line_and_is_not_tried_again(start: Start) -> None:
+    run = start([sys.executable, SCRIPT], "--dataset", "no-such-file.csv", "--output_dir", "model")
+
+    assert run.wait() == 2
+    assert len(run.error_lines) == 1
+    assert "no-such-file.csv" in run.error_lines[0]
+    assert "Traceback" not in run.out + run.err
+
+
+@pytest.mark.slow
+@needs_ray
+def test_more_workers_than_the_cluster_has_cores_are_refused_at_once(start: Start) -> None:
+    run = start([sys.executable, SCRIPT], "--num_workers", "9999", "--output_dir", "model")
+
+    assert run.wait() == 2
+    assert "--num_workers 9999: they take 9999 CPUs and the cluster has" in run.err
