@@ -155,6 +155,15 @@ def test_the_monitors_find_the_server_through_its_service_and_every_pod_of_train
     assert not _selects(pods["selector"], _server("base"))
 
 
+def test_what_is_scraped_bears_the_names_that_alerts_and_dashboards_know() -> None:
+    prometheus = yaml.safe_load((REPOSITORY / "deployment" / "prometheus" / "prometheus.yml").read_text())
+    (relabeling,) = only("base", "PodMonitor")["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    assert relabeling["targetLabel"] == "job"
+    # Without a rule of its own the operator names the job after the Service.
+    names = [only("base", "Service")["metadata"]["name"], relabeling["replacement"]]
+    assert names == [job["job_name"] for job in prometheus["scrape_configs"]]
+
+
 def test_a_cluster_without_the_operator_is_asked_for_nothing_of_it() -> None:
     assert not [one for one in rendered("overlays/plain") if one["apiVersion"].startswith("monitoring.coreos.com")]
 
