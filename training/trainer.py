@@ -15,7 +15,7 @@ import torch
 
 from training.batching import LengthBucketSampler, rank_share
 from training.checkpointing import CheckpointStore
-from training.checkpointing.export import check_output
+from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import Resumed, find_resume_point, global_batch_size
 from training.config import TrainConfig
 from training.describe import describe_run
@@ -52,6 +52,7 @@ class Trainer:
         self.console = Console() if ranks.is_first else None
         self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
+        check_shared(config.output_dir, ranks)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         self.exporter = ranks.together(lambda: Exporter(config, ranks))
         seed_everything(config.seed, deterministic=config.deterministic)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
+import socket
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from training.distributed import Ranks
 from training.errors import UserError
 from training.model import NewsClassifier
 from training.model_card import model_card
@@ -29,13 +33,43 @@ def check_output(model_folder: Path) -> None:
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
         raise UserError(f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder")
-    nearest = next(parent for parent in [model_folder, *model_folder.absolute().parents] if parent.exists())
+    nearest = _nearest_folder(model_folder)
     probe = nearest / ".distrinews-write-test"
     try:
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})") from error
+
+
+def check_shared(model_folder: Path, ranks: Ranks) -> None:
+    """Refuse a run on machines that do not share the output folder: after a restart rank 0 may be on another one.
+
+    Raises:
+        UserError: a rank does not see what rank 0 writes there.
+    """
+    if ranks.world_size == ranks.local_world_size:
+        return
+    with contextlib.ExitStack() as stack:
+        probe = None
+        if ranks.is_first:
+            folder = _nearest_folder(model_folder.absolute().parent)
+            probe = Path(stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name)
+        probe = ranks.broadcast(probe)
+        ranks.together(lambda: _check_seen(probe, model_folder))
+
+
+def _check_seen(probe: Path, model_folder: Path) -> None:
+    if not probe.exists():
+        raise UserError(
+            f"--output_dir {model_folder}: {socket.gethostname()} does not see what rank 0 writes to {probe.parent}; "
+            "name a folder that all machines share"
+        )
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The path itself or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
 def write_model(
