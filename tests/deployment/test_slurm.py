@@ -1,0 +1,187 @@
+"""The SLURM job on a real cluster of two nodes: it runs, is interrupted, queues again, goes on; or fails for good."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.documented import REPOSITORY, documented
+from tests.deployment.slurm_cluster import SYSTEM_PATH, Cluster, cluster, wait_until
+from tests.training.conftest import BASE
+
+SCRIPT = REPOSITORY / "deployment" / "slurm" / "train.sbatch"
+LAST_STEP = 160
+FLAGS = (*BASE, "--epochs", "20", "--batch_size", "4", "--save_every", "4")
+
+INTERRUPTIONS = {
+    # What `--signal=B:USR1@120` has SLURM do two minutes before the end.
+    "the time is nearly up": "scancel --batch --signal=USR1 {job}",
+    "a more urgent job comes": "sbatch --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap true",
+}
+
+
+def test_shellcheck_finds_nothing_in_the_launchers() -> None:
+    launchers = [SCRIPT, REPOSITORY / "training" / "run_ddp.sh"]
+
+    checked = subprocess.run([Path(sys.executable).with_name("shellcheck"), *launchers], capture_output=True, text=True)
+
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_job_submitted_from_another_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    given = {"PATH": os.environ["PATH"], "SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7"}
+
+    ended = subprocess.run(["bash", SCRIPT], cwd=tmp_path, env=given, capture_output=True, text=True)
+
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: {tmp_path}: no training/train_ddp.py here; submit from the repository's root\n"
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    """A cluster of two nodes of one core each."""
+    missing = [name for name in ("slurmctld", "slurmd", "sbatch") if not shutil.which(name, path=SYSTEM_PATH)]
+    if missing:
+        pytest.skip(f"no {missing[0]} here; on Debian and Ubuntu: apt-get install slurm-wlm")
+    with cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to submit from, which the jobs may write into."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("training", "deployment"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: Cluster, checkout: Path) -> Callable[..., int]:
+    """`submit(*flags)`: train with these flags on two nodes; returns the number of the job."""
+
+    def submitted(*flags: str | Path) -> int:
+        arguments = " ".join(map(str, (*FLAGS, "--cache_dir", checkout / "cache", *flags)))
+        return _submit(slurm, checkout, f"sbatch --cpus-per-task=1 deployment/slurm/train.sbatch {arguments}")
+
+    return submitted
+
+
+@pytest.fixture(scope="module")
+def left_alone(slurm: Cluster, submit: Callable[..., int], checkout: Path) -> Path:
+    """The model folder of a job that nothing interrupted."""
+    output = checkout / "left_alone"
+    job = slurm.wait_for_end(submit("--output_dir", output))
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), _printed(checkout, int(job["JobId"]))
+    return output
+
+
+def _submit(slurm: Cluster, checkout: Path, command: str) -> int:
+    printed = slurm.run(command, cwd=checkout, PYTHON=sys.executable, HF_HUB_OFFLINE="1")
+    return int(printed.removeprefix("Submitted batch job "))
+
+
+def _printed(checkout: Path, job: int, run: int | None = None) -> str:
+    """What a job printed, or what its ranks printed in one of its runs."""
+    files = f"distrinews-{job}.out" if run is None else f"distrinews-{job}.run{run}.node*.out"
+    return "".join(path.read_text() for path in sorted(checkout.glob(files)))
+
+
+def _weights(output: Path) -> str:
+    return hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _steps(output: Path) -> list[int]:
+    lines = output.with_name(output.name + ".run").joinpath("metrics.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if record["kind"] == "step"]
+
+
+def _wait_for_checkpoint(slurm: Cluster, output: Path) -> None:
+    checkpoints = output.with_name(output.name + ".run") / "checkpoints"
+    wait_until(lambda: list(checkpoints.glob("step_*")), slurm.logs)
+
+
+def _assert_whole(output: Path, left_alone: Path) -> None:
+    assert _weights(output) == _weights(left_alone)
+    assert _steps(output) == list(range(1, LAST_STEP + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", INTERRUPTIONS)
+def test_an_interrupted_job_saves_queues_again_and_goes_on_at_the_next_step(
+    slurm: Cluster, submit: Callable[..., int], left_alone: Path, checkout: Path, tmp_path: Path, why: str
+) -> None:
+    output = tmp_path / "model"
+    job = submit("--output_dir", output)
+    _wait_for_checkpoint(slurm, output)
+
+    slurm.run(INTERRUPTIONS[why].format(job=job))
+
+    ended = slurm.wait_for_end(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+    stopped = re.search(r"^Stopped at step (\d+), all saved", _printed(checkout, job, run=0), re.MULTILINE)
+    assert stopped, _printed(checkout, job, run=0)
+    assert f"step_{int(stopped[1]):08d} (--resume none" in _printed(checkout, job, run=1)
+    assert "run0 stopped with all saved; queued again\n" in _printed(checkout, job)
+    assert "run1 finished\n" in _printed(checkout, job)
+    _assert_whole(output, left_alone)
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_is_lost_goes_on_from_its_last_checkpoint(
+    slurm: Cluster, submit: Callable[..., int], left_alone: Path, checkout: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "model"
+    job = submit("--output_dir", output)
+    _wait_for_checkpoint(slurm, output)
+
+    slurm.run("scontrol update nodename=node1 state=down reason=lost")
+
+    ended = slurm.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert "Resuming from" in _printed(checkout, job, run=1)
+    _assert_whole(output, left_alone)
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_saves_and_does_not_queue_again(
+    slurm: Cluster, submit: Callable[..., int], checkout: Path, tmp_path: Path
+) -> None:
+    job = submit("--output_dir", tmp_path / "model")
+    _wait_for_checkpoint(slurm, tmp_path / "model")
+
+    slurm.run(f"scancel {job}")
+
+    ended = slurm.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
+    assert "all saved" in _printed(checkout, job, run=0)
+
+
+@pytest.mark.slow
+def test_a_wrong_flag_fails_the_job_with_one_line_and_without_another_try(
+    slurm: Cluster, submit: Callable[..., int], checkout: Path, tmp_path: Path
+) -> None:
+    job = submit("--output_dir", tmp_path / "model", "--epoch", "3")
+
+    ended = slurm.wait_for_end(job)
+
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
+    errors = [line for line in _printed(checkout, job).splitlines() if line.startswith("error:")]
+    assert errors == ["error: --epoch: no such flag; did you mean --epochs?"]
+
+
+@pytest.mark.slow
+def test_the_documented_job_trains_a_model(slurm: Cluster, checkout: Path) -> None:
+    job = _submit(slurm, checkout, documented("docs/deployment.md", "slurm-submit"))
+
+    ended = slurm.wait_for_end(job)
+
+    assert ended["JobState"] == "COMPLETED", _printed(checkout, job)
+    assert (checkout / "checkpoints" / "slurm_demo" / "model.safetensors").exists()
