@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Literal
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo, SpaceInfo
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from training.errors import ForeseenError, UserError
 from training.model_card import TAG
@@ -64,6 +65,8 @@ def sign_in() -> tuple[HfApi, str]:
     Raises:
         UserError: There is no token, it is not valid, or the hub is out of reach.
     """
+    if not sys.stderr.isatty():  # a bar that nobody watches fills the log
+        disable_progress_bars()
     token = get_token()
     if token is None:
         raise UserError(f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})")

@@ -12,27 +12,41 @@ from tests.deployment.stand_in_hub import WRITER
 
 # The hub's library tries again for half a minute before it gives up; nothing here comes back in that time.
 IMPATIENTLY = """
-import runpy, sys, time
+import os, runpy, sys, time
 time.sleep = lambda seconds: None
 sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+run = runpy.run_path if os.path.exists(sys.argv[0]) else runpy.run_module
+run(sys.argv[0], run_name="__main__")
 """
 
 
 def run_against(
-    address: str, home: Path, *command: str, token: str | None = WRITER, **settings: str
+    address: str, home: Path, *arguments: str, token: str | None = WRITER, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in a process that takes `address` for the hub and `home` for its cache."""
+    return _run([sys.executable, *arguments], REPOSITORY, _environment(address, home, token) | settings)
+
+
+def run_as_documented(
+    commands: str, address: str, place: Path, model: Path, token: str | None = WRITER, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a page's commands as they stand there, in a checkout in which `model` is ``checkpoints/tiny``."""
+    for room in ("deployment", "inference", "training"):
+        (place / room).symlink_to(REPOSITORY / room)
+    (place / "checkpoints").mkdir()
+    (place / "checkpoints" / "tiny").symlink_to(model)
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return _run(["bash", "-euc", commands], place, _environment(address, place / "hf", token) | path | settings)
+
+
+def _environment(address: str, home: Path, token: str | None) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     hub = {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, *command],
-        env=inherited | hub | ({"HF_TOKEN": token} if token else {}) | settings,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return inherited | hub | ({"HF_TOKEN": token} if token else {})
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 def error_line(run: subprocess.CompletedProcess[str], code: int = 2) -> str:

@@ -41,6 +41,7 @@ class Hub:
     # Large files that get through before every further one breaks; None breaks none.
     breaks_after: int | None = None
     # The stages that a Space goes through after a commit, one a question; the last one stays.
+    # "@old" marks one of the commit before.
     stages: list[str] = field(default_factory=lambda: ["BUILDING", "APP_STARTING", "RUNNING"])
     build_log: list[str] = field(default_factory=list)
     # Where the Space's own server is.
@@ -215,7 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
     def runtime(self, body: bytes, name: str) -> dict[str, Any]:
         repository = self._repository("spaces", name)
         stage = self.hub.stages.pop(0) if len(self.hub.stages) > 1 else self.hub.stages[0]
-        return {"stage": stage, "hardware": {"current": "cpu-basic", "requested": "cpu-basic"}, "sha": repository.head}
+        stage, _, old = stage.partition("@")
+        return {"stage": stage, "hardware": {"current": "cpu-basic"}, "sha": "0" * 40 if old else repository.head}
 
     def build_log(self, body: bytes, name: str) -> None:
         lines = (json.dumps({"data": f"{line}\n", "timestamp": ""}) for line in self.hub.build_log)

@@ -1,0 +1,218 @@
+"""A Space on the hub: the real command and the real client library, against a stand-in for the hub.
+
+The Space's own server is a real one, started from the very files that a dry run writes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks import containers
+from deployment.image_context import DOCKERFILE, image_files
+from deployment.running_space import Expected, ask
+from inference.manifest import sha256_of
+from tests.deployment.card_rules import card_errors, front_matter
+from tests.deployment.documented import documented
+from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_as_documented
+from tests.deployment.stand_in_hub import READER, WRITER, Hub
+from tests.deployment.stand_in_repository import Repository
+from tests.deployment.test_image import BASE, build_flags
+from tests.inference.servers import free_port, running, serving
+from training.hub_upload import PublishFailure
+
+PUBLISH = "deployment/publish_space.py"
+NAME = "alice/headlines"
+IMAGE = "localhost/distrinews-space-test:latest"
+BY_LFS = {"HF_HUB_DISABLE_XET": "1"}
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What a dry run wrote, what it said, and a server started from it."""
+
+    folder: Path
+    said: str
+    address: str
+
+
+@pytest.fixture(scope="module")
+def assembled(exported_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembled]:
+    place = tmp_path_factory.mktemp("space")
+    commands = documented("docs/deployment.md", "space-dry-run")
+    run = run_as_documented(commands, "http://127.0.0.1:9", place, exported_folder, token=None)
+    folder = place / "build" / "space"
+    assert run.returncode == 0, run.stderr
+    port = free_port()
+    settings = {"PYTHONPATH": str(folder), "MODEL_CHECKPOINT": str(folder / "model"), "HOST": "127.0.0.1"}
+    serve = [sys.executable, "-P", "-m", "inference.serve", "--port", str(port)]
+    with running(serve, port, place / "log", **settings) as server:
+        yield Assembled(folder, run.stdout, server.address)
+
+
+@pytest.fixture
+def hub(assembled: Assembled) -> Iterator[Hub]:
+    with Hub(app=assembled.address).running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def command(exported_folder: Path) -> tuple[str, ...]:
+    return (PUBLISH, NAME, "--model", str(exported_folder))
+
+
+def test_a_dry_run_writes_what_the_image_is_built_from_and_a_card(assembled: Assembled, exported_folder: Path) -> None:
+    written = {path.relative_to(assembled.folder).as_posix() for path in assembled.folder.rglob("*") if path.is_file()}
+
+    assert written == {"Dockerfile", "README.md", *image_files(exported_folder)}
+    assert f"bytes in {len(written)} files" in assembled.said
+    assert "needs a paid plan" in assembled.said
+    assert card_errors((assembled.folder / "README.md").read_text(), "space") == []
+
+
+@pytest.mark.slow  # builds an image
+def test_what_a_dry_run_writes_is_built_without_arguments(assembled: Assembled, exported_folder: Path) -> None:
+    if reason := containers.why_not():
+        pytest.skip(reason)
+    if not containers.has_image(BASE):
+        pytest.skip(f"no local {BASE}: buildah pull {BASE}")
+
+    command = ["buildah", "bud", *build_flags(), "--tag", IMAGE, str(assembled.folder)]
+    build = subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+    assert build.returncode == 0, build.stderr[-2000:]
+    with containers.opened(IMAGE) as container:
+        labels = container.config["Labels"]
+    assert labels["distrinews.model.sha256"] == sha256_of(exported_folder / "model.safetensors")
+
+
+def test_a_space_s_dockerfile_differs_in_nothing_but_the_defaults_of_its_arguments(assembled: Assembled) -> None:
+    ours, theirs = DOCKERFILE.read_text().splitlines(), (assembled.folder / "Dockerfile").read_text().splitlines()
+
+    changed = [new for old, new in zip(ours, theirs, strict=True) if old != new]
+
+    assert [line.partition("=")[0] for line in changed] == ["ARG MODEL", "ARG VERSION", "ARG MODEL_SHA256"]
+    assert changed[0] == "ARG MODEL=model"
+
+
+def test_a_space_is_published_in_one_commit_built_and_asked(
+    hub: Hub, exported_folder: Path, assembled: Assembled, tmp_path: Path
+) -> None:
+    run = run_as_documented(documented("docs/deployment.md", "space"), hub.address, tmp_path, exported_folder)
+
+    assert run.returncode == 0, run.stderr
+    assert WRITER not in run.stdout + run.stderr
+    space = hub.repository("spaces", NAME)
+    assert len(space.commits) == 1
+    assert "model/onnx/model.onnx" in space.large
+    assert space.files["Dockerfile"] == (assembled.folder / "Dockerfile").read_bytes()
+    for told in ("BUILDING", "APP_STARTING", "RUNNING", f"/spaces/{NAME}\n", f"/app/{NAME}\n"):
+        assert told in run.stdout
+
+
+def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_published_model(
+    hub: Hub, command: tuple[str, ...], exported_folder: Path, tmp_path: Path
+) -> None:
+    model = Repository("models", "alice/news", files={"README.md": b"---\ntags: [distrinews]\n---\n"})
+    weights = exported_folder / "model.safetensors"
+    model.large["model.safetensors"] = (sha256_of(weights), weights.stat().st_size)
+    hub.repositories["models", model.name] = model
+
+    run = run_against(hub.address, tmp_path, *command, "--private")
+
+    assert run.returncode == 0, run.stderr
+    space = hub.repository("spaces", NAME)
+    assert space.private
+    assert front_matter(space.files["README.md"].decode())["models"] == ["alice/news"]
+
+
+def test_a_broken_upload_goes_on_where_it_stopped(hub: Hub, command: tuple[str, ...], tmp_path: Path) -> None:
+    hub.breaks_after = 0
+    broken = run_against(hub.address, tmp_path, "-c", IMPATIENTLY, *command, **BY_LFS)
+    assert f"space {NAME}: the connection failed" in error_line(broken)
+    assert hub.repository("spaces", NAME).commits == []
+
+    hub.breaks_after = None
+    run = run_against(hub.address, tmp_path, *command, **BY_LFS)
+
+    assert run.returncode == 0, run.stderr
+    assert len(hub.repository("spaces", NAME).commits) == 1
+
+
+def test_the_stage_of_what_ran_before_is_not_taken_for_the_new_one(
+    hub: Hub, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    hub.stages = ["BUILD_ERROR@old", "RUNNING@old", "RUNNING_BUILDING", "RUNNING"]
+
+    run = run_against(hub.address, tmp_path, *command)
+
+    assert run.returncode == 0, run.stderr
+    assert "RUNNING_BUILDING" in run.stdout
+
+
+def test_a_build_that_fails_shows_the_end_of_its_log(hub: Hub, command: tuple[str, ...], tmp_path: Path) -> None:
+    hub.stages = ["BUILDING", "BUILD_ERROR"]
+    hub.build_log = [f"step {i}" for i in range(90)]
+
+    run = run_against(hub.address, tmp_path, *command)
+
+    assert f"space {NAME}: BUILD_ERROR, the build failed; see" in error_line(run, code=1)
+    assert "| step 89" in run.stdout
+    assert "| step 5\n" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("token", "has_plan", "there", "message"),
+    [
+        (WRITER, False, None, r"a Docker Space needs a paid plan: PRO for an account"),
+        (READER, True, None, r"the token has no right to write there"),
+        (WRITER, True, Repository("spaces", NAME, sdk="gradio"), r"runs gradio, not docker; choose another name"),
+        (WRITER, True, Repository("spaces", NAME, files={"app.py": b"x"}), r"holds something else"),
+    ],
+)
+def test_what_the_hub_does_not_allow_is_one_line(
+    hub: Hub,
+    command: tuple[str, ...],
+    tmp_path: Path,
+    token: str,
+    has_plan: bool,
+    there: Repository | None,
+    message: str,
+) -> None:
+    hub.has_plan = has_plan
+    if there:
+        hub.repositories["spaces", NAME] = there
+
+    line = error_line(run_against(hub.address, tmp_path, *command, token=token))
+
+    assert line.startswith(f"error: space {NAME}: ")
+    assert message in line
+    assert hub.count("POST .*/commit/") == 0
+
+
+def test_a_folder_without_an_artefact_is_refused_before_anything_is_asked(
+    hub: Hub, model_folder: Path, tmp_path: Path
+) -> None:
+    run = run_against(hub.address, tmp_path, PUBLISH, NAME, "--model", str(model_folder))
+
+    assert "write one with python -m inference.export" in error_line(run)
+    assert not hub.asked
+
+
+def test_a_space_with_another_model_is_found_out(model_folder: Path) -> None:
+    with serving(model_folder) as client, pytest.raises(PublishFailure, match=r"serves the model .*, not 0123456789ab"):
+        ask(str(client.base_url).rstrip("/"), None, Expected(["World"], "0123456789ab"))
+
+
+def test_a_space_with_an_api_key_is_not_asked_for_a_prediction(model_folder: Path) -> None:
+    with serving(model_folder, api_key="a key of the space") as client:
+        revision = client.get("/model").json()["revision"]
+
+        answer = ask(str(client.base_url).rstrip("/"), None, Expected(["World"], revision))
+
+    assert answer == "healthy; /predict wants the Space's API_KEY and was not tried"
