@@ -179,8 +179,8 @@ def test_the_gpu_server_reads_the_model_where_training_wrote_it() -> None:
     assert settings.engine == "torch"
     assert mount["readOnly"] is True
     assert settings.model_checkpoint == Path(mount["mountPath"], output.name)
-    claims = {only(folder, "PersistentVolumeClaim")["metadata"]["name"] for folder in TRAINING}
-    assert claims == {volume["persistentVolumeClaim"]["claimName"]}
+    claim = only("storage", "PersistentVolumeClaim")["metadata"]["name"]
+    assert volume["persistentVolumeClaim"] == {"claimName": claim, "readOnly": True}
 
 
 def test_the_load_test_asks_the_servers_service_with_the_servers_key() -> None:

@@ -61,7 +61,7 @@ def test_no_variable_of_a_pod_is_taken_for_a_flag(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", TRAINING)
 def test_checkpoints_go_to_the_volume_that_all_nodes_share(folder: str) -> None:
-    pod, claim = pod_templates(folder)[0]["spec"], only(folder, "PersistentVolumeClaim")
+    pod, claim = pod_templates(folder)[0]["spec"], only("storage", "PersistentVolumeClaim")
     shared = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: shared[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
