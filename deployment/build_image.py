@@ -48,12 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         builder = options.builder or find_builder()
-        image = _torch_image(options) if options.torch else _serving_image(options)
+        image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
     except DeploymentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
-    if code := _build(builder, image, options.flags):
+    if code := build(builder, image, options.flags):
         print(f"error: {builder} ended with code {code}, its last lines say why", file=sys.stderr)
         return 1
     print(f"Built {' and '.join(image.tags)}")
@@ -91,17 +91,22 @@ def _answers(name: str) -> bool:
         return False
 
 
-def _serving_image(options: argparse.Namespace) -> Image:
-    if "onnx" not in exported_artefacts(options.model):
-        remedy = f"python -m inference.export {options.model} --engine onnx adds what others need"
+def serving_image(model: Path, tag: str | None) -> Image:
+    """Describe the image that serves a model folder.
+
+    Raises:
+        DeploymentError: The folder has nothing to serve.
+    """
+    if "onnx" not in exported_artefacts(model):
+        remedy = f"python -m inference.export {model} --engine onnx adds what others need"
         print(f"note: without onnx the image serves only on x86-64 with AVX512-VNNI; {remedy}")
-    files, arguments = image_files(options.model), build_arguments(options.model)
-    return Image(DOCKERFILE, files, arguments, _tags(options.tag or "distrinews"))
+    return Image(DOCKERFILE, image_files(model), build_arguments(model), _tags(tag or "distrinews"))
 
 
-def _torch_image(options: argparse.Namespace) -> Image:
-    arguments = {"TORCH": options.torch, "VERSION": version()}
-    return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(options.tag or "distrinews-torch"))
+def torch_image(build: str, tag: str | None) -> Image:
+    """Describe the image with one of `TORCH_BUILDS`."""
+    arguments = {"TORCH": build, "VERSION": version()}
+    return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(tag or "distrinews-torch"))
 
 
 def _tags(name: str) -> list[str]:
@@ -110,7 +115,8 @@ def _tags(name: str) -> list[str]:
     return [name] if has_tag else [f"{name}:{version()}", f"{name}:latest"]
 
 
-def _build(builder: str, image: Image, flags: list[str]) -> int:
+def build(builder: str, image: Image, flags: list[str]) -> int:
+    """Build an image in a context of its own; returns the builder's exit code."""
     command = [builder, "build", "--file", str(image.dockerfile)]
     if builder != "docker":
         # The OCI format has no HEALTHCHECK, and buildah keeps no layers unless it is asked to.
