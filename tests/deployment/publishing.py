@@ -27,7 +27,7 @@ def run_against(
     return _run([sys.executable, *arguments], REPOSITORY, _environment(address, home, token) | settings)
 
 
-def run_as_documented(
+def run_page(
     commands: str, address: str, place: Path, model: Path, token: str | None = WRITER, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a page's commands as they stand there, in a checkout in which `model` is ``checkpoints/tiny``."""

@@ -19,7 +19,7 @@ from deployment.running_space import Expected, ask
 from inference.manifest import sha256_of
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
-from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_as_documented
+from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.stand_in_hub import READER, WRITER, Hub
 from tests.deployment.stand_in_repository import Repository
 from tests.deployment.test_image import BASE, build_flags
@@ -45,7 +45,7 @@ class Assembled:
 def assembled(exported_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Assembled]:
     place = tmp_path_factory.mktemp("space")
     commands = documented("docs/deployment.md", "space-dry-run")
-    run = run_as_documented(commands, "http://127.0.0.1:9", place, exported_folder, token=None)
+    run = run_page(commands, "http://127.0.0.1:9", place, exported_folder, token=None)
     folder = place / "build" / "space"
     assert run.returncode == 0, run.stderr
     port = free_port()
@@ -103,7 +103,7 @@ def test_a_space_s_dockerfile_differs_in_nothing_but_the_defaults_of_its_argumen
 def test_a_space_is_published_in_one_commit_built_and_asked(
     hub: Hub, exported_folder: Path, assembled: Assembled, tmp_path: Path
 ) -> None:
-    run = run_as_documented(documented("docs/deployment.md", "space"), hub.address, tmp_path, exported_folder)
+    run = run_page(documented("docs/deployment.md", "space"), hub.address, tmp_path, exported_folder)
 
     assert run.returncode == 0, run.stderr
     assert WRITER not in run.stdout + run.stderr
@@ -131,6 +131,7 @@ def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_publi
     assert front_matter(space.files["README.md"].decode())["models"] == ["alice/news"]
 
 
+@pytest.mark.slow  # two more runs of what the model's test shows in `make test`
 def test_a_broken_upload_goes_on_where_it_stopped(hub: Hub, command: tuple[str, ...], tmp_path: Path) -> None:
     hub.breaks_after = 0
     broken = run_against(hub.address, tmp_path, "-c", IMPATIENTLY, *command, **BY_LFS)
@@ -144,6 +145,7 @@ def test_a_broken_upload_goes_on_where_it_stopped(hub: Hub, command: tuple[str, 
     assert len(hub.repository("spaces", NAME).commits) == 1
 
 
+@pytest.mark.slow  # waits between stages
 def test_the_stage_of_what_ran_before_is_not_taken_for_the_new_one(
     hub: Hub, command: tuple[str, ...], tmp_path: Path
 ) -> None:

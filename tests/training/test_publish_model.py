@@ -17,7 +17,7 @@ from inference.engines.selection import verified_manifest
 from inference.model_loader import ModelLoader
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
-from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_as_documented
+from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, WRITER, Hub
 from tests.deployment.stand_in_repository import Repository
@@ -74,7 +74,7 @@ def test_a_published_model_loads_by_its_name_and_answers_the_same(hub: Hub, tmp_
 def test_a_model_is_published_whole_in_one_commit(hub: Hub, model: Path, tmp_path: Path) -> None:
     commands = documented("docs/deployment.md", "model")
 
-    run = run_as_documented(commands, hub.address, tmp_path, model, **BY_LFS)
+    run = run_page(commands, hub.address, tmp_path, model, **BY_LFS)
 
     assert run.returncode == 0, run.stderr
     assert WRITER not in run.stdout + run.stderr
@@ -147,6 +147,7 @@ def test_a_broken_upload_goes_on_where_it_stopped(hub: Hub, model: Path, tmp_pat
     assert len(hub.repository("models", NAME).commits) == 1
 
 
+@pytest.mark.slow  # the library waits before it tries again
 def test_an_upload_of_the_library_s_own_way_that_breaks_is_one_line(hub: Hub, model: Path, tmp_path: Path) -> None:
     hub.breaks_after = 0
     command = (*PUBLISH, str(model), "--name", NAME)
