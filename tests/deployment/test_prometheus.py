@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from tests.deployment.promql import ALERTS, alerts
 from tests.deployment.test_dashboards import PANELS
 from tests.inference.servers import free_port, until
 from tests.inference.stand_in_model import text_of
+from tests.training.conftest import Run
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,16 +35,12 @@ STARTUP_SECONDS = 120
 
 
 @contextmanager
-def _process(command: list[str], log: Path, **more: Any) -> Iterator[None]:
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, **more)
+def _running(command: list[str], folder: Path, **variables: str) -> Iterator[None]:
+    run = Run(command, folder, {**os.environ, **variables}, folder)
     try:
         yield
     finally:
-        # The whole session: torchrun's ranks too.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        run.kill()
 
 
 @contextmanager
@@ -75,13 +70,15 @@ def _training(folder: Path, port: int) -> AbstractContextManager[None]:
     commands = documented("docs/deployment.md", "training-metrics").replace("9400", str(port))
     commands = commands.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
     fields = {"EPOCHS": "1000", "DEVICE": "cpu", "MAX_TRAIN_ROWS": "63", "CACHE_DIR": str(folder / "cache")}
-    variables = {f"DISTRINEWS_{name}": value for name, value in fields.items()}
+    folder.mkdir()
     (folder / "training").symlink_to(REPOSITORY / "training")
-    return _process(["bash", "-ec", commands], folder / "training.log", cwd=folder, env={**os.environ, **variables})
+    variables = {f"DISTRINEWS_{name}": value for name, value in fields.items()}
+    return _running(["bash", "-ec", commands], folder, **variables)
 
 
 def _prometheus(folder: Path, server: str, training_port: int, port: int) -> AbstractContextManager[None]:
     """Prometheus with the files and flags of the composition, but for addresses, and once a second."""
+    folder.mkdir()
     config = (ALERTS.parent / "prometheus.yml").read_text().replace("15s", "1s").replace("server:7860", server)
     (folder / "prometheus.yml").write_text(config)
     shutil.copy(ALERTS, folder)
@@ -91,7 +88,7 @@ def _prometheus(folder: Path, server: str, training_port: int, port: int) -> Abs
     flags = [flag.replace("/etc/prometheus", str(folder)) for flag in COMPOSED["services"]["prometheus"]["command"]]
     flags = [flag.replace("=/prometheus", f"={folder}/data") for flag in flags]
     command = ["prometheus", *flags, f"--web.listen-address=127.0.0.1:{port}"]
-    return _process(command, folder / "prometheus.log")
+    return _running(command, folder)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +103,8 @@ def prometheus(
     with (
         start_server(model_folder, CACHE_ENTRIES="10") as server,
         _asked(server),
-        _training(folder, training_port),
-        _prometheus(folder, server.base_url.netloc.decode(), training_port, port),
+        _training(folder / "training", training_port),
+        _prometheus(folder / "prometheus", server.base_url.netloc.decode(), training_port, port),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client,
     ):
         saved = "count(rate(distrinews_training_checkpoint_seconds_count[30s]) > 0) == 2"

@@ -30,6 +30,7 @@ def test_metrics_count_requests_texts_labels_and_refusals(model_folder: Path) ->
         assert metric(client, "model_ready") == 1
         assert metric(client, "model_info", name=model_folder.name, engine="stand-in") == 1
         assert metric(client, "model_reloads_total", result="served") == 1
+        assert 'distrinews_model_reloads_total{result="refused"} 0.0' in client.get("/metrics").text
 
 
 def test_the_page_has_process_metrics_and_speaks_openmetrics(model_folder: Path) -> None:
