@@ -21,7 +21,7 @@ _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 3
 
 
 class Exporter:
-    """Metrics of one rank, in a registry of their own; without ``--metrics_port`` nobody is listened to.
+    """Metrics of one rank, in a registry of their own; with ``--metrics_port`` 0 there is no page of them.
 
     Counters begin at 0 with the process. Rows and tokens are this rank's own and add up over ranks; all else about
     steps is the same on each. What is not known yet is NaN.
