@@ -11,7 +11,7 @@ TORCH_CPU ?= --torch-backend cpu
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
 	--no-emit-index-url --custom-compile-command "make lock"
 
-.PHONY: help install demo test test-all lint format bench bench-serving image image-torch lock clean
+.PHONY: help install demo test test-all lint format bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -70,6 +70,9 @@ lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/re
 		--python-platform x86_64-manylinux_2_28 --output-file deployment/requirements-torch-cuda.txt
 	grep ^torch== requirements.txt | $(LOCK) - --constraints deployment/requirements-torch.txt \
 		--python-platform x86_64-manylinux_2_28 $(TORCH_CPU) --output-file deployment/requirements-torch-cpu.txt
+
+sbom: $(INSTALLED) ## Write into build/sbom what the images hold, and what is known against it
+	$(BIN)/python deployment/write_sbom.py
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
