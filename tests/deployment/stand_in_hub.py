@@ -14,60 +14,31 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from tests.deployment.card_rules import card_errors
-from tests.deployment.stand_in_repository import Repository, file_entry
+from tests.deployment.hub_contents import Hub, Repository, file_entry
+from tests.deployment.json_handler import JsonHandler
 
 LARGE_FILES = (".safetensors", ".onnx", ".bin")
 WRITER, READER = "hf_writer_of_alice", "hf_reader_of_alice"
 ACCOUNT = "alice"
 
 
-@dataclass
-class Hub:
-    """What the hub holds, what it was asked, and how it is to behave."""
-
-    repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
-    large: dict[str, bytes] = field(default_factory=dict)
-    xet_shards: list[bytes] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    address: str = ""
-    has_plan: bool = True
-    # Large files that get through before every further one breaks; None breaks none.
-    breaks_after: int | None = None
-    # The stages that a Space goes through after a commit, one a question; the last one stays.
-    # "@old" marks one of the commit before.
-    stages: list[str] = field(default_factory=lambda: ["BUILDING", "APP_STARTING", "RUNNING"])
-    build_log: list[str] = field(default_factory=list)
-    # Where the Space's own server is.
-    app: str = ""
-    # Changes what is stored, to be found when it is read back.
-    corrupt: Callable[[Repository], None] = lambda repository: None
-
-    def repository(self, kind: str, name: str) -> Repository:
-        """One repository by its name."""
-        return self.repositories[kind, name]
-
-    def count(self, pattern: str) -> int:
-        """How many requests match."""
-        return sum(bool(re.match(pattern, line)) for line in self.asked)
-
-    @contextmanager
-    def running(self) -> Iterator[Hub]:
-        """Serve on a free port."""
-        handler = type("ThisHub", (_Handler,), {"hub": self})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            self.address = f"http://127.0.0.1:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-            thread.start()
-            yield self
-            server.shutdown()
-            thread.join()
+@contextmanager
+def running_hub(hub: Hub) -> Iterator[Hub]:
+    """Serve on a free port."""
+    handler = type("ThisHub", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield hub
+        server.shutdown()
+        thread.join()
 
 
 class _Refusal(Exception):
@@ -76,29 +47,25 @@ class _Refusal(Exception):
         self.status, self.code = status, code
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(JsonHandler):
     hub: Hub
 
     def do_GET(self) -> None:
         """Answer by the first route that matches."""
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"{self.command} {path}")
-        body = self._body()
+        body = self.body()
         try:
             for pattern, route in _ROUTES:
                 if match := re.fullmatch(pattern, f"{self.command} {path}"):
                     answer = route(self, body, *match.groups())
-                    return None if answer is None else self._send(200, answer)
+                    return None if answer is None else self.send(200, answer)
             raise _Refusal(404, "no such route")
         except _Refusal as refusal:
             headers = {"X-Error-Code": refusal.code} if refusal.code else {}
-            return self._send(refusal.status, {"error": str(refusal)}, headers)
+            return self.send(refusal.status, {"error": str(refusal)}, headers)
 
     do_HEAD = do_POST = do_PUT = do_GET
-
-    def log_message(self, format: str, *values: object) -> None:
-        """Stay quiet."""
 
     def whoami(self, body: bytes) -> dict[str, Any]:
         self._account()
@@ -107,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     def validate(self, body: bytes) -> dict[str, Any] | None:
         asked = json.loads(body)
         if errors := card_errors(asked["content"], asked["repoType"]):
-            return self._send(400, {"errors": [{"message": error} for error in errors]})
+            return self.send(400, {"errors": [{"message": error} for error in errors]})
         return {"warnings": []}
 
     def create(self, body: bytes) -> dict[str, Any]:
@@ -178,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Xet-Access-Token": "xet",
             "X-Xet-Token-Expiration": str(expiry),
         }
-        self._send(200, {"casUrl": self.hub.address, "accessToken": "xet", "exp": expiry}, headers)
+        self.send(200, {"casUrl": self.hub.address, "accessToken": "xet", "exp": expiry}, headers)
 
     def xet_xorb(self, body: bytes) -> dict[str, Any] | None:
         if self.hub.breaks_after == 0:
@@ -206,10 +173,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": repository.head}
         if file in repository.large:
             oid = repository.large[file][0]
-            self._send(200, self.hub.large[oid], {**headers, "ETag": f'"{oid}"'})
+            self.send(200, self.hub.large[oid], {**headers, "ETag": f'"{oid}"'})
         elif file in repository.files:
             oid = file_entry(file, repository.files[file])["oid"]
-            self._send(200, repository.files[file], {**headers, "ETag": f'"{oid}"'})
+            self.send(200, repository.files[file], {**headers, "ETag": f'"{oid}"'})
         else:
             raise _Refusal(404, "Entry not found", "EntryNotFound")
 
@@ -221,14 +188,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def build_log(self, body: bytes, name: str) -> None:
         lines = (json.dumps({"data": f"{line}\n", "timestamp": ""}) for line in self.hub.build_log)
-        self._send(200, "".join(f"data: {line}\n\n" for line in lines).encode())
+        self.send(200, "".join(f"data: {line}\n\n" for line in lines).encode())
 
     def app(self, body: bytes, name: str, route: str) -> None:
         """Pass a request on to the Space's own server; a private one shows itself to its owner alone."""
         headers = {"Content-Type": "application/json"} if body else {}
         if self._repository("spaces", name) and self.hub.app:
             with urlopen(Request(self.hub.app + route, body or None, headers), timeout=30) as answer:
-                self._send(answer.status, answer.read())
+                self.send(answer.status, answer.read())
         else:
             raise _Refusal(503, "the Space sleeps")
 
@@ -263,25 +230,6 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or (found.private and "Authorization" not in self.headers):
             raise _Refusal(404, "Repository not found", "RepoNotFound")
         return found
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        chunks = []
-        while size := int(self.rfile.readline(), 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
-
-    def _send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
 
 _NAME = r"([\w.-]+/[\w.-]+)"

@@ -17,12 +17,13 @@ from inference.engines.selection import verified_manifest
 from inference.model_loader import ModelLoader
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
+from tests.deployment.hub_contents import Hub, Repository
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.small_model import write_small_model
-from tests.deployment.stand_in_hub import READER, WRITER, Hub
-from tests.deployment.stand_in_repository import Repository
+from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.training.test_export import write_tiny
 from training.errors import UserError
+from training.hub_upload import lay_out
 from training.published_files import model_files
 
 PUBLISH = ("-m", "training.publish_model")
@@ -43,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with Hub().running() as hub:
+    with running_hub(Hub()) as hub:
         yield hub
 
 
@@ -103,9 +104,9 @@ def test_a_dry_run_needs_no_token_and_holds_no_path_of_this_machine(
 ) -> None:
     command = (*PUBLISH, str(model), "--name", NAME, "--dry-run", str(tmp_path / "out"))
 
-    runs = [run_against(closed_hub, tmp_path, *command, token=None) for _ in range(2)]
+    run = run_against(closed_hub, tmp_path, *command, token=None)
 
-    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
+    assert run.returncode == 0, run.stderr
     card = (tmp_path / "out/README.md").read_text()
     assert card_errors(card, "model") == []
     assert f'model="{NAME}"' in card
@@ -113,7 +114,20 @@ def test_a_dry_run_needs_no_token_and_holds_no_path_of_this_machine(
     for path in (tmp_path / "out").rglob("*.[jm]*"):
         assert "/home/ada" not in path.read_text(), path
     verified_manifest(tmp_path / "out/onnx", tmp_path / "out")
-    assert "bytes in 12 files" in runs[0].stdout
+    assert "bytes in 12 files" in run.stdout
+
+
+def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "README.md").write_text("years of work")
+
+    lay_out(model_files(model), tmp_path / "out")
+    lay_out({"README.md": b"tags: [distrinews]"}, tmp_path / "out")
+    with pytest.raises(UserError, match="thesis: holds something else; name a new or empty folder"):
+        lay_out(model_files(model), tmp_path / "thesis")
+
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis", "tiny"]
 
 
 def test_files_that_no_longer_belong_go_in_the_same_commit(hub: Hub, model: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""A repository as the stand-in for the hub keeps it: its newest files alone."""
+"""What the stand-in for the hub holds: repositories, of each its newest files alone, and how it is to behave."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +44,36 @@ class Repository:
             lfs = {"oid": oid, "size": size, "pointerSize": 130}
             entries.append({"type": "file", "path": name, "oid": "0" * 40, "size": size, "lfs": lfs})
         return entries
+
+
+@dataclass
+class Hub:
+    """What the hub holds, what it was asked, and how it is to behave."""
+
+    repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)
+    xet_shards: list[bytes] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    address: str = ""
+    has_plan: bool = True
+    # Large files that get through before every further one breaks; None breaks none.
+    breaks_after: int | None = None
+    # The stages that a Space goes through after a commit, one a question; the last one stays.
+    # "@old" marks one of the commit before.
+    stages: list[str] = field(default_factory=lambda: ["BUILDING", "APP_STARTING", "RUNNING"])
+    build_log: list[str] = field(default_factory=list)
+    # Where the Space's own server is.
+    app: str = ""
+    # Changes what is stored, to be found when it is read back.
+    corrupt: Callable[[Repository], None] = lambda repository: None
+
+    def repository(self, kind: str, name: str) -> Repository:
+        """One repository by its name."""
+        return self.repositories[kind, name]
+
+    def count(self, pattern: str) -> int:
+        """How many requests match."""
+        return sum(bool(re.match(pattern, line)) for line in self.asked)
 
 
 def file_entry(name: str, content: bytes) -> dict[str, Any]:
