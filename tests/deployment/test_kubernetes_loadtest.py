@@ -8,15 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.deployment.manifests import KUBERNETES
+from tests.deployment.manifests import KUBERNETES, pod_templates
 from tests.inference.servers import free_port, serving
 
 SCRIPT = KUBERNETES / "loadtest" / "drive_load.py"
 
 
 def _drive(address: str, **variables: str) -> tuple[int, dict[str, object]]:
-    environment = {**os.environ, "TARGET": address, "CLIENTS": "4", "SECONDS": "0.5", **variables}
-    run = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
+    (container,) = pod_templates("loadtest")[0]["spec"]["containers"]
+    ours = {"TARGET": address, "CLIENTS": "4", "LOAD_SECONDS": "0.5", **variables}
+    assert ours.keys() <= {entry["name"] for entry in container["env"]}
+    run = subprocess.run(
+        [sys.executable, SCRIPT], env={**os.environ, **ours}, capture_output=True, text=True, timeout=60
+    )
     assert run.stderr == ""
     return run.returncode, json.loads(run.stdout)
 

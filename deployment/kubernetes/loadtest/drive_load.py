@@ -83,8 +83,8 @@ def summary(clients: list[Client], seconds: float) -> dict[str, object]:
 
 
 def main() -> int:
-    """Drive the load that the environment describes: TARGET, CLIENTS and SECONDS."""
-    address, seconds = os.environ["TARGET"], float(os.environ["SECONDS"])
+    """Drive the load that the environment describes: TARGET, CLIENTS and LOAD_SECONDS."""
+    address, seconds = os.environ["TARGET"], float(os.environ["LOAD_SECONDS"])
     began = time.monotonic()
     clients = [Client(number, address, began + seconds) for number in range(int(os.environ["CLIENTS"]))]
     for client in clients:
