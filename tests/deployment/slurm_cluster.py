@@ -18,10 +18,12 @@ DEADLINE = 300.0  # seconds after which what was to happen counts as never happe
 SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 # Jobs of the partition `urgent` push those of `normal` out; a requeued job may start again after `cred_expire` seconds.
+# Jobs count from a number that is this cluster's own, since their launchers meet at a port derived from it.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none

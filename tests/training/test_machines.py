@@ -15,13 +15,17 @@ from tests.deployment.documented import REPOSITORY, documented
 # Mounts an empty folder over the first argument, seen by the command after it alone: a disk of its own.
 ON_ITS_OWN_DISK = ("unshare", "--mount", "--map-root-user", "bash", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
 
+# A core for each machine, where there are two: else each rank asks for all of them.
+CORES = [*sorted(os.sched_getaffinity(0)), *sorted(os.sched_getaffinity(0))][:2]
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def command() -> list[str]:
-    """The documented command, which is the same on each machine."""
-    return ["bash", "-c", documented("docs/deployment.md", "two-machines")]
+def commands() -> list[list[str]]:
+    """The documented command, which is the same on both machines."""
+    command = documented("docs/deployment.md", "two-machines")
+    return [["taskset", "--cpu-list", str(core), "bash", "-c", command] for core in CORES]
 
 
 @pytest.fixture
@@ -38,9 +42,9 @@ def machine(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_two_machines_train_one_model(
-    start: Callable[..., Any], command: list[str], machine: dict[str, Any], tmp_path: Path
+    start: Callable[..., Any], commands: list[list[str]], machine: dict[str, Any], tmp_path: Path
 ) -> None:
-    runs = [start(command, **machine) for _ in range(2)]
+    runs = [start(command, **machine) for command in commands]
 
     assert [run.wait() for run in runs] == [0, 0], [run.err for run in runs]
     assert "2 (gloo)" in "".join(run.out for run in runs)
@@ -48,13 +52,13 @@ def test_two_machines_train_one_model(
 
 
 def test_machines_that_do_not_share_the_folder_are_refused_in_one_line(
-    start: Callable[..., Any], command: list[str], machine: dict[str, Any], tmp_path: Path
+    start: Callable[..., Any], commands: list[list[str]], machine: dict[str, Any], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
     if subprocess.run([*ON_ITS_OWN_DISK, shared, "true"], capture_output=True).returncode != 0:
         pytest.skip("mount namespaces are not allowed here; run the tests as root")
 
-    runs = [start(command, **machine), start([*ON_ITS_OWN_DISK, shared, *command], **machine)]
+    runs = [start(commands[0], **machine), start([*ON_ITS_OWN_DISK, shared, *commands[1]], **machine)]
 
     assert [run.wait() for run in runs] == [1, 1]
     [line] = [line for run in runs for line in run.error_lines]
