@@ -33,7 +33,7 @@ def main() -> None:
     files = space_files(options.model)
     if options.dry_run:
         show(files)
-        lay_out(files, options.dry_run)
+        lay_out(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
         print(f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent.")
         print(f"On the hub {PLAN} ({PRICES}).")
         return

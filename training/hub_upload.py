@@ -95,15 +95,19 @@ def show(files: Files) -> None:
     print(f"{sum(sizes.values()):>12,}  bytes in {len(files)} files")
 
 
-def lay_out(files: Files, folder: Path) -> None:
-    """Write the files into a folder, as they would lie in the repository; an older layout is replaced.
+def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
+    """Write the files into a folder, as they would lie in the repository.
+
+    Args:
+        files: What to write.
+        folder: New or empty.
+        replaces: Whether it may hold what an earlier dry run wrote.
 
     Raises:
-        UserError: The folder holds something else, or cannot be written.
+        UserError: The folder holds something, or cannot be written.
     """
-    card = folder / "README.md"
-    if folder.exists() and any(folder.iterdir()) and not (card.is_file() and TAG in card.read_text("utf-8")):
-        raise UserError(f"{folder}: holds something else; name a new or empty folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
+        raise UserError(f"{folder}: holds something already; name a new or empty folder")
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -148,6 +152,11 @@ def upload(api: HfApi, target: Target, files: Files, reasons: Mapping[int, str] 
         commit = api.create_commit(target.name, operations, commit_message=message, repo_type=target.kind).oid
         _verify(api, target, additions, commit)
     return commit
+
+
+def _is_laid_out(folder: Path) -> bool:
+    card = folder / "README.md"
+    return card.is_file() and TAG in card.read_text("utf-8")
 
 
 @contextmanager

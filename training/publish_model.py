@@ -42,8 +42,9 @@ def main() -> None:
     options = parser.parse_args()
     files = model_files(options.model)
     if options.dry_run:
-        show(named(files, options.model, options.name))
-        lay_out(named(files, options.model, options.name), options.dry_run)
+        files = named(files, options.model, options.name)
+        show(files)
+        lay_out(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
         print(f"Written to {options.dry_run}; nothing was sent.")
         return
     api, account = sign_in()

@@ -14,13 +14,23 @@ from inference.engines.selection import verified_manifest
 from inference.errors import ModelLoadError
 from inference.exporting.engine_files import PRECISIONS
 from inference.manifest import FILE_NAME
-from inference.model_files import is_artefact, read_saved_model
+from inference.model_files import DESCRIPTION_FILES, WEIGHTS_FILE, is_artefact, read_saved_model
 from training.errors import UserError
 from training.hub_upload import Files, content_of
 from training.model_card import TAG, model_card, public_name
 
 _CARD, _METRICS = "README.md", "metrics.json"
-_SUFFIXES = (".json", ".txt", ".safetensors")
+# By name, so that what people keep beside a model is not published with it.
+_FILES = (
+    *DESCRIPTION_FILES,
+    WEIGHTS_FILE,
+    _METRICS,
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+)
 _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:-])(?:~|/(?P<root>\w+))/[^\s`"')]+""")
 
 
@@ -39,7 +49,7 @@ def model_files(model: Path) -> Files:
         }
     except ModelLoadError as error:
         raise UserError(str(error)) from error
-    names = sorted(path.name for path in model.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    names = [name for name in _FILES if (model / name).is_file()]
     for engine, manifest in manifests.items():
         names += [f"{engine}/{file}" for file in sorted({*manifest.files, FILE_NAME})]
     files: dict[str, Path | bytes] = {file: model / file for file in names}

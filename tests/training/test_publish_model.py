@@ -122,12 +122,20 @@ def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path:
     (tmp_path / "thesis" / "README.md").write_text("years of work")
 
     lay_out(model_files(model), tmp_path / "out")
-    lay_out({"README.md": b"tags: [distrinews]"}, tmp_path / "out")
-    with pytest.raises(UserError, match="thesis: holds something else; name a new or empty folder"):
-        lay_out(model_files(model), tmp_path / "thesis")
+    lay_out({"README.md": b"tags: [distrinews]"}, tmp_path / "out", replaces=True)
+    for folder, replaces in ((tmp_path / "out", False), (tmp_path / "thesis", True)):
+        with pytest.raises(UserError, match="holds something already; name a new or empty folder"):
+            lay_out(model_files(model), folder, replaces=replaces)
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis", "tiny"]
+
+
+def test_what_people_keep_beside_a_model_is_not_published(model: Path) -> None:
+    for name in ("notes.txt", "scores.json", ".env", "onnx/old.onnx"):
+        (model / name).write_text("mine")
+
+    assert not {"notes.txt", "scores.json", ".env", "onnx/old.onnx"} & model_files(model).keys()
 
 
 def test_files_that_no_longer_belong_go_in_the_same_commit(hub: Hub, model: Path, tmp_path: Path) -> None:
