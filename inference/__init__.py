@@ -1,3 +1,8 @@
 """Inference: from a model folder to answers, in Python, in the terminal and over HTTP."""
 
+import os
+
 __version__ = "0.1.0"
+
+# ONNX Runtime reports to its maker from the moment that it is imported, unless this is set.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,3 +52,12 @@ def test_a_text_answers_alone_as_in_a_batch(exported_folder: Path, texts: list[s
     # Not to the last digit: int8 activations have one range a batch.
     for text, answer in zip(texts, model.predict_batch(texts), strict=True):
         assert answer["probabilities"] == pytest.approx(model.predict(text)["probabilities"], abs=0.1)
+
+
+def test_the_runtime_reports_to_nobody(exported_folder: Path, tmp_path: Path) -> None:
+    # What it reports under is kept below the home folder.
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    command = [sys.executable, "-m", "inference.predict", "--model", exported_folder, "--engine", "onnx", "News"]
+    done = subprocess.run(command, env={**environment, "HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("*")) == []
