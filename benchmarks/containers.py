@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,8 +78,22 @@ def opened(image: str) -> Iterator[Container]:
         _buildah("rm", name)
 
 
-def first_process(launcher: subprocess.Popen[Any]) -> int | None:
-    """Return the id of a container's first process, which is the launcher's only child, None before it is there."""
+def stop(launcher: subprocess.Popen[Any]) -> int:
+    """Send SIGTERM to a container's first process, as an engine does, and wait; returns the exit code."""
+    first = _first_process(launcher)
+    if first is not None:
+        os.kill(first, signal.SIGTERM)
+    return launcher.wait(timeout=60)
+
+
+def resident_bytes(launcher: subprocess.Popen[Any]) -> int:
+    """Return the resident memory of a container's first process."""
+    status = Path(f"/proc/{_first_process(launcher)}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+def _first_process(launcher: subprocess.Popen[Any]) -> int | None:
+    """The launcher's only child; None before it is there, and after it is gone."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return int(children[0]) if children else None
 

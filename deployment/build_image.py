@@ -28,6 +28,7 @@ from deployment.image_context import (
     torch_image_files,
     version,
 )
+from training.errors import ForeseenError, OneLineParser, run_command
 
 BUILDERS = ("docker", "podman", "buildah")
 _ANSWER_SECONDS = 20
@@ -43,32 +44,35 @@ class Image:
     tags: list[str]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Build; returns the exit code: 0, 1 where the builder failed, 2 where it could not be started."""
-    options = _parse(arguments)
-    try:
-        builder = options.builder or find_builder()
-        image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
-    except DeploymentError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+class BuildFailure(ForeseenError):
+    """The builder ran and failed."""
+
+
+def main() -> None:
+    """Build what the arguments ask for.
+
+    Raises:
+        DeploymentError: There is nothing to build, or nothing to build it with.
+        BuildFailure: The builder failed.
+    """
+    options = _parse()
+    builder = options.builder or find_builder()
+    image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
     if code := build(builder, image, options.flags):
-        print(f"error: {builder} ended with code {code}, its last lines say why", file=sys.stderr)
-        return 1
+        raise BuildFailure(f"{builder} ended with code {code}, its last lines say why")
     print(f"Built {' and '.join(image.tags)}")
-    return 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parse() -> argparse.Namespace:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
     what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")
     parser.add_argument("--tag", help="default: distrinews:VERSION or distrinews-torch:VERSION, and latest")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that is installed and answers")
     parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --build-arg PYTHON_VERSION=3.12")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def find_builder() -> str:
@@ -131,4 +135,4 @@ def build(builder: str, image: Image, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,6 +10,7 @@ from inference.engines.selection import verified_manifest
 from inference.errors import ModelLoadError
 from inference.manifest import FILE_NAME, Manifest
 from inference.model_files import DESCRIPTION_FILES, is_artefact
+from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
@@ -25,7 +26,7 @@ _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 _SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt"}
 
 
-class DeploymentError(Exception):
+class DeploymentError(UserError):
     """Something cannot be deployed; the one line says what, where, and what to do."""
 
 

@@ -12,30 +12,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+
+from deployment.image_context import ROOT
+from training.errors import OneLineParser, UserError, run_command
+
 LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in ("", "-torch", "-torch-cuda")]
 
 
-class SbomError(Exception):
+class SbomError(UserError):
     """A bill or the audit cannot be made; the one line says why."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the bills, then the audit; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Write the bills, then the audit; returns the exit code where both are whole."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/sbom"), help="default: build/sbom")
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
-    options = parser.parse_args(arguments)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        for lock in LOCKS:
-            bill = options.output / f"{lock.stem}.cdx.json"
-            write_bill(lock, bill)
-            print(f"Written: {bill}", flush=True)
-        packages = audit(LOCKS, options.output / "audit.json", options.osv_url)
-    except (SbomError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    for lock in LOCKS:
+        bill = options.output / f"{lock.stem}.cdx.json"
+        write_bill(lock, bill)
+        print(f"Written: {bill}", flush=True)
+    packages = audit(LOCKS, options.output / "audit.json", options.osv_url)
     found = [
         f"{package['name']} {package['version']}: {flaw['id']}" for package in packages for flaw in package["vulns"]
     ]
@@ -85,4 +85,4 @@ def _run(command: list[str], target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,13 +78,6 @@ class Running:
         except httpx.TransportError:
             return False
 
-    def stop(self) -> int:
-        """Send SIGTERM to the container's first process; returns the exit code."""
-        first = containers.first_process(self.launcher)
-        assert first is not None
-        os.kill(first, signal.SIGTERM)
-        return self.launcher.wait(timeout=60)
-
 
 @pytest.fixture
 def running(container: containers.Container, tmp_path: Path) -> Iterator[Running]:
@@ -119,7 +111,7 @@ def test_it_serves_with_the_fastest_engine_of_this_processor(running: Running) -
 
 
 def test_sigterm_drains_and_ends_with_exit_code_0(running: Running) -> None:
-    assert running.stop() == 0
+    assert containers.stop(running.launcher) == 0
     assert "SIGTERM: not ready" in running.log.read_text()
 
 
