@@ -44,7 +44,9 @@ def main() -> None:
         if published := published_model(api, target.name.split("/")[0], weights):
             files = linked(files, published)
     show(files)
-    commit = upload(api, target, files, {402: f"{PLAN}, see {PRICES}; --dry-run writes the same files into a folder"})
+    folders = {name.partition("/")[0] for name in files if "/" in name}
+    reasons = {402: f"{PLAN}, see {PRICES}; --dry-run writes the same files into a folder"}
+    commit = upload(api, target, files, folders, reasons)
     print(f"Sent as {commit[:12]}; the hub builds it:")
     wait_until_running(api, target.name, commit)
     labels = json.loads(content_of(files["model/config.json"]))["id2label"].values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,15 +124,18 @@ def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
-def upload(api: HfApi, target: Target, files: Files, reasons: Mapping[int, str] | None = None) -> str:
-    """Make the repository if it is not there, put exactly these files into it in one commit, and read them back.
+def upload(
+    api: HfApi, target: Target, files: Files, folders: Collection[str], reasons: Mapping[int, str] | None = None
+) -> str:
+    """Make the repository if it is not there, put these files into it in one commit, and read them back.
 
     What a broken upload has sent is kept by the hub and not sent again.
 
     Args:
         api: A client that has signed in.
         target: Where to.
-        files: What the repository is to hold; other files in it go.
+        files: What the repository is to hold.
+        folders: Those whose other files go, from an earlier upload; what people put elsewhere stays.
         reasons: What some of the hub's status codes mean here.
 
     Returns:
@@ -146,8 +149,9 @@ def upload(api: HfApi, target: Target, files: Files, reasons: Mapping[int, str] 
         there = _open(api, target)
         _refuse_foreign(target, there)
         additions = [CommitOperationAdd(name, source) for name, source in sorted(files.items())]
-        stale = {file.rfilename for file in there.siblings or []} - files.keys() - _OF_A_NEW_REPOSITORY
-        operations = [*additions, *(CommitOperationDelete(name) for name in sorted(stale))]
+        names = {file.rfilename for file in there.siblings or []} - files.keys()
+        stale = sorted(name for name in names if name.partition("/")[0] in folders and "/" in name)
+        operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         message = f"Publish {target.name.rpartition('/')[2]}"
         commit = api.create_commit(target.name, operations, commit_message=message, repo_type=target.kind).oid
         _verify(api, target, additions, commit)

@@ -15,6 +15,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from huggingface_hub import ModelCard
 
+from inference.exporting.engine_files import PRECISIONS
 from training.errors import OneLineParser, run_command
 from training.hub_upload import Target, full_name, lay_out, show, sign_in, upload
 from training.published_files import model_files, named
@@ -51,7 +52,7 @@ def main() -> None:
     target = Target(full_name(options.name, account), "model", options.private)
     files = named(files, options.model, target.name)
     show(files)
-    commit = upload(api, target, files)
+    commit = upload(api, target, files, PRECISIONS)
     print(f"Published {api.endpoint}/{target.name} at {commit[:12]}; every file was read back.")
     print(f'transformers.pipeline("text-classification", model="{target.name}") loads it.')
     if not ModelCard(bytes(files["README.md"]).decode(), ignore_metadata_errors=True).data.get("license"):

@@ -141,14 +141,15 @@ def test_what_people_keep_beside_a_model_is_not_published(model: Path) -> None:
 def test_files_that_no_longer_belong_go_in_the_same_commit(hub: Hub, model: Path, tmp_path: Path) -> None:
     command = (*PUBLISH, str(model), "--name", NAME)
     run_against(hub.address, tmp_path, *command, **BY_LFS)
+    published = hub.repository("models", NAME)
+    published.files["LICENSE"] = b"by hand, on the hub"
     shutil.rmtree(model / "onnx")
 
     run = run_against(hub.address, tmp_path, *command, **BY_LFS)
 
     assert run.returncode == 0, run.stderr
-    published = hub.repository("models", NAME)
     assert not [name for name in (*published.files, *published.large) if name.startswith("onnx/")]
-    assert ".gitattributes" in published.files
+    assert {".gitattributes", "LICENSE"} <= published.files.keys()
     assert "deletedFile onnx/model.onnx" in published.commits[1]
     assert len(published.commits) == 2
 
