@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployment.image_context import ROOT, version
+from tests.deployment.documented import documented
 
 Build = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = """#!/bin/sh
@@ -112,3 +115,30 @@ def test_the_torch_image_needs_no_model_and_takes_the_build_that_was_asked_for(b
     assert f"--tag distrinews-torch:{version()}" in call
     assert "--build-arg TORCH=cpu" in call
     assert "training/train_ddp.py" in (tmp_path / "context").read_text()
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        documented("docs/deployment.md", "image"),
+        documented("docs/deployment.md", "image-flags"),
+        documented("docs/deployment.md", "image-torch"),
+    ],
+    ids=["image", "image-flags", "image-torch"],
+)
+def test_the_documented_commands_start_a_build(commands: str, exported_folder: Path, tmp_path: Path) -> None:
+    _install(tmp_path, "docker")
+    installed = tmp_path / "installed"
+    installed.touch()
+    os.utime(installed, (2**32, 2**32))  # newer than whatever it is made from
+    # make's own Python is that of the test, where everything is installed.
+    bin_folder = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{tmp_path}:{bin_folder}:{os.environ['PATH']}"}
+    environment |= {"MAKEFLAGS": f"BIN={bin_folder} INSTALLED={installed}"}
+    for line in commands.replace("checkpoints/distilbert_agnews", str(exported_folder)).splitlines():
+        done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == len(commands.splitlines())
+    flags = re.findall(r'BUILD_FLAGS="(.*)"', commands)
+    assert all(flag in call for flag, call in zip(flags, calls, strict=False))
