@@ -25,6 +25,10 @@ INTERRUPTIONS = {
     "the time is nearly up": "scancel --batch --signal=USR1 {job}",
     "a more urgent job comes": "sbatch --partition=urgent --nodes=2 --exclusive --output=/dev/null --wrap true",
 }
+REQUEUES = {
+    "a node is lost": "scontrol update nodename=node1 state=down reason=lost",
+    "someone asks for it": "scontrol requeue {job}",
+}
 
 
 def test_shellcheck_finds_nothing_in_the_launchers() -> None:
@@ -135,17 +139,18 @@ def test_an_interrupted_job_saves_queues_again_and_goes_on_at_the_next_step(
 
 
 @pytest.mark.slow
-def test_a_job_whose_node_is_lost_goes_on_from_its_last_checkpoint(
-    slurm: Cluster, submit: Callable[..., int], left_alone: Path, checkout: Path, tmp_path: Path
+@pytest.mark.parametrize("why", REQUEUES)
+def test_a_job_that_slurm_itself_starts_again_goes_on_from_its_last_checkpoint(
+    slurm: Cluster, submit: Callable[..., int], left_alone: Path, checkout: Path, tmp_path: Path, why: str
 ) -> None:
     output = tmp_path / "model"
     job = submit("--output_dir", output)
     _wait_for_checkpoint(slurm, output)
 
-    slurm.run("scontrol update nodename=node1 state=down reason=lost")
+    slurm.run(REQUEUES[why].format(job=job))
 
     ended = slurm.wait_for_end(job)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert "Resuming from" in _printed(checkout, job, run=1)
     _assert_whole(output, left_alone)
 
