@@ -98,6 +98,9 @@ def _load_fastest(path: Path) -> LoadedModel:
             return _load_artefact(folder, path, reason)
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
+    if skipped and not weights_file(path).is_file():
+        what = f"none of its artefacts works here: {'; '.join(skipped)}"
+        raise ModelLoadError(path, what, "export the model for another engine")
     reason = "; ".join(skipped) or "no artefact beside the model, python -m inference.export writes a faster one"
     return _load_torch(path, reason)
 

@@ -153,6 +153,14 @@ def test_an_artefact_that_cannot_be_trusted_is_skipped_by_auto_and_refused_by_na
     assert why in str(refusal.value)
 
 
+def test_without_weights_the_line_says_why_no_artefact_works(exported_copy: Path) -> None:
+    # As in an image that holds what was exported and nothing else.
+    (exported_copy / "model.safetensors").unlink()
+    (exported_copy / "onnx" / "model.onnx").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"none of its artefacts works here: skipped onnx \(.*SHA-256 differs"):
+        load_model(exported_copy)
+
+
 def test_weights_that_were_only_copied_keep_their_artefact(exported_copy: Path) -> None:
     # The copy has another modification time, so the hash decides.
     (exported_copy / "model.safetensors").touch()
