@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -75,12 +76,16 @@ class Server:
             raise RuntimeError(parts.unready)
 
 
-def build(arguments: Arguments) -> serve.Application:
-    """Build the application, from the command line or a Serve configuration.
+def build(fields: dict[str, Any]) -> serve.Application:
+    """Build the application, for the command line or as a Serve configuration's ``import_path``.
+
+    Args:
+        fields: of `Arguments`; ``args`` in a configuration.
 
     Raises:
         SettingsError: A variable of the environment has no valid value.
     """
+    arguments = Arguments.model_validate(fields)
     settings = Settings.from_environment()
     scaling = {
         "min_replicas": arguments.min_replicas,

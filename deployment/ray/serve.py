@@ -8,12 +8,15 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from deployment.ray.cluster import check_room, connect, fail
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeStatus
 
 _KEEP_ALIVE_SECONDS = 65  # as inference/serve.py
 _PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.ray.proxy_layer.layers"}
@@ -39,15 +42,18 @@ def main() -> None:
 def _start(options: argparse.Namespace) -> None:
     from ray import serve
 
-    from deployment.ray.replica import QUIET, Arguments, build
+    from deployment.ray.replica import QUIET, build
     from inference.errors import SettingsError
 
     least, most = options.replicas
-    arguments = Arguments(
-        model=options.model.absolute(), min_replicas=least, max_replicas=most, cpus_per_replica=options.cpus_per_replica
-    )
+    fields = {
+        "model": options.model.absolute(),
+        "min_replicas": least,
+        "max_replicas": most,
+        "cpus_per_replica": options.cpus_per_replica,
+    }
     try:
-        application = build(arguments)
+        application = build(fields)
     except SettingsError as error:
         fail(str(error))
     serve.start(
@@ -61,8 +67,9 @@ def _start(options: argparse.Namespace) -> None:
     try:
         serve.run(application, name="distrinews")
     except RuntimeError as error:
+        reason = _reason(serve.status(), str(error))
         _stop()
-        fail(_reason(str(error)))
+        fail(reason)
 
 
 def _stop() -> None:
@@ -74,10 +81,11 @@ def _stop() -> None:
     ray.shutdown()
 
 
-def _reason(text: str) -> str:
-    """Find what the replica said in what Serve makes of it: a traceback in a traceback."""
-    said = re.findall(r"RuntimeError: (?!Traceback)(.+)", text)
-    return said[-1] if said else text.strip().splitlines()[0]
+def _reason(status: ServeStatus, otherwise: str) -> str:
+    """Find what a replica said in what Serve makes of it: a traceback in a traceback."""
+    told = [it.message for application in status.applications.values() for it in application.deployments.values()]
+    said = re.findall(r"RuntimeError: (?!Traceback)(.+)", "\n".join(told))
+    return said[-1] if said else otherwise.strip().splitlines()[0]
 
 
 class _Parser(argparse.ArgumentParser):

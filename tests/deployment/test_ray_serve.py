@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,7 +263,9 @@ def test_the_configuration_for_clusters_serves(exported_folder: Path, tmp_path: 
     config = config.replace("port: 7860", f"port: {port}").replace("/app/model", str(exported_folder))
     config = config.replace("cpus_per_replica: 2", "cpus_per_replica: 1").replace("max_replicas: 4", "max_replicas: 1")
     (tmp_path / "serve.yaml").write_text(config)
+    name, value = re.search(r"(RAY_SERVE_\w+)=(\S+)", config).groups()
     command = [str(Path(sys.executable).with_name("serve")), "run", str(tmp_path / "serve.yaml")]
 
-    with running(command, port, tmp_path / "log", _comes_up, RAY_USAGE_STATS_ENABLED="0") as server:
+    environment = {name: value, "RAY_USAGE_STATS_ENABLED": "0"}
+    with running(command, port, tmp_path / "log", _comes_up, **environment) as server:
         assert set(_labels(server.client)) == set(TEXTS)

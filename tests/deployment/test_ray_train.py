@@ -141,4 +141,4 @@ def test_more_workers_than_the_cluster_has_cores_are_refused_at_once(start: Star
     run = start([sys.executable, SCRIPT], "--num_workers", "9999", "--output_dir", "model")
 
     assert run.wait() == 2
-    assert "--num_workers 9999: they take 9999 CPUs and the cluster has" in run.err
+    assert "--num_workers 9999: takes 9999 CPUs and this machine has" in run.err
