@@ -62,7 +62,9 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
                 raise PublishFailure(_failure(api, name, runtime))
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE)
-    raise PublishFailure(f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_page(api, name)}")
+    raise PublishFailure(
+        f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_log_page(api, name, stage)}"
+    )
 
 
 def ask(address: str, token: str | None, expected: Expected) -> str:
@@ -115,11 +117,11 @@ def _failure(api: HfApi, name: str, runtime: SpaceRuntime) -> str:
     message = runtime.raw.get("errorMessage")
     for line in [*lines, *([message] if message else [])]:
         print(f"  | {line.rstrip()}")
-    return f"space {name}: {runtime.stage}, {_WHAT_TO_DO[runtime.stage]}; see {_page(api, name)}"
+    return f"space {name}: {runtime.stage}, {_WHAT_TO_DO[runtime.stage]}; see {_log_page(api, name, runtime.stage)}"
 
 
-def _page(api: HfApi, name: str) -> str:
-    return f"{api.endpoint}/spaces/{name}?logs=build"
+def _log_page(api: HfApi, name: str, stage: str) -> str:
+    return f"{api.endpoint}/spaces/{name}?logs={'container' if stage == 'RUNTIME_ERROR' else 'build'}"
 
 
 def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
