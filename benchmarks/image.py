@@ -56,14 +56,15 @@ def main() -> None:
     """Build an image for each model, measure all of them, and write the page."""
     options = _parse()
     end_with_children()
-    sizes, starts = [], []
+    facts, sizes, starts = circumstances(MODULE, ()), [], []
     with ExitStack() as stack:
-        base = _num_bytes(stack.enter_context(containers.opened(BASE)).root)
+        base = stack.enter_context(containers.opened(BASE))
         for model in options.models:
             container = stack.enter_context(containers.opened(_built(model, options.flags)))
+            python = container.run("python", "--version").stdout.strip()
+            facts["Versions"] = f"{python}, the packages of deployment/requirements.txt"
             sizes.append(_size_row(model.name, container, base))
             starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
-    facts = circumstances(MODULE, ()) | {"Versions": "those of deployment/requirements.txt, " + _python(container)}
     write_table(options.output, render(facts, sizes, starts, options.rounds))
     print(f"Written: {options.output}", flush=True)
 
@@ -87,20 +88,16 @@ def _built(model: Path, flags: list[str]) -> str:
     return tag
 
 
-def _size_row(name: str, container: Container, base: int) -> list[str]:
-    whole = _num_bytes(container.root)
+def _size_row(name: str, container: Container, base: Container) -> list[str]:
+    whole, below = _num_bytes(container.root), _num_bytes(base.root)
     parts = {part: _num_bytes(container.root / folder) for part, folder in PARTS.items()}
-    figures = [whole, base, *parts.values(), whole - base - parts["model"]]
+    figures = [whole, below, *parts.values(), whole - below - parts["model"]]
     return [name, *(f"{figure / MB:.1f}" for figure in figures)]
 
 
 def _num_bytes(folder: Path) -> int:
     files = (path.lstat() for path in folder.rglob("*") if not path.is_dir())
     return sum(status.st_size for status in files)
-
-
-def _python(container: Container) -> str:
-    return container.run("python", "--version").stdout.strip()
 
 
 def _start_row(model: Path, container: Container, engine: str, rounds: int) -> list[str]:

@@ -206,3 +206,15 @@ def test_a_change_of_a_source_file_leaves_the_layer_with_the_packages(
     (sources,) = [step for step in steps if "COPY inference inference" in step]
     assert "Using cache" in packages
     assert "Using cache" not in sources
+
+
+def test_the_benchmark_writes_size_start_and_memory_of_every_engine(
+    container: containers.Container, exported: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "image.md"
+    command = [sys.executable, "-m", "benchmarks.image", "--models", exported, "--rounds", "1", "--output", page]
+    done = subprocess.run([*command, "--", *build_flags()], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    starts = [line for line in page.read_text().splitlines() if line.startswith(f"| {exported.name}, ")]
+    assert len(starts) == len([name for name in ("native", "onnx") if (exported / name).is_dir()])
+    assert "Python 3.11" in page.read_text()
