@@ -29,6 +29,5 @@ launcher=$!
 trap 'pkill -TERM -P "$launcher" 2>/dev/null' TERM INT
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
-  code=$?
 done
-exit "${code:-1}"
+wait "$launcher" # once more: a signal may have cut the last one short
