@@ -108,8 +108,10 @@ def _last_words(error: Exception) -> str:
     """Say in one line what the first of the failed ranks failed from."""
     failures = getattr(error, "worker_failures", {}) or {0: error}
     rank, failure = min(failures.items())
-    line = str(failure).strip().splitlines()[-1].removeprefix(f"{TrainingFailure.__module__}.TrainingFailure: ")
-    return f"rank {rank}: {line}" if not line.startswith("rank") else line
+    line, own = str(failure).strip().splitlines()[-1], f"{TrainingFailure.__module__}.TrainingFailure: "
+    if line.startswith(own):
+        return line.removeprefix(own)
+    return f"rank {rank}: {line}; the last checkpoint stays: start the same command again to go on"
 
 
 class _Parser(argparse.ArgumentParser):

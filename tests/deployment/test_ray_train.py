@@ -126,6 +126,20 @@ def test_a_killed_worker_is_replaced_and_the_model_is_the_same(
 
 @pytest.mark.slow
 @needs_ray
+def test_a_worker_killed_once_more_than_allowed_ends_the_run_in_one_line(start: Start, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "model.run" / "checkpoints"
+    run = start([sys.executable, SCRIPT, "--num_workers", "2"], "--max_failures", "0", "--output_dir", "model")
+    run.wait_until(lambda: (checkpoints / "step_00000004").exists())
+
+    os.kill(_workers(run)[1], signal.SIGKILL)
+
+    assert run.wait() == 1
+    [line] = run.error_lines
+    assert line.endswith("start the same command again to go on")
+
+
+@pytest.mark.slow
+@needs_ray
 def test_a_run_that_cannot_start_says_so_in_one_line_and_is_not_tried_again(start: Start) -> None:
     run = start([sys.executable, SCRIPT], "--dataset", "no-such-file.csv", "--output_dir", "model")
 
