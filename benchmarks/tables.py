@@ -13,28 +13,24 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from benchmarks.processes import ROOT
 from inference.cpu import cpu_name, usable_cpus
-from training.errors import UserError
+from training.errors import OneLineParser, UserError
 from training.precision import cpu_has_bf16
 from training.utils import write_whole
 
 HERE = Path(__file__).resolve().parent
 
 
-class Parser(argparse.ArgumentParser):
-    """Arguments whose errors are one line."""
+class Parser(OneLineParser):
+    """The parser of a benchmark."""
 
     def __init__(self, module: str, description: str) -> None:
         super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong."""
-        raise UserError(f"{message} (see --help)")
 
 
 def positive(text: str) -> int:

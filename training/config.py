@@ -10,13 +10,13 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from training.errors import UserError
+from training.errors import OneLineParser, UserError
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
@@ -134,13 +134,8 @@ def parse_config(
     return config
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
-def _build_parser(description: str) -> _Parser:
-    parser = _Parser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+def _build_parser(description: str) -> OneLineParser:
+    parser = OneLineParser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
     parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a file; flags win over it")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     groups: dict[str, Any] = {}

@@ -92,11 +92,13 @@ def only_run_in(folder: Path) -> Iterator[None]:
     """Hold a folder for this process; the system lets go of it even when the process is killed.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, or its file system has no locks.
     """
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise UserError(f"{folder}: another run is training into this folder; use another --output_dir") from error
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)") from error
         yield

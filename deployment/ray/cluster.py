@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import NoReturn
+
+from training.errors import UserError
 
 # Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
 _STORE_BYTES = 128 * 2**20
 # Ray gives its processes 30 s to come up, which a busy machine exceeds.
 _ATTEMPTS_TO_START = 3
-
-
-def fail(message: str) -> NoReturn:
-    """End with one line on standard error and exit code 2."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
 
 
 def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> bool:
@@ -32,13 +27,16 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
 
     Returns:
         Whether the cluster was started here.
+
+    Raises:
+        UserError: Ray is missing, or no cluster answers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", str(int(sys.stderr.isatty())))
     try:
         import ray
     except ImportError:
-        fail("Ray is not installed: pip install 'distrinews[ray]'")
+        raise UserError("Ray is not installed: pip install -e '.[ray]'") from None
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     is_local = address == "local"
     local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
@@ -51,7 +49,8 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
             attempts_left -= 1
             if not attempts_left:
                 what = "does not start" if is_local else "does not answer"
-                fail(f"--address {address}: Ray {what} ({_first_line(error)}); ray start --head starts a cluster")
+                what = f"--address {address}: Ray {what} ({_first_line(error)})"
+                raise UserError(f"{what}; ray start --head starts a cluster") from error
         else:
             return is_local
 
@@ -62,13 +61,16 @@ def check_room(what: str, wanted: Mapping[str, float]) -> None:
     Args:
         what: the flags that ask for it.
         wanted: counts by Ray's names, such as CPU.
+
+    Raises:
+        UserError: the cluster has less.
     """
     import ray
 
     has = ray.cluster_resources()
     for kind, count in wanted.items():
         if has.get(kind, 0) < count:
-            fail(
+            raise UserError(
                 f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
                 "larger cluster with --address"
             )

@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from deployment.ray.cluster import check_room, connect, fail
+from deployment.ray.cluster import check_room, connect
+from training.errors import OneLineParser, UserError, run_command
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeStatus
@@ -26,7 +27,7 @@ def main() -> None:
     """Serve until SIGTERM or Ctrl-C, then drain."""
     options = _parse()
     if not options.model.exists():
-        fail(f"--model {options.model}: there is no such folder; train one, or give its path")
+        raise UserError(f"--model {options.model}: there is no such folder; train one, or give its path")
     if connect(options.address, environment=_PROXY_ENVIRONMENT):
         least, _ = options.replicas
         check_room(f"--replicas {least}", {"CPU": least * options.cpus_per_replica})
@@ -55,7 +56,7 @@ def _start(options: argparse.Namespace) -> None:
     try:
         application = build(fields)
     except SettingsError as error:
-        fail(str(error))
+        raise UserError(str(error)) from None
     serve.start(
         http_options={
             "host": options.host,
@@ -69,7 +70,7 @@ def _start(options: argparse.Namespace) -> None:
     except RuntimeError as error:
         reason = _reason(serve.status(), str(error))
         _stop()
-        fail(reason)
+        raise UserError(reason) from None
 
 
 def _stop() -> None:
@@ -88,13 +89,8 @@ def _reason(status: ServeStatus, otherwise: str) -> str:
     return said[-1] if said else otherwise.strip().splitlines()[0]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
-
-
 def _parse() -> argparse.Namespace:
-    parser = _Parser(description=__doc__, epilog="All else is environment: docs/serving.md lists the variables.")
+    parser = OneLineParser(description=__doc__, epilog="All else is environment: docs/serving.md lists the variables.")
     parser.add_argument("--model", type=Path, required=True, help="model folder, where all machines find it")
     parser.add_argument(
         "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or from how few to how many (1)"
@@ -121,4 +117,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -17,7 +17,7 @@ if not __package__:  # started by path: the imports below need the repository
 from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
 from training.distributed import COLLECTIVE_TIMEOUT, ranks
-from training.errors import TrainingFailure, UserError, run_command
+from training.errors import OneLineParser, TrainingFailure, UserError, run_command
 from training.trainer import Trainer
 
 
@@ -114,18 +114,13 @@ def _last_words(error: Exception) -> str:
     return f"rank {rank}: {line}; the last checkpoint stays: start the same command again to go on"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
-
-
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """Take Ray's flags out; the others are those of training/train_ddp.py.
 
     Raises:
         UserError: an unknown flag, or a value out of its limits.
     """
-    parser = _Parser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
+    parser = OneLineParser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("flags of Ray")
     group.add_argument("--num_workers", "--num-workers", type=_count, default=2, help="processes (default: 2)")
     group.add_argument(

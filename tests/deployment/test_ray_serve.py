@@ -30,7 +30,7 @@ NUM_CLIENTS = 8
 SECONDS_TO_START = 240
 
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'distrinews[ray]'"
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"
 )
 
 
@@ -46,7 +46,7 @@ def test_without_ray_one_line_says_what_to_install(tmp_path: Path) -> None:
     ended = _serve("--model", tmp_path, PYTHONPATH=str(tmp_path))
 
     assert ended.returncode == 2
-    assert ended.stderr == "error: Ray is not installed: pip install 'distrinews[ray]'\n"
+    assert ended.stderr == "error: Ray is not installed: pip install -e '.[ray]'\n"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.training.conftest import BASE, Run
 
 SCRIPT = REPOSITORY / "deployment" / "ray" / "train.py"
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'distrinews[ray]'"
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"
 )
 FLAGS = (*BASE, "--batch_size", "4", "--save_every", "2")
 
