@@ -29,9 +29,7 @@ NUM_CLIENTS = 8
 # Ray starts a dozen processes of its own before the first of ours.
 SECONDS_TO_START = 240
 
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"
-)
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'")
 
 
 def _serve(*flags: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

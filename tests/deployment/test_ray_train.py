@@ -19,9 +19,7 @@ from tests.deployment.documented import REPOSITORY, documented
 from tests.training.conftest import BASE, Run
 
 SCRIPT = REPOSITORY / "deployment" / "ray" / "train.py"
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'"
-)
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'")
 FLAGS = (*BASE, "--batch_size", "4", "--save_every", "2")
 
 Start = Callable[..., Run]
