@@ -1,17 +1,23 @@
 """Exporter: what one rank counts and measures, for Prometheus, on a port of its own."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.process_collector import ProcessCollector
 
-from training.batching import MicroBatch
-from training.config import TrainConfig
-from training.distributed import Ranks
 from training.errors import UserError
 from training.monitoring.records import EpochMetrics, StepMetrics
+
+if TYPE_CHECKING:
+    import torch
+
+    from training.batching import MicroBatch
+    from training.config import TrainConfig
+    from training.distributed import Ranks
 
 # Half the page otherwise: when each series began.
 disable_created_metrics()
@@ -121,6 +127,8 @@ class Exporter:
         info.labels(**labels).set(1)
 
     def _watch_memory(self, device: torch.device) -> None:
+        import torch  # here, so that reading a run's files does not load it
+
         is_gpu = device.type == "cuda"
         readings: dict[str, tuple[str, Callable[[], float]]] = {
             "allocated": (
