@@ -15,6 +15,7 @@ from training.describe import describe_environment
 from training.errors import TrainingFailure
 from training.evaluation import evaluate
 from training.metrics import log_softmax
+from training.model_card import recorded_name
 from training.monitoring import ReportData, WrongText, write_report
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def finish_run(trainer: Trainer) -> Path:
     if trainer.ranks.is_first:
         trainer.log.test(test)
         metrics = {
-            "dataset": tokens.name,
-            "base_model": config.model,
+            "dataset": recorded_name(tokens.name),
+            "base_model": recorded_name(config.model),
             "max_length": config.max_length,
             "best_epoch": best.epoch,
             "created": datetime.now(UTC).date().isoformat(),

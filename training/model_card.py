@@ -99,5 +99,11 @@ def public_name(name: str) -> str:
     return Path(name).name if _is_path(name) else name
 
 
+def recorded_name(name: str) -> str:
+    """Return a dataset's or a model's name as ``metrics.json`` keeps it: a path can be told from a name of the hub."""
+    is_bare_path = Path(name).exists() and not name.startswith(("/", ".", "~"))
+    return f"./{name}" if is_bare_path and name not in _MADE_HERE else name
+
+
 def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()

@@ -20,7 +20,7 @@ from training.dataset import AG_NEWS_LABELS, load_news
 from training.errors import UserError
 from training.metrics import classification_metrics
 from training.model import NewsClassifier
-from training.model_card import model_card
+from training.model_card import is_on_the_hub, model_card, recorded_name
 from training.tokenized import load_tokenizer
 
 MAX_LENGTH = 32
@@ -263,3 +263,14 @@ def test_check_output_refuses_a_file(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="is a file; name a folder"):
         check_output(tmp_path / "model")
+
+
+def test_a_folder_that_is_gone_later_is_not_taken_for_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme" / "news").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    recorded = recorded_name("acme/news")
+    monkeypatch.chdir("/")
+    assert not is_on_the_hub(recorded)
+    assert is_on_the_hub(recorded_name("acme/news"))
