@@ -59,6 +59,7 @@ def main() -> None:
     facts, sizes, starts = circumstances(MODULE, ()), [], []
     with ExitStack() as stack:
         base = stack.enter_context(containers.opened(BASE))
+        facts["Base"] = _described(base)
         for model in options.models:
             container = stack.enter_context(containers.opened(_built(model, options.flags)))
             python = container.run("python", "--version").stdout.strip()
@@ -79,6 +80,14 @@ def render(facts: dict[str, str], sizes: Sequence[Sequence[str]], starts: Sequen
         sizes=markdown_table(["image, MB", "all", "base", *PARTS, "beside"], sizes),
         starts=markdown_table(["model, engine", "ready, s", "of all starts", "memory, MB"], starts),
     )
+
+
+def _described(base: containers.Container) -> str:
+    """The base as it lies here: a stand-in may have its name."""
+    code = (
+        "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.prefix, sep=', Python in ')"
+    )
+    return f"{BASE}, here {base.run('python', '-c', code).stdout.strip()}"
 
 
 def _built(model: Path, flags: list[str]) -> str:

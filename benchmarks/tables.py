@@ -112,7 +112,7 @@ def _machine() -> str:
 def _commit() -> str:
     try:
         short = _git("rev-parse", "--short", "HEAD")
-        changed = _git("status", "--porcelain", "--", "training", "inference", "benchmarks/*.py")
+        changed = _git("status", "--porcelain", "--", "training", "inference", "deployment", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return short + (" with changes not yet committed" if changed else "")
@@ -124,6 +124,7 @@ def _git(*arguments: str) -> str:
 
 
 def _command(module: str) -> str:
-    """The command line; of absolute paths, which mean nothing elsewhere, only the last part is shown."""
-    shown = (f".../{Path(part).name}" if Path(part).is_absolute() else part for part in sys.argv[1:])
+    """The command line, without what means nothing elsewhere: folders of absolute paths, flags for a tool after --."""
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    shown = (f".../{Path(part).name}" if Path(part).is_absolute() else part for part in own)
     return shlex.join(["python", "-m", module, *shown])

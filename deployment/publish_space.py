@@ -40,9 +40,8 @@ def main() -> None:
     weights = build_arguments(options.model)["MODEL_SHA256"]
     api, account = sign_in()
     target = Target(full_name(options.name, account), "space", options.private)
-    with hub_errors(f"models of {target.name}"):
-        if published := published_model(api, target.name.split("/")[0], weights):
-            files = linked(files, published)
+    if published := published_model(api, target, weights):
+        files = linked(files, published)
     show(files)
     folders = {name.partition("/")[0] for name in files if "/" in name}
     reasons = {402: f"{PLAN}, see {PRICES}; --dry-run writes the same files into a folder"}

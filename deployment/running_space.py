@@ -22,6 +22,8 @@ SETTLE_SECONDS = 120
 LONGEST_PAUSE = 10
 LOG_LINES = 20
 TEXT = "Oil prices climb to a record as refiners report falling stocks"
+# Asleep for want of visitors, who wake it: /health is the next.
+_ANSWERS = {"RUNNING", "SLEEPING"}
 _BUILDING = {"BUILDING", "RUNNING_BUILDING", "APP_STARTING", "RUNNING_APP_STARTING"}
 _WHAT_TO_DO = {
     "BUILD_ERROR": "the build failed",
@@ -56,7 +58,7 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
             print(f"{waited:6.0f} s  {stage}", flush=True)
         built = built or stage in _BUILDING
         if runtime is not None and (_is_of(runtime, commit, built) or waited > SETTLE_SECONDS):
-            if stage == "RUNNING":
+            if stage in _ANSWERS:
                 return
             if stage in _WHAT_TO_DO:
                 raise PublishFailure(_failure(api, name, runtime))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import HfApi, RepoFile, SpaceCard
+from huggingface_hub.errors import HTTPError
 
 from deployment.image_context import DOCKERFILE, ROOT, DeploymentError, build_arguments, image_files
 from inference.model_files import WEIGHTS_FILE
 from training.errors import UserError
-from training.hub_upload import Files, content_of
+from training.hub_upload import Files, Target, content_of
 from training.model_card import TAG, is_on_the_hub
 from training.published_files import without_local_paths
 
@@ -40,12 +42,15 @@ def linked(files: Files, published: str) -> Files:
     return {**files, _CARD: str(card).encode()}
 
 
-def published_model(api: HfApi, account: str, weights_sha256: str) -> str | None:
-    """Find the account's model repository that has just these weights."""
-    for model in api.list_models(author=account, filter=TAG):
-        for file in api.get_paths_info(model.id, [WEIGHTS_FILE]):
-            if isinstance(file, RepoFile) and file.lfs is not None and file.lfs.sha256 == weights_sha256:
-                return model.id
+def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | None:
+    """Find the account's model repository that has just these weights, and that whoever sees the Space may see."""
+    with suppress(HTTPError):  # a Space without a link is as good
+        for model in api.list_models(author=target.name.split("/")[0], filter=TAG):
+            if model.private and not target.private:
+                continue
+            for file in api.get_paths_info(model.id, [WEIGHTS_FILE]):
+                if isinstance(file, RepoFile) and file.lfs is not None and file.lfs.sha256 == weights_sha256:
+                    return model.id
     return None
 
 

@@ -30,7 +30,7 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that set it
         self._before = {}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,10 @@ TAG = "distrinews"
 _TASK = "text-classification"
 _MADE_HERE = ("tiny", "sample")
 # Of the bases whose licence is known here; what is trained from another gets its licence from a person.
-_LICENSES = {"tiny": "apache-2.0", "distilbert-base-uncased": "apache-2.0"}
+_DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
+_LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
+# The data whose language and kind are known here.
+_ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 
 
 def model_card(metrics: dict[str, Any], name: str) -> str:
@@ -54,14 +57,21 @@ accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration er
 
 ## Limits
 
-Trained on English newswire headlines with a lead sentence; other styles, languages and subjects were not tested.
+{_limits(metrics["dataset"])}
 """
+
+
+def _limits(dataset: str) -> str:
+    trained_on = (
+        "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "the data above alone"
+    )
+    return f"Trained on {trained_on}; other styles, languages and subjects were not tested."
 
 
 def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
     base, dataset = metrics["base_model"], metrics["dataset"]
     return ModelCardData(
-        language="en",
+        language="en" if dataset in _ENGLISH_NEWS else None,
         license=_LICENSES.get(base),
         library_name="transformers",
         pipeline_tag=_TASK,

@@ -28,9 +28,12 @@ def main() -> None:
     options = _parse()
     if not options.model.exists():
         raise UserError(f"--model {options.model}: there is no such folder; train one, or give its path")
-    if connect(options.address, environment=_PROXY_ENVIRONMENT):
+    is_local = connect(options.address, environment=_PROXY_ENVIRONMENT)
+    if is_local:
         least, _ = options.replicas
         check_room(f"--replicas {least}", {"CPU": least * options.cpus_per_replica})
+    else:
+        _refuse_running_serve()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -38,6 +41,19 @@ def main() -> None:
     print(f"serving {options.model} at http://{options.host}:{options.port}", flush=True)
     stop.wait()
     _stop()
+
+
+def _refuse_running_serve() -> None:
+    """Keep off a Serve that somebody runs: it has an address of its own, and its end would end their applications."""
+    from ray import serve
+
+    status = serve.status()
+    if status.proxies or status.applications:
+        what = ", ".join(sorted(status.applications)) or "no application yet"
+        raise UserError(
+            f"--address: Serve runs on that cluster already ({what}); add this application to its configuration "
+            "(deployment/ray/serve.yaml) and use serve deploy"
+        )
 
 
 def _start(options: argparse.Namespace) -> None:
@@ -78,7 +94,8 @@ def _stop() -> None:
     from ray import serve
 
     serve.delete("distrinews")
-    serve.shutdown()
+    if not serve.status().applications:  # else somebody has added one meanwhile, and Serve is theirs now
+        serve.shutdown()
     ray.shutdown()
 
 

@@ -16,7 +16,7 @@ from tests.deployment.documented import REPOSITORY
 KUBERNETES = REPOSITORY / "deployment" / "kubernetes"
 SERVERS = ("base", "overlays/gpu", "overlays/plain")
 TRAINING = ("training/indexed-job", "training/kubeflow")
-ALL = (*SERVERS, *TRAINING, "storage", "loadtest")
+ALL = (*SERVERS, *TRAINING, "training/network", "storage", "loadtest")
 
 
 def kubectl() -> str:

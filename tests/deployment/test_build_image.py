@@ -122,10 +122,9 @@ def test_the_torch_image_needs_no_model_and_takes_the_build_that_was_asked_for(b
     [
         documented("docs/deployment.md", "image"),
         documented("docs/deployment.md", "image-flags"),
-        documented("docs/deployment.md", "image-torch"),
         documented("docs/OPERATIONS.md", "tagged-image"),
     ],
-    ids=["image", "image-flags", "image-torch", "tagged-image"],
+    ids=["image", "image-flags", "tagged-image"],
 )
 def test_the_documented_commands_start_a_build(commands: str, exported_folder: Path, tmp_path: Path) -> None:
     _install(tmp_path, "docker")

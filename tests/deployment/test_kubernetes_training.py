@@ -52,6 +52,18 @@ def test_each_pod_shows_its_metrics_where_its_port_says(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", TRAINING)
+def test_only_ranks_may_reach_a_rank_and_prometheus_its_metrics(folder: str) -> None:
+    policy = only("training/network", "NetworkPolicy")["spec"]
+    wanted = policy["podSelector"]["matchLabels"]
+    [template] = pod_templates(folder)
+    assert wanted.items() <= template["metadata"]["labels"].items()
+    from_ranks, from_prometheus = policy["ingress"]
+    assert from_ranks == {"from": [{"podSelector": {"matchLabels": wanted}}]}
+    ports = {port["name"] for container in template["spec"]["containers"] for port in container["ports"]}
+    assert {port["port"] for port in from_prometheus["ports"]} <= ports
+
+
+@pytest.mark.parametrize("folder", TRAINING)
 def test_no_variable_of_a_pod_is_taken_for_a_flag(folder: str) -> None:
     pod = pod_templates(folder)[0]["spec"]
     # Kubernetes makes DISTRINEWS_PORT and the like of the server's Service, which training would refuse.

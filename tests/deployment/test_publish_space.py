@@ -116,13 +116,17 @@ def test_a_space_is_published_in_one_commit_built_and_asked(
         assert told in run.stdout
 
 
+def _publish_privately(hub: Hub, folder: Path) -> None:
+    model = Repository("models", "alice/news", private=True, files={"README.md": b"---\ntags: [distrinews]\n---\n"})
+    weights = folder / "model.safetensors"
+    model.large["model.safetensors"] = (sha256_of(weights), weights.stat().st_size)
+    hub.repositories["models", model.name] = model
+
+
 def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_published_model(
     hub: Hub, command: tuple[str, ...], exported_folder: Path, tmp_path: Path
 ) -> None:
-    model = Repository("models", "alice/news", files={"README.md": b"---\ntags: [distrinews]\n---\n"})
-    weights = exported_folder / "model.safetensors"
-    model.large["model.safetensors"] = (sha256_of(weights), weights.stat().st_size)
-    hub.repositories["models", model.name] = model
+    _publish_privately(hub, exported_folder)
 
     run = run_against(hub.address, tmp_path, *command, "--private")
 
@@ -130,6 +134,18 @@ def test_a_private_space_is_asked_with_the_token_and_its_card_links_to_the_publi
     space = hub.repository("spaces", NAME)
     assert space.private
     assert front_matter(space.files["README.md"].decode())["models"] == ["alice/news"]
+
+
+def test_a_public_space_that_sleeps_is_woken_and_names_no_private_model(
+    hub: Hub, command: tuple[str, ...], exported_folder: Path, tmp_path: Path
+) -> None:
+    _publish_privately(hub, exported_folder)
+    hub.stages = ["SLEEPING"]
+
+    run = run_against(hub.address, tmp_path, *command)
+
+    assert run.returncode == 0, run.stderr
+    assert "alice/news" not in hub.repository("spaces", NAME).files["README.md"].decode()
 
 
 @pytest.mark.slow  # two more runs of what the model's test shows in `make test`

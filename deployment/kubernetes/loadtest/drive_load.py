@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from threading import Thread
 from urllib.parse import urlsplit
 
@@ -38,7 +38,9 @@ class Client(Thread):
         self.seconds: list[float] = []
         self._next = number
         self._end = end
-        self._connection = HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_SECONDS)
+        parts = urlsplit(address)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._connection = kind(parts.netloc, timeout=ANSWER_SECONDS)
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
