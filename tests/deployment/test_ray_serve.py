@@ -122,7 +122,9 @@ def served(exported_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def _replicas(server: Server) -> set[int]:
     """The processes of the replicas, among those that this server started."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     raylets = {pid for pid, parent, command in rows if int(parent) == server.process.pid and "/raylet" in command}
     return {int(pid) for pid, parent, command in rows if parent in raylets and "ray::ServeReplica" in command}
