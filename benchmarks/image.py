@@ -59,10 +59,10 @@ def main() -> None:
     facts, sizes, starts = circumstances(MODULE, ()), [], []
     with ExitStack() as stack:
         base = stack.enter_context(containers.opened(BASE))
-        facts["Base"] = _described(base)
         for model in options.models:
             container = stack.enter_context(containers.opened(_built(model, options.flags)))
             python = container.run("python", "--version").stdout.strip()
+            facts["Base"] = _described_base(container)
             facts["Versions"] = f"{python}, the packages of deployment/requirements.txt"
             sizes.append(_size_row(model.name, container, base))
             starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
@@ -82,12 +82,10 @@ def render(facts: dict[str, str], sizes: Sequence[Sequence[str]], starts: Sequen
     )
 
 
-def _described(base: containers.Container) -> str:
-    """The base as it lies here: a stand-in may have its name."""
-    code = (
-        "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.prefix, sep=', Python in ')"
-    )
-    return f"{BASE}, here {base.run('python', '-c', code).stdout.strip()}"
+def _described_base(container: containers.Container) -> str:
+    """The base as it lies here, seen from an image on it: a stand-in may have its name."""
+    code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix, sep=', Python in ')"
+    return f"{BASE}, here {container.run('python', '-c', code).stdout.strip()}"
 
 
 def _built(model: Path, flags: list[str]) -> str:
