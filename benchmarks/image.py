@@ -84,8 +84,9 @@ def render(facts: dict[str, str], sizes: Sequence[Sequence[str]], starts: Sequen
 
 def _described_base(container: containers.Container) -> str:
     """The base as it lies here, seen from an image on it: a stand-in may have its name."""
-    code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix, sep=', Python in ')"
-    return f"{BASE}, here {container.run('python', '-c', code).stdout.strip()}"
+    code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix)"
+    system, _, prefix = container.run("python", "-c", code).stdout.strip().rpartition(" ")
+    return f"{BASE}, here {system} with Python in {prefix}"
 
 
 def _built(model: Path, flags: list[str]) -> str:
