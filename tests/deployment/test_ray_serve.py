@@ -175,8 +175,8 @@ def test_answers_are_those_of_the_plain_server(
 class _Clients:
     """Clients that ask until they are stopped, and send again only what is refused as to be sent again."""
 
-    def __init__(self, address: str, expected: dict[str, str]) -> None:
-        self.address, self.expected = address, expected
+    def __init__(self, address: str, expected: dict[str, str], num_clients: int = NUM_CLIENTS) -> None:
+        self.address, self.expected, self.num_clients = address, expected, num_clients
         self.num_answers = 0
         self.num_refused = 0
         self.surprises: list[str] = []
@@ -184,7 +184,7 @@ class _Clients:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._ask_on) for _ in range(NUM_CLIENTS)]
+        threads = [threading.Thread(target=self._ask_on) for _ in range(self.num_clients)]
         for thread in threads:
             thread.start()
         try:
@@ -240,6 +240,20 @@ def _start_times(client: httpx.Client) -> set[str]:
     """When the replicas that answer were started: /metrics is that of whichever the request went to."""
     pages = [client.get("/metrics").text for _ in range(16)]
     return {line for page in pages for line in page.splitlines() if line.startswith("process_start_time_seconds ")}
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_second_replica_comes_with_the_load(exported_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--model", str(exported_folder), "--replicas", "1..2"]
+    with _on_ray(command, tmp_path / "log") as server:
+        assert len(_replicas(server)) == 1
+        clients = _Clients(server.address, _clear_labels(server.client), num_clients=48)
+
+        with clients.asking():
+            until(lambda: len(_start_times(server.client)) == 2, SECONDS_TO_START)
+
+        assert clients.surprises == []
 
 
 @pytest.mark.slow
