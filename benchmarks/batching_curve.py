@@ -23,7 +23,7 @@ from benchmarks.batching.page import MODULE, render
 from benchmarks.batching.passes import ONE_TEXT, lay_out, measure_passes, padding
 from benchmarks.batching.waits import measure_wait
 from benchmarks.processes import end_with_children
-from benchmarks.tables import HERE, Parser, circumstances, positive, read_results, write_table
+from benchmarks.tables import HERE, Parser, circumstances, read_results, write_table
 from inference.classifier import QueueLimits
 from inference.cpu import cpu_flags
 from inference.engines.selection import ENGINES
@@ -31,7 +31,7 @@ from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader
 from inference.settings import keep_tokenizer_on_one_thread
 from training.dataset import load_news
-from training.errors import UserError, run_command
+from training.errors import UserError, positive, run_command
 
 BUDGETS = (ONE_TEXT, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 WINDOWS = (8, 16, 32, 64, 128, 256)

@@ -29,7 +29,6 @@ from benchmarks.tables import (
     circumstances,
     fact_list,
     markdown_table,
-    positive,
     ratio,
     spread,
     write_table,
@@ -40,7 +39,7 @@ from inference.cpu import usable_cpus
 from training.config import TINY, TrainConfig
 from training.dataset import SAMPLE, load_news
 from training.distributed import ranks
-from training.errors import TrainingFailure, UserError, run_command
+from training.errors import TrainingFailure, UserError, positive, run_command
 from training.monitoring.run_log import read_metrics
 from training.precision import choose_precision
 from training.prepare import prepare_news

@@ -23,10 +23,10 @@ if not __package__:  # started by path: the imports below need the folder above 
 from benchmarks import containers
 from benchmarks.containers import Container
 from benchmarks.processes import end_with_children
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, positive, spread, write_table
+from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from deployment.build_image import build, serving_image
 from deployment.image_context import exported_artefacts
-from training.errors import TrainingFailure, UserError, run_command
+from training.errors import TrainingFailure, UserError, positive, run_command
 
 MODULE = "benchmarks.image"
 BASE = "docker.io/library/python:3.11-slim"

@@ -24,9 +24,9 @@ from benchmarks.serving.page import MODULE, render
 from benchmarks.serving.running import ServerFailure
 from benchmarks.serving.servers import DEFAULT, SERVERS, package_versions
 from benchmarks.serving.workload import Workload, read_workload
-from benchmarks.tables import HERE, Parser, circumstances, positive, write_table
+from benchmarks.tables import HERE, Parser, circumstances, write_table
 from inference.cpu import cpu_flags, usable_cpus
-from training.errors import UserError, run_command
+from training.errors import UserError, positive, run_command
 
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "openvino", "onnxruntime", "torch")
 SECONDS_AT_LIMIT = 1.0

@@ -24,9 +24,9 @@ from benchmarks.serving.load import Load
 from benchmarks.serving.running import Running, started
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workload import read_workload
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, positive, write_table
+from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
 from inference.cpu import usable_cpus
-from training.errors import UserError, run_command
+from training.errors import UserError, positive, run_command
 
 MODULE = "benchmarks.sizing"
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "onnxruntime")

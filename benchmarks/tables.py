@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shlex
@@ -31,13 +30,6 @@ class Parser(OneLineParser):
 
     def __init__(self, module: str, description: str) -> None:
         super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
-    return int(text)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

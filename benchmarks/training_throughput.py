@@ -27,7 +27,6 @@ from benchmarks.tables import (
     circumstances,
     fact_list,
     markdown_table,
-    positive,
     ratio,
     read_results,
     spread,
@@ -38,7 +37,7 @@ from benchmarks.worker import MATMUL
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, Workload, make_workload
 from training.config import TINY
 from training.dataset import SAMPLE
-from training.errors import UserError, run_command
+from training.errors import UserError, positive, run_command
 from training.precision import cpu_has_bf16
 
 MODULE = "benchmarks.training_throughput"

@@ -19,8 +19,18 @@ from huggingface_hub import HfApi, SpaceInfo
 from deployment.image_context import build_arguments
 from deployment.running_space import Expected, ask, wait_until_running
 from deployment.space_files import linked, published_model, space_files
-from training.errors import OneLineParser, run_command
-from training.hub_upload import Target, content_of, full_name, hub_errors, lay_out, show, sign_in, upload
+from training.errors import run_command
+from training.hub_upload import (
+    Target,
+    content_of,
+    full_name,
+    hub_errors,
+    lay_out,
+    publishing_parser,
+    show,
+    sign_in,
+    upload,
+)
 
 DRY_RUN_FOLDER = Path("build/space")
 PLAN = "a Docker Space needs a paid plan: PRO for an account, Team or Enterprise for an organization"
@@ -53,21 +63,9 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="deployment/publish_space.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = publishing_parser("deployment/publish_space.py", str(__doc__), DRY_RUN_FOLDER)
     parser.add_argument("name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account")
     parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder")
-    parser.add_argument("--private", action="store_true", help="only who has your token may see and ask it")
-    parser.add_argument(
-        "--dry-run",
-        "--dry_run",
-        metavar="FOLDER",
-        type=Path,
-        nargs="?",
-        const=DRY_RUN_FOLDER,
-        help=f"write the Space into this folder instead (default: {DRY_RUN_FOLDER}); needs no token",
-    )
     return parser.parse_args()
 
 

@@ -50,6 +50,13 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def positive(text: str) -> int:
+    """Read a whole number above 0, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
+    return int(text)
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main function and turn its foreseen errors into one line and an exit code."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import sys
@@ -16,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 from huggingface_hub.hf_api import ModelInfo, SpaceInfo
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from training.errors import ForeseenError, UserError
+from training.errors import ForeseenError, OneLineParser, UserError
 from training.model_card import TAG
 from training.utils import replace_folder
 
@@ -57,6 +58,22 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneLineParser:
+    """Return a parser with what every publishing command takes: ``--private`` and ``--dry-run [FOLDER]``."""
+    parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--private", action="store_true", help="only who has a token of yours may see and ask it")
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        const=dry_run_folder,
+        help=f"write the repository into this folder instead (default: {dry_run_folder}); needs no token",
+    )
+    return parser
 
 
 def sign_in() -> tuple[HfApi, str]:

@@ -6,7 +6,6 @@ publish. The token comes from HF_TOKEN or the hub's login (hf auth login).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,8 +15,8 @@ if not __package__:  # started by path: the imports below need the folder above 
 from huggingface_hub import ModelCard
 
 from inference.exporting.engine_files import PRECISIONS
-from training.errors import OneLineParser, run_command
-from training.hub_upload import Target, full_name, lay_out, show, sign_in, upload
+from training.errors import run_command
+from training.hub_upload import Target, full_name, lay_out, publishing_parser, show, sign_in, upload
 from training.published_files import model_files, named
 
 DRY_RUN_FOLDER = Path("build/model")
@@ -25,21 +24,9 @@ DRY_RUN_FOLDER = Path("build/model")
 
 def main() -> None:
     """Check the folder, show what goes up, and publish it."""
-    parser = OneLineParser(
-        prog="python -m training.publish_model", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = publishing_parser("python -m training.publish_model", str(__doc__), DRY_RUN_FOLDER)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder")
     parser.add_argument("--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account")
-    parser.add_argument("--private", action="store_true", help="nobody else may see it")
-    parser.add_argument(
-        "--dry-run",
-        "--dry_run",
-        metavar="FOLDER",
-        type=Path,
-        nargs="?",
-        const=DRY_RUN_FOLDER,
-        help=f"write the repository into this folder instead (default: {DRY_RUN_FOLDER}); needs no token",
-    )
     options = parser.parse_args()
     files = model_files(options.model)
     if options.dry_run:

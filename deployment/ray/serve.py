@@ -14,7 +14,7 @@ if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from deployment.ray.cluster import check_room, connect
-from training.errors import OneLineParser, UserError, run_command
+from training.errors import OneLineParser, UserError, positive, run_command
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeStatus
@@ -112,7 +112,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or from how few to how many (1)"
     )
-    parser.add_argument("--cpus_per_replica", type=_count, default=1, metavar="N", help="cores for each (1)")
+    parser.add_argument("--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)")
     parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (7860)")
@@ -121,16 +121,10 @@ def _parse() -> argparse.Namespace:
 
 def _range(text: str) -> tuple[int, int]:
     least, _, most = text.partition("..")
-    found = _count(least), _count(most or least)
+    found = positive(least), positive(most or least)
     if found[0] > found[1]:
         raise argparse.ArgumentTypeError(f"{text}: {least} is more than {most}")
     return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

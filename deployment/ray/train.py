@@ -17,7 +17,7 @@ if not __package__:  # started by path: the imports below need the repository
 from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
 from training.distributed import COLLECTIVE_TIMEOUT, ranks
-from training.errors import OneLineParser, TrainingFailure, UserError, run_command
+from training.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from training.trainer import Trainer
 
 
@@ -122,9 +122,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """
     parser = OneLineParser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("flags of Ray")
-    group.add_argument("--num_workers", "--num-workers", type=_count, default=2, help="processes (default: 2)")
+    group.add_argument("--num_workers", "--num-workers", type=positive, default=2, help="processes (default: 2)")
     group.add_argument(
-        "--cpus_per_worker", "--cpus-per-worker", type=_count, default=1, help="cores set aside for each (default: 1)"
+        "--cpus_per_worker", "--cpus-per-worker", type=positive, default=1, help="cores set aside for each (default: 1)"
     )
     group.add_argument(
         "--max_failures",
@@ -138,12 +138,6 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
         print(parser.format_help())
     options, rest = parser.parse_known_args(arguments)
     return options, parse_config(rest, description=__doc__)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

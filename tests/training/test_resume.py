@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAST_STEP = 16
 STEPS = list(range(1, LAST_STEP + 1))
 
@@ -135,18 +133,6 @@ def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
     assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
 
 
-def test_a_stopped_run_ends_with_the_exit_code_that_its_scheduler_wants(
-    launch: Callable[..., Any], tmp_path: Path
-) -> None:
-    run = launch(1, *_flags(1, tmp_path / "model"), "--stopped_exit_code", 75, wait=False)
-    run.wait_until(lambda: "step 2/" in run.out)
-
-    run.process.terminate()
-
-    assert run.wait() == 75
-    assert run.err == ""
-
-
 @pytest.fixture(scope="module")
 def stopped_on_two(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> tuple[Path, Any]:
     """The output folder of a run on two ranks that SIGTERM to the second of them stopped, and that run."""
@@ -191,22 +177,6 @@ def test_a_run_of_two_ranks_goes_on_with_another_number_and_repeats_no_row(
     np.testing.assert_allclose(
         [record["loss"] for record in went_on], [record["loss"] for record in reference], rtol=1e-4
     )
-
-
-def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
-    start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    script = REPOSITORY / "training" / "run_ddp.sh"
-    output = tmp_path / "model"
-    environment = {"PYTHON": sys.executable}
-    run = start(["bash", script, 2, *base_flags, *_flags(2, output)], wait=False, env=environment)
-    run.wait_until(lambda: "step 2/" in run.out)
-
-    os.kill(run.process.pid, signal.SIGTERM)
-
-    assert run.wait() == 0, run.err
-    assert "all saved. To go on, start the same command again." in run.out
-    assert "Traceback" not in run.err
 
 
 def _flip_a_bit(checkpoint: Path) -> str:
