@@ -45,6 +45,9 @@ class RowDropout(nn.Module):
         p: probability of dropping, kept to 1/65,536; what is kept is scaled by the inverse of its exact share.
         site: this place's number in the model; equal numbers would repeat a mask.
         stream: shared by all places.
+
+    ``part``: where ranks split the tensor between them, (dimension, this rank's place, number of parts); the mask is
+    drawn for the whole and cut.
     """
 
     def __init__(self, p: float, site: int, stream: DropoutStream) -> None:
@@ -52,6 +55,7 @@ class RowDropout(nn.Module):
         self.p = p
         self.site = site
         self.stream = stream
+        self.part: tuple[int, int, int] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop values of ``x`` (rows, ...) while training."""
@@ -60,8 +64,16 @@ class RowDropout(nn.Module):
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.dropout(x, self.p)
         threshold = round(self.p * _LEVELS)
-        kept = self.stream.draws(self.site, x.shape) >= threshold - _LEVELS // 2
+        kept = self._draws(x.shape) >= threshold - _LEVELS // 2
         return _Masked.apply(x, kept, _LEVELS / (_LEVELS - threshold))
+
+    def _draws(self, shape: torch.Size) -> torch.Tensor:
+        if self.part is None:
+            return self.stream.draws(self.site, shape)
+        dim, place, parts = self.part
+        size = shape[dim]
+        whole = torch.Size((*shape[:dim], size * parts, *shape[dim:][1:]))
+        return self.stream.draws(self.site, whole).narrow(dim, place * size, size)
 
 
 class _Masked(torch.autograd.Function):
