@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.parallelism import ranks
 from training import train_single
 from training.errors import run_command
 
@@ -222,3 +223,9 @@ def metrics_of() -> Callable[..., list[dict[str, Any]]]:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks() -> Callable[..., list[Any]]:
+    """`run_on_ranks(world_size, function, *arguments, seconds=120)`: a function on real gloo ranks, cheaply."""
+    return ranks.run_on_ranks
