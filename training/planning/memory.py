@@ -1,0 +1,136 @@
+"""Memory: bytes on the fullest GPU, by formula.
+
+States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3 and figure 1) with what this trainer keeps: fp32
+weights, fp32 gradients and the two fp32 moments of AdamW, 16 bytes a parameter in all, and copies in the computing
+dtype beside them. Activations: ``activations.py``. Micro-batches in flight: Narayanan et al., arXiv 2104.04473,
+section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training.planning.activations import block_activations, kept_bytes, recomputed_bytes
+from training.planning.partition import Stage, block_parameters, outer_parameters, rank_parameters, stages
+from training.planning.shapes import Layout, MemoryEstimate, ModelShape
+
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes a parameter of weights, gradients and optimizer state."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+OURS = StateBytes(4, 4, 8)
+
+
+def zero_states(parameters: float, ranks: int, stage: int, each: StateBytes = OURS) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state on each of ``ranks`` under ZeRO ``stage`` 0 to 3.
+
+    Source: arXiv 1910.02054, figure 1, where ``each`` is (2, 2, 12).
+    """
+    return (
+        each.parameter * parameters / (ranks if stage >= 3 else 1),
+        each.gradient * parameters / (ranks if stage >= 2 else 1),
+        each.optimizer * parameters / (ranks if stage >= 1 else 1),
+    )
+
+
+def is_gathered(layout: Layout) -> bool:
+    """Whether FSDP2 serves the data-parallel dimension, and gathers weights in the computing dtype."""
+    return layout.strategy not in ("ddp", "zero1") and layout.dp > 1
+
+
+def keeps_gathered(layout: Layout) -> bool:
+    """Whether gathered weights stay from the forward to the backward pass."""
+    return is_gathered(layout) and (layout.strategy == "zero2" or layout.pp > 1)
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """How many micro-batches' activations a stage holds at once, in units of its blocks."""
+    if layout.schedule == "gpipe" or layout.pp == 1:
+        return layout.accumulation if layout.pp > 1 else 1
+    depth = layout.pp - stage
+    if layout.schedule in ("interleaved", "zero_bubble"):
+        # Warm-up of the interleaved schedule, in passes through one of the rank's stages.
+        chunks = STAGES_PER_RANK[layout.schedule]
+        passes = 2 * (depth - 1) + (chunks - 1) * layout.pp + 1
+        return min(layout.accumulation, passes / chunks)
+    if layout.schedule == "zbv":
+        depth = layout.pp  # the V gives every rank the same: arXiv 2401.10241, section 6
+    return min(layout.accumulation, depth)
+
+
+def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
+    """Bytes on the rank that needs the most."""
+    estimates = [
+        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in stages(shape, layout.pp)
+    ]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True) -> MemoryEstimate:
+    """Bytes on a rank of one pipeline stage."""
+    parameters = rank_parameters(shape, layout, stage)
+    if layout.strategy == "zero1":
+        weights, gradients, optimizer = zero_states(parameters, layout.dp, 1)
+    else:
+        weights, gradients, optimizer = zero_states(parameters, layout.dp_shard, 3)
+    if is_gathered(layout) and layout.accumulation > 1:
+        # Micro-batches before the last add up whole gradients: nothing leaves the rank until then.
+        gradients += OURS.gradient * parameters
+    return MemoryEstimate(
+        weights,
+        gradients,
+        optimizer,
+        _activation_bytes(shape, layout, stage, fused_attention=fused_attention),
+        _communication_bytes(shape, layout, stage),
+    )
+
+
+def _activation_bytes(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool) -> float:
+    tokens = layout.micro_batch * layout.seq_len
+    gathered = is_gathered(layout)
+    block = block_activations(
+        shape, layout.seq_len, precision=layout.precision, gathered=gathered, fused_attention=fused_attention
+    )
+    blocks = stage.blocks - (_first_token_saving(shape) if stage.last else 0)
+    held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.place)
+    outside = (_embedding_bytes(shape) if stage.first else 0) + (_head_bytes(shape, layout) if stage.last else 0)
+    return held + tokens * (recomputed_bytes(block, layout) + outside)
+
+
+def _first_token_saving(shape: ModelShape) -> float:
+    """The share of the last block's activations that are never made: it keeps what keys and values need."""
+    return 0.75 if shape.reads_first_token_only else 0.0
+
+
+def _embedding_bytes(shape: ModelShape) -> float:
+    """Bytes a token behind the embedding: the norm's input and a dropout mask, where there are any."""
+    return (4 * shape.hidden if shape.norm_after else 0) + (shape.hidden if shape.dropout else 0) + 8
+
+
+def _head_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Bytes a token of a language model's logits: computed, in fp32, their log-softmax and its gradient."""
+    if shape.num_labels is not None:
+        return 0.0
+    width = 4 if layout.precision == "fp32" else 2
+    return (width + 12) * shape.vocab / layout.tp + (8 + width) * shape.hidden
+
+
+def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    width = 4 if layout.precision == "fp32" else 2
+    block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)
+    whole = stage.blocks * block + outer
+    if not is_gathered(layout):
+        # Autocast keeps a cast copy of each weight from its forward to its backward use.
+        return 0.0 if width == 4 else 2 * whole
+    # The outer group stays gathered. Of the blocks: the current one and the next, each with its flat buffer.
+    gathered = width * whole if keeps_gathered(layout) else width * (outer + 2 * block)
+    reducing = (width + 4) * max(block, outer)  # gradients of one group as computed, and in fp32 on their way
+    return gathered + width * block + reducing

@@ -1,0 +1,64 @@
+"""Partition: which blocks a pipeline stage holds, and how many parameters lie on one rank before any sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training.planning.shapes import Layout, ModelShape
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of the pipeline holds. ``place``: 0 = the first."""
+
+    place: int
+    blocks: int
+    first: bool
+    last: bool
+
+
+def stages(shape: ModelShape, pp: int) -> list[Stage]:
+    """Cut the blocks into ``pp`` stages so that the slowest takes as little as whole blocks allow.
+
+    A language model's head costs the last stage about as much as several blocks: it gets fewer of them.
+    """
+    if pp == 1:
+        return [Stage(0, shape.layers, first=True, last=True)]
+    seq_len = 1024  # the ratio of head to block hardly depends on it
+    head = shape.head_flops(seq_len) / shape.block_flops(seq_len)
+
+    def slowest(of_last: int) -> float:
+        return max(-(-(shape.layers - of_last) // (pp - 1)), of_last + head)
+
+    of_last = min(range(1, shape.layers - pp + 2), key=lambda blocks: (slowest(blocks), -blocks))
+    share, more = divmod(shape.layers - of_last, pp - 1)
+    others = [share + (place < more) for place in range(pp - 1)]
+    counts = [*others, of_last]
+    return [Stage(i, blocks, first=i == 0, last=i == pp - 1) for i, blocks in enumerate(counts)]
+
+
+def block_parameters(shape: ModelShape, tp: int) -> float:
+    """Parameters of one block on one of ``tp`` tensor-parallel ranks; norms and row-wise biases lie on each."""
+    matrices = shape.attention_weights + shape.ffn_weights
+    split_biases = (shape.query_width + 2 * shape.key_value_width + shape.intermediate) if shape.biases else 0
+    whole = shape.block_parameters - matrices - split_biases
+    return (matrices + split_biases) / tp + whole
+
+
+def outer_parameters(shape: ModelShape, stage: Stage, tp: int) -> float:
+    """Parameters outside the blocks that the stage holds: embeddings on the first, the head on the last."""
+    words = shape.vocab * shape.hidden
+    parameters = 0.0
+    if stage.first:
+        parameters += shape.embedding_parameters - words + words / tp
+    if stage.last:
+        split = 0 if shape.tied_embeddings or shape.num_labels is not None else words
+        parameters += shape.head_parameters - split + split / tp
+        if shape.tied_embeddings and shape.num_labels is None and not stage.first:
+            parameters += words / tp  # the last stage keeps a copy of its own
+    return parameters
+
+
+def rank_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    """Parameters of one rank before data-parallel sharding."""
+    return stage.blocks * block_parameters(shape, layout.tp) + outer_parameters(shape, stage, layout.tp)
