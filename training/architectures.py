@@ -21,17 +21,21 @@ from transformers.masking_utils import sdpa_mask
 from training.dropout import RowDropout
 
 ROW_ATTENTION = "row_dropout"
+# The share of a block's matrices, of hidden x hidden each: four of attention, eight of the feed-forward layers.
+KEYS_AND_VALUES = 2 / 12
 
 
 class Architecture:
     """One family of networks for sequence classification.
 
-    ``embeddings``, ``blocks``, ``head``: dotted names of the modules that hold each part's parameters.
+    ``embeddings``, ``blocks``, ``head``: dotted names of the modules that hold each part's parameters;
+    ``last_block_work``: matrix work of the last block, in blocks that compute every token.
     """
 
     embeddings: str
     blocks: str
     head: tuple[str, ...]
+    last_block_work: float = 1.0
 
     def embed(self, network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
         """(batch, seq) -> (batch, seq, hidden)."""
@@ -67,6 +71,7 @@ class DistilBert(Architecture):
     embeddings = "distilbert.embeddings"
     blocks = "distilbert.transformer.layer"
     head = ("pre_classifier", "classifier")
+    last_block_work = KEYS_AND_VALUES
 
     def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """The mask of keys."""
@@ -80,6 +85,7 @@ class DistilBert(Architecture):
         """The first."""
         last = network.distilbert.transformer.layer[-1]
         last.forward = MethodType(_distilbert_first_token, last)
+        last.attention.forward = MethodType(_distilbert_attend_first, last.attention)
 
 
 class Bert(Architecture):
@@ -88,6 +94,7 @@ class Bert(Architecture):
     embeddings = "bert.embeddings"
     blocks = "bert.encoder.layer"
     head = ("bert.pooler", "classifier")
+    last_block_work = KEYS_AND_VALUES
 
     def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """The mask of keys."""
@@ -101,6 +108,7 @@ class Bert(Architecture):
         """The first."""
         last = network.bert.encoder.layer[-1]
         last.forward = MethodType(_bert_first_token, last)
+        last.attention.self.forward = MethodType(_bert_attend_first, last.attention.self)
 
 
 class Llama(Architecture):
@@ -214,18 +222,27 @@ def _attend_first(
     return context.flatten(2)
 
 
+def _distilbert_attend_first(
+    attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    projections = (attention.q_lin, attention.k_lin, attention.v_lin)
+    return attention.out_lin(_attend_first(attention, projections, hidden, attention_mask))
+
+
+def _bert_attend_first(attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    projections = (attention.query, attention.key, attention.value)
+    return _attend_first(attention, projections, hidden, attention_mask)
+
+
 def _distilbert_first_token(
     block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """The forward pass of DistilBERT's block for the first token: (batch, seq, hidden) -> (batch, 1, hidden)."""
-    attention = block.attention
-    context = _attend_first(attention, (attention.q_lin, attention.k_lin, attention.v_lin), hidden, attention_mask)
-    first = block.sa_layer_norm(attention.out_lin(context) + hidden[:, :1])
+    first = block.sa_layer_norm(block.attention(hidden, attention_mask) + hidden[:, :1])
     return block.output_layer_norm(block.ffn(first) + first)
 
 
 def _bert_first_token(block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """The forward pass of BERT's block for the first token: (batch, seq, hidden) -> (batch, 1, hidden)."""
-    attention = block.attention.self
-    context = _attend_first(attention, (attention.query, attention.key, attention.value), hidden, attention_mask)
+    context = block.attention.self(hidden, attention_mask)
     return block.feed_forward_chunk(block.attention.output(context, hidden[:, :1]))

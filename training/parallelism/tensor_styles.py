@@ -1,0 +1,90 @@
+"""Styles for ``parallelize_module`` beside torch's own: what a module's parameters become, and what goes in and out.
+
+What passes between modules is always a plain tensor, this rank's part of it; ``layout`` says which part that is.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class WholeParameters(ParallelStyle):
+    """Parameters that every rank holds whole, used on activations that lie as ``layout`` says.
+
+    On activations cut along the sequence a rank's gradient is a part of a sum: it stays ``Partial`` until
+    ``gradients.settle_partial_gradients``, or FSDP, adds the parts up, once a step.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._to_dtensor, self._to_local)
+
+    def _to_dtensor(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
+
+    def _to_local(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        return output.to_local()
+
+
+class ShareInput(ParallelStyle):
+    """Gather a module's hidden states once for all column-parallel layers that read them.
+
+    Their gradients of it are then added up on the rank before they are summed over the ranks: one call, not one each.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            local, *rest = args or (kwargs["hidden_states"],)
+            hidden = DTensor.from_local(local, device_mesh, [self.layout], run_check=False)
+            hidden = hidden.redistribute(placements=[Replicate()])
+            return ((hidden, *rest), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        return module
+
+
+class VocabularyParallel(ParallelStyle):
+    """An embedding cut by its vocabulary: each rank looks up the tokens it holds, and the ranks' sum is the whole.
+
+    Torch's ``RowwiseParallel`` computes the same, but gives every rank the gradient of the whole vocabulary.
+
+    Source: Shoeybi et al., arXiv 1909.08053, section 3 (there the output embedding).
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def embed(module: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+            found = DTensor.from_local(_look_up(module, input_ids), device_mesh, [Partial()], run_check=False)
+            return found.redistribute(placements=[self.layout]).to_local()
+
+        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)]))
+        module.forward = MethodType(embed, module)
+        return module
+
+
+def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+    """(batch, seq) -> (batch, seq, hidden), zeros for tokens that other ranks hold."""
+    weight: DTensor = embedding.weight
+    ranks, rank = weight.device_mesh.size(), weight.device_mesh.get_local_rank()
+    first = rank * -(-embedding.num_embeddings // ranks)  # as DTensor cuts: all parts but the last alike
+    mine = weight.to_local()
+    ids = input_ids - first
+    elsewhere = (ids < 0) | (ids >= len(mine))
+    padding = embedding.padding_idx
+    padding = padding - first if padding is not None and first <= padding < first + len(mine) else None
+    return F.embedding(ids.masked_fill(elsewhere, 0), mine, padding).masked_fill(elsewhere[..., None], 0)
