@@ -1,33 +1,46 @@
-"""Calibration: what hardware reaches of its peak. Every constant that is not from a data sheet or a formula."""
+"""Calibration: what hardware reaches of its peak. Every constant that is neither a data sheet's nor a formula's."""
 
 from __future__ import annotations
 
-# Share of the peak that a large matrix product reaches, and the smallest dimension at which half of that is left:
-# share = MATRIX_SHARE * s / (s + HALF_DIMENSION), s = the smallest of rows, columns and inner dimension per GPU.
-MATRIX_SHARE = 0.72
-HALF_DIMENSION = 128
-# The same for attention scores inside a fused kernel (FlashAttention-2, arXiv 2307.08691, figures 4 to 6).
-ATTENTION_SHARE = 0.50
-# Share of the memory bandwidth that element-wise kernels and the optimizer reach.
-MEMORY_SHARE = 0.80
-# Share of a link's bandwidth that collectives of large messages reach.
-LINK_SHARE = 0.75
-NETWORK_SHARE = 0.80
-# Share of the collectives' time that runs beside computation where a strategy overlaps the two at all.
-OVERLAP_SHARE = 0.90
-# While a collective runs beside it, computation slows by this share of the collective's time.
-CONTENTION = 0.10
-# Bytes read and written by element-wise kernels of one block, forward, per token and byte of the computing dtype:
-# this many passes over the hidden width and over the feed-forward's width. Backward: twice.
-HIDDEN_PASSES = 26
-INTERMEDIATE_PASSES = 6
-# Kernels that a block launches forward, and the seconds that the processor takes for each.
-KERNELS_PER_BLOCK = 40
-LAUNCH_SECONDS = 6e-6
-# Bytes of every local parameter that clipping and AdamW read and write: gradient norm 4, AdamW 28, zeroing 4.
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares that real kernels and links reach; the defaults are those of NVIDIA's GPUs under PyTorch.
+
+    ``half_dimension``: a product reaches s / (s + half_dimension) of its GPU's ``matrix_share``, where s is the
+    smallest of its three dimensions. ``memory_share``: of the memory bandwidth. ``encoder_passes``, ``decoder_passes``,
+    ``inner_passes``: how often the element-wise kernels of a block read or write its hidden and its feed-forward's
+    width, forward, in 16 bits; counted in transformers' modules, whose RMSNorm and rotary embedding take many kernels.
+    ``overlap_share``: of computation, beside which collectives can run; ``contention``: seconds that each second of
+    such a collective costs the computation. ``link_share``, ``network_share``: of a link's bandwidth, for large
+    messages (nccl-tests: doc/PERFORMANCE.md explains the bus bandwidth that is meant).
+    ``kernels_per_block``, ``launch_seconds``: launched forward, and the processor's time for each.
+    """
+
+    half_dimension: float = 128
+    memory_share: float = 0.8
+    encoder_passes: float = 20
+    decoder_passes: float = 56
+    inner_passes: float = 5
+    overlap_share: float = 0.9
+    contention: float = 0.1
+    link_share: float = 0.75
+    network_share: float = 0.8
+    kernels_per_block: float = 40
+    launch_seconds: float = 6e-6
+
+
+DEFAULT = Calibration()
+
+# Bytes of every local parameter that clipping, AdamW and zeroing read and write: 4 + 28 + 4.
 OPTIMIZER_BYTES = 36
-# Of the memory, what CUDA's context, NCCL's buffers and cuBLAS' workspaces take, and the share lost to fragmentation.
+# Of the memory: CUDA's context, NCCL's buffers and cuBLAS' workspaces, and the share lost to fragmentation.
 RESERVED_BYTES = 2 * 2**30
 FRAGMENTATION = 0.04
-# Bytes per second that one node writes to shared storage: a parallel file system over one 100 Gb/s port, at half rate.
-STORAGE_BANDWIDTH = 6e9
+# Bytes per second to shared storage that rank 0 writes a checkpoint with, and those that it gathers it with.
+STORAGE_BANDWIDTH = 2e9
+# Bytes that each micro-batch moves for each whole parameter outside the products: casts or copies of gathered weights,
+# and gradients that are cast and added up.
+WEIGHT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14}

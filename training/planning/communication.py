@@ -1,0 +1,168 @@
+"""Communication: bytes, calls and seconds of a step's collectives.
+
+Each call costs latency and bytes over bandwidth (alpha-beta; Hockney 1994, and Thakur, Rabenseifner & Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005, for the algorithms). Over several nodes a ring
+leaves each node once, and all the group's GPUs of a node share that crossing over their own network ports, as NCCL
+lays its rings out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from training.planning.hardware import Cluster
+from training.planning.memory import STAGES_PER_RANK, is_gathered, keeps_gathered
+from training.planning.partition import Stage, outer_parameters, rank_parameters
+from training.planning.shapes import Layout, ModelShape, Transfer
+
+DDP_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: ``size`` of them, ``members`` on each of ``nodes`` nodes."""
+
+    size: int
+    members: int
+    cluster: Cluster
+
+    @classmethod
+    def over(cls, size: int, stride: int, cluster: Cluster) -> Group:
+        """The group of a mesh dimension whose neighbours are ``stride`` ranks apart."""
+        return cls(size, max(1, min(size, cluster.gpus_per_node // stride)), cluster)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it spans."""
+        return ceil(self.size / self.members)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that each member moves along the ring."""
+        gpu = self.cluster.gpu
+        link = gpu.link_bandwidth * self.cluster.calibration.link_share
+        if self.nodes == 1:
+            return link
+        network = self.members * gpu.network_bandwidth * self.cluster.calibration.network_share
+        return network if self.members == 1 else min(link, network)
+
+    @property
+    def latency(self) -> float:
+        """Seconds once around: inside the nodes, then over them."""
+        return (self.members - 1) * self.cluster.link_latency + (self.nodes - 1) * self.cluster.network_latency
+
+    def ring_seconds(self, whole: float) -> float:
+        """An all-gather or reduce-scatter of ``whole`` bytes in all: (n-1) steps of a part each."""
+        if self.size == 1:
+            return 0.0
+        return self.latency + whole * (self.size - 1) / self.size / self.bandwidth
+
+    def all_reduce_seconds(self, whole: float) -> float:
+        """An all-reduce: a ring for large messages, a tree for small ones, whichever is sooner."""
+        if self.size == 1:
+            return 0.0
+        steps = log2(self.members) * self.cluster.link_latency + log2(self.nodes) * self.cluster.network_latency
+        tree = 2 * (steps + whole / self.bandwidth)
+        return min(2 * self.ring_seconds(whole), tree)
+
+    def send_seconds(self, whole: float) -> float:
+        """One message of ``whole`` bytes to the next member, over the slowest hop there is."""
+        gpu = self.cluster.gpu
+        if self.nodes == 1:
+            return self.cluster.link_latency + whole / (gpu.link_bandwidth * self.cluster.calibration.link_share)
+        return self.cluster.network_latency + whole / (gpu.network_bandwidth * self.cluster.calibration.network_share)
+
+    def sent(self, collective: str, whole: float) -> float:
+        """Bytes that one member sends in one call."""
+        if collective == "send":
+            return whole
+        return whole * (self.size - 1) / self.size * (2 if collective == "all-reduce" else 1)
+
+
+def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
+    """The group of each mesh dimension; tensor-parallel ranks are neighbours, stages lie farthest apart."""
+    replicate_stride = layout.tp * layout.dp_shard
+    return {
+        "tp": Group.over(layout.tp, 1, cluster),
+        "dp_shard": Group.over(layout.dp_shard, layout.tp, cluster),
+        "dp_replicate": Group.over(layout.dp_replicate, replicate_stride, cluster),
+        "dp": Group.over(layout.dp, layout.tp, cluster),
+        "pp": Group.over(layout.pp, layout.tp * layout.dp, cluster),
+    }
+
+
+def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
+    """Every collective of one optimizer step on a rank of ``stage``, but the scalars of the gradient norm."""
+    found = [
+        *_data_parallel(shape, layout, stage, cluster),
+        *_tensor_parallel(shape, layout, stage, cluster),
+        *_pipeline(shape, layout, stage, cluster),
+    ]
+    return [transfer for transfer in found if transfer.calls and transfer.bytes]
+
+
+def _transfer(collective: str, dimension: str, group: Group, calls: float, whole: float) -> Transfer:
+    """``calls`` calls that move ``whole`` bytes in all."""
+    if group.size == 1 or not calls:
+        return Transfer(collective, dimension, 0, 0.0, 0.0, 0.0)
+    each = {"all-reduce": group.all_reduce_seconds, "send": group.send_seconds}.get(collective, group.ring_seconds)
+    sent = group.sent(collective, whole)
+    between = sent / group.members if group.nodes > 1 else 0.0
+    return Transfer(collective, dimension, ceil(calls), sent, between, calls * each(whole / calls))
+
+
+def _data_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
+    parameters = rank_parameters(shape, layout, stage)
+    group = groups(layout, cluster)
+    if not is_gathered(layout):
+        buckets = ceil(4 * parameters / DDP_BUCKET_BYTES)
+        reduced = _transfer("all-reduce", "dp", group["dp"], buckets, 4 * parameters)
+        if layout.strategy != "zero1":
+            return [reduced]
+        return [reduced, _transfer("broadcast", "dp", group["dp"], layout.dp, 4 * parameters)]
+    units = stage.blocks + 1
+    outer = outer_parameters(shape, stage, layout.tp)
+    width = 4 if layout.precision == "fp32" else 2
+    gathered = width * parameters
+    if not keeps_gathered(layout):
+        gathered += width * (parameters - outer)  # the blocks again, for the backward pass
+    rounds = 1 if layout.pp > 1 else layout.accumulation
+    calls = rounds * (units if keeps_gathered(layout) else 2 * units - 1)
+    return [
+        _transfer("all-gather", "dp_shard", group["dp_shard"], calls, rounds * gathered),
+        _transfer("reduce-scatter", "dp_shard", group["dp_shard"], units, 4 * parameters),
+        _transfer("all-reduce", "dp_replicate", group["dp_replicate"], units, 4 * parameters / layout.dp_shard),
+    ]
+
+
+def _tensor_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
+    """Two all-reduces a block forward, two backward, as many again where the forward pass is repeated.
+
+    Source: Megatron-LM, arXiv 1909.08053, section 3; under sequence parallelism each is an all-gather and a
+    reduce-scatter of the same bytes, arXiv 2205.05198, section 4.2.2.
+    """
+    group = groups(layout, cluster)["tp"]
+    passes = 6 if layout.activation_checkpointing == "full" else 4
+    outside = 2 * (stage.first + (stage.last and shape.num_labels is None))
+    calls = layout.accumulation * (passes * stage.blocks + outside)
+    whole = calls * _hidden_bytes(shape, layout)
+    if not layout.sequence_parallel:
+        return [_transfer("all-reduce", "tp", group, calls, whole)]
+    return [_transfer(name, "tp", group, calls, whole) for name in ("all-gather", "reduce-scatter")]
+
+
+def _pipeline(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
+    """Activations to the next stage and their gradients back, for each micro-batch and each stage of a rank."""
+    group = groups(layout, cluster)["pp"]
+    chunks = STAGES_PER_RANK[layout.schedule]
+    # A rank with one stage sends twice a micro-batch but at the ends of the pipeline; in a loop there are no ends.
+    sends = 2 * chunks if chunks > 1 else 2 - stage.first - stage.last
+    calls = layout.accumulation * sends
+    return [_transfer("send", "pp", group, calls, calls * _hidden_bytes(shape, layout))]
+
+
+def _hidden_bytes(shape: ModelShape, layout: Layout) -> float:
+    """The activations of one micro-batch between two blocks, in the computing dtype."""
+    width = 4 if layout.precision == "fp32" else 2
+    return width * layout.micro_batch * layout.seq_len * shape.hidden
