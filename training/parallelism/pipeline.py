@@ -1,0 +1,151 @@
+"""Pipeline parallelism: stages on different ranks work on different micro-batches at a time.
+
+The micro-batches of a step are those of gradient accumulation; ``schedules.py`` says in which order they run. Hidden
+states go to the next stage, their gradients to the one before, the attention mask is known to all. Sources: Huang et
+al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473; docs.pytorch.org/docs/stable/distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from training.batching import MicroBatch
+from training.config import TrainConfig
+from training.errors import UserError
+from training.parallelism.schedules import SCHEDULES, check_micro_batches, stages_of
+from training.parallelism.stages import Stage
+
+# Every shape has its own schedule, which keeps buffers for what its micro-batches receive.
+KEPT_SHAPES = 8
+
+Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
+Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
+
+
+def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
+    """See that the flags go with a pipeline of ``num_ranks``.
+
+    Raises:
+        UserError: the schedule cannot run so many micro-batches, or cannot split a compiled block's backward pass.
+    """
+    check_micro_batches(config.pp_schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation")
+    if config.compile and SCHEDULES[config.pp_schedule].splits_backward:
+        raise UserError(
+            f"--compile and --pp_schedule {config.pp_schedule}: a compiled block's backward pass cannot be split; "
+            "use interleaved"
+        )
+
+
+class Pipeline:
+    """This rank's stages at work with those of the other ranks.
+
+    Args:
+        stages: as ``split_stages`` gave them, wrapped or not for other kinds of parallelism.
+        group: the ranks of one pipeline.
+        schedule: a key of ``SCHEDULES``.
+        loss: from logits and their micro-batch to what the backward pass starts from, (), and the loss of each row.
+        sequence_parts: along how many ranks the hidden states between stages are cut (sequence parallelism).
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], group: dist.ProcessGroup, schedule: str, loss: Loss, sequence_parts: int = 1
+    ) -> None:
+        self.stages = stages
+        self.group = group
+        self.schedule = SCHEDULES[schedule]
+        self.loss = loss
+        self.sequence_parts = sequence_parts
+        ranks = group.size()
+        # Where each stage lies: its rank in the group.
+        self.rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)}
+        self.config = stages[0].network.config
+        self._schedules: OrderedDict[Shape, PipelineScheduleMulti] = OrderedDict()
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._row_losses: list[torch.Tensor] = []
+
+    def run(self, micro_batches: Sequence[MicroBatch], seed: int, step: int, precision: str) -> list[torch.Tensor]:
+        """Forward and backward over all micro-batches of a step, which are alike in shape.
+
+        Returns:
+            The loss of each row of each micro-batch where the last stage is, else zeros.
+        """
+        self._micro_batches = micro_batches
+        self._row_losses = [torch.zeros_like(batch.weights) for batch in micro_batches]
+        for stage in self.stages:
+            stage.precision = precision
+            stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
+        inputs = [torch.cat([batch.input_ids for batch in micro_batches])] if self.stages[0].is_first else []
+        first = micro_batches[0].input_ids
+        self._schedule_of((len(micro_batches), *first.shape), first.device).step(
+            *inputs,
+            attention_mask=torch.cat([batch.attention_mask for batch in micro_batches]),
+            target=torch.arange(len(micro_batches)),
+            return_outputs=False,
+        )
+        return self._row_losses
+
+    def _share_of_loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        share, row_losses = self.loss(logits, self._micro_batches[number.item()])
+        self._row_losses[number.item()] = row_losses.detach()
+        return share
+
+    def _schedule_of(self, shape: Shape, device: torch.device) -> PipelineScheduleMulti:
+        if shape in self._schedules:
+            self._schedules.move_to_end(shape)
+            return self._schedules[shape]
+        if len(self._schedules) == KEPT_SHAPES:
+            self._schedules.popitem(last=False)
+        count, rows, length = shape
+        stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
+        make = get_schedule_class(self.schedule.torch_name)
+        # Gradients are not divided by the micro-batches: the rows' weights already are shares of the whole batch.
+        schedule = make(
+            stages if self.schedule.is_looped else stages[0], count, loss_fn=self._share_of_loss, scale_grads=False
+        )
+        self._schedules[shape] = schedule
+        return schedule
+
+    def _pipeline_stage(self, stage: Stage, rows: int, length: int, device: torch.device) -> PipelineStage:
+        # Told what comes and goes, torch need not find out by a trial run, whose dropout would be another.
+        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(self._hidden_shape(rows, length), device="meta", requires_grad=True)
+        logits = torch.empty(rows, self.config.num_labels, device="meta", requires_grad=True)
+        return PipelineStage(
+            stage,
+            stage.index,
+            len(self.rank_of),
+            device=device,
+            input_args=ids if stage.is_first else hidden,
+            output_args=logits if stage.is_last else hidden,
+            group=self.group,
+        )
+
+    def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
+        return rows, length // self.sequence_parts, self.config.hidden_size
+
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+        """Logits of a batch of any shape with the stages in evaluation, on every rank: (batch, num_labels).
+
+        Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
+        """
+        here = {stage.index: stage for stage in self.stages}
+        last = len(self.rank_of) - 1
+        states = input_ids
+        for index in sorted(here):
+            if index and index - 1 not in here:
+                states = torch.empty(self._hidden_shape(*input_ids.shape), device=input_ids.device)
+                dist.recv(states, group=self.group, group_src=self.rank_of[index - 1])
+            here[index].precision = precision
+            states = here[index](states, attention_mask=attention_mask)
+            if index < last and index + 1 not in here:
+                dist.send(states.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
+        if last not in here:
+            states = torch.empty(len(input_ids), self.config.num_labels, device=input_ids.device)
+        dist.broadcast(states, group=self.group, group_src=self.rank_of[last])
+        return states

@@ -1,0 +1,124 @@
+"""Stages: a model cut into runs of blocks, for a pipeline whose ranks each hold one or two of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from training.errors import UserError
+from training.model import NewsClassifier
+from training.precision import autocast
+
+
+class Stage(nn.Module):
+    """A run of a model's blocks, with the embeddings in front on the first and the head behind on the last.
+
+    Parameters have the names that they have in the whole model, and are its own, not copies.
+
+    Args:
+        model: the whole.
+        blocks: numbers of this stage's blocks.
+        index: its number in the pipeline.
+        num_stages: how many there are.
+    """
+
+    def __init__(self, model: NewsClassifier, blocks: range, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.architecture = model.architecture
+        self.dropout_stream = model.dropout_stream
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.network = self._cut(model, blocks)
+        self.precision = "fp32"
+        # (seed, step, first row) of each micro-batch to come, in the order in which they do.
+        self.places: Iterator[tuple[int, int, int]] = iter(())
+
+    def _cut(self, model: NewsClassifier, blocks: range) -> nn.Module:
+        shared = (*model.parameters(), *model.buffers(), model.dropout_stream)
+        network = copy.deepcopy(model.network, {id(value): value for value in shared})
+        container = network.get_submodule(self.architecture.blocks)
+        network.set_submodule(self.architecture.blocks, nn.ModuleDict({str(i): container[i] for i in blocks}))
+        absent = [] if self.is_first else [self.architecture.embeddings]
+        for name in absent if self.is_last else [*absent, *self.architecture.head]:
+            network.set_submodule(name, nn.Identity())
+        return network
+
+    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """One micro-batch.
+
+        Args:
+            states: ids, (batch, seq), on the first stage; else what the stage before gave.
+            attention_mask: (batch, seq).
+
+        Returns:
+            Logits, (batch, num_labels), from the last stage; else hidden states, (batch, seq, hidden); fp32.
+        """
+        if self.training:
+            self.seed_dropout(*next(self.places))
+        # Here and not around the whole step: a backward pass runs in the types of its forward pass.
+        with autocast(self.precision, states.device):
+            if self.is_first:
+                states = self.architecture.embed(self.network, states)
+            states = self.architecture.run_blocks(self.network, states, attention_mask)
+            if self.is_last:
+                states = self.architecture.classify(self.network, states, attention_mask)
+        return states.float()
+
+    def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
+        """As :meth:`NewsClassifier.seed_dropout`."""
+        self.dropout_stream.move(seed, step, first_row)
+        # Torch's generator counts from where it is put: two stages of a rank would draw the same masks.
+        torch.manual_seed(hash((seed, step, first_row, self.index)) % 2**63)
+
+
+def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str) -> list[Stage]:
+    """This rank's stages of a model, even by cost.
+
+    The rest of the model is free once the caller lets go of ``model``.
+
+    Args:
+        indices: numbers of the stages wanted.
+        num_stages: how many there are.
+        where: the flags that asked for them, for the complaint.
+
+    Raises:
+        UserError: the family of networks is not known, or it has fewer blocks than there are stages.
+    """
+    if model.architecture is None:
+        kind = type(model.network).__name__
+        raise UserError(f"{where}: {kind} cannot be cut into stages; DistilBERT, BERT and Llama can")
+    if len(model.blocks) < num_stages:
+        raise UserError(f"{where}: {num_stages} stages, and the model has {len(model.blocks)} blocks to share out")
+    # Looking up embeddings costs next to no time, and the head works on one token of each row.
+    costs = [1.0] * (len(model.blocks) - 1) + [model.architecture.last_block_work]
+    runs = balanced_split(costs, num_stages)
+    return [Stage(model, runs[index], index, num_stages) for index in indices]
+
+
+def balanced_split(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cut a row of costs into runs, none empty, so that the costliest is as cheap as can be.
+
+    Of cuts that are equal in that, the more even, then the one whose first runs are shorter: the first stage also
+    holds the embeddings and keeps the most activations.
+    """
+    # best[i]: (costliest run, sum of squares, ends of the runs) of the first i costs.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * len(costs)
+    for _ in range(num_stages):
+        best = [min(_extensions(best, costs, end), default=None) for end in range(len(costs) + 1)]
+    assert best[-1] is not None, "more stages than costs"
+    ends = best[-1][2]
+    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _extensions(
+    best: Sequence[tuple[float, float, tuple[int, ...]] | None], costs: Sequence[float], end: int
+) -> Iterator[tuple[float, float, tuple[int, ...]]]:
+    """The first ``end`` costs with one run more."""
+    run = 0.0
+    for start in range(end - 1, -1, -1):
+        run += costs[start]
+        if (before := best[start]) is not None:
+            yield max(before[0], run), before[1] + run * run, (*before[2], end)
