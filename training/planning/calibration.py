@@ -39,8 +39,11 @@ OPTIMIZER_BYTES = 36
 # Of the memory: CUDA's context, NCCL's buffers and cuBLAS' workspaces, and the share lost to fragmentation.
 RESERVED_BYTES = 2 * 2**30
 FRAGMENTATION = 0.04
-# Bytes per second to shared storage that rank 0 writes a checkpoint with, and those that it gathers it with.
+# Of a checkpoint, bytes per second: from GPUs to pageable memory of rank 0, from there to shared storage by one writer,
+# and through SHA-256 on one core.
+COPY_BANDWIDTH = 5e9
 STORAGE_BANDWIDTH = 2e9
+HASH_BANDWIDTH = 1.5e9
 # Bytes that each micro-batch moves for each whole parameter outside the products: casts or copies of gathered weights,
 # and gradients that are cast and added up.
 WEIGHT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14}

@@ -159,7 +159,8 @@ def _pipeline(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster)
     # A rank with one stage sends twice a micro-batch but at the ends of the pipeline; in a loop there are no ends.
     sends = 2 * chunks if chunks > 1 else 2 - stage.first - stage.last
     calls = layout.accumulation * sends
-    return [_transfer("send", "pp", group, calls, calls * _hidden_bytes(shape, layout))]
+    fp32 = 4 * layout.micro_batch * layout.seq_len * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return [_transfer("send", "pp", group, calls, calls * fp32)]
 
 
 def _hidden_bytes(shape: ModelShape, layout: Layout) -> float:

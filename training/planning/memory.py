@@ -79,6 +79,8 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     parameters = rank_parameters(shape, layout, stage)
     if layout.strategy == "zero1":
         weights, gradients, optimizer = zero_states(parameters, layout.dp, 1)
+        # A parameter's moments are not divided: one rank holds those of the word embeddings.
+        optimizer = max(optimizer, OURS.optimizer * shape.vocab * shape.hidden)
     else:
         weights, gradients, optimizer = zero_states(parameters, layout.dp_shard, 3)
     if is_gathered(layout) and layout.accumulation > 1:
@@ -128,8 +130,8 @@ def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> flo
     block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)
     whole = stage.blocks * block + outer
     if not is_gathered(layout):
-        # Autocast keeps a cast copy of each weight from its forward to its backward use.
-        return 0.0 if width == 4 else 2 * whole
+        # Autocast keeps a cast copy of each weight from its forward to its backward use, one for each micro-batch.
+        return 0.0 if width == 4 else 2 * whole * in_flight(layout, stage.place)
     # The outer group stays gathered. Of the blocks: the current one and the next, each with its flat buffer.
     gathered = width * whole if keeps_gathered(layout) else width * (outer + 2 * block)
     reducing = (width + 4) * max(block, outer)  # gradients of one group as computed, and in fp32 on their way

@@ -1,0 +1,143 @@
+"""Answer: the best way to train a model on a cluster, how it scales up to there, and what its checkpoint costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from training.errors import UserError
+from training.planning.calibration import COPY_BANDWIDTH, HASH_BANDWIDTH, STORAGE_BANDWIDTH
+from training.planning.hardware import GIB, Cluster
+from training.planning.layouts import STRATEGIES, Work, degrees, divisors, with_batches
+from training.planning.plan import Plan, make_plan
+from training.planning.shapes import ModelShape, StrategyName
+
+CHECKPOINT_BYTES = 12  # a parameter and its two moments, fp32
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of weights and moments, which rank 0 collects, writes and hashes.
+
+    ``gather``, ``write``, ``hash``: seconds.
+    """
+
+    bytes: float
+    gather: float
+    write: float
+    hash: float
+
+    @property
+    def seconds(self) -> float:
+        """From the last step before it to the first after."""
+        return self.gather + self.write + self.hash
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All plans of one question.
+
+    ``plans``: the best of each strategy and product of degrees, the fitting ones first, the fastest first.
+    ``scaling``: the best plan for 1, 2, 4 ... GPUs with as many tokens a GPU; None where nothing fits.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    work: Work
+    plans: list[Plan]
+    scaling: dict[int, Plan | None]
+    checkpoint: Checkpoint
+    target_tokens: float | None
+
+    @property
+    def best(self) -> list[Plan]:
+        """The three fastest that fit."""
+        return [plan for plan in self.plans if plan.fits][:3]
+
+
+def answer(
+    shape: ModelShape,
+    cluster: Cluster,
+    work: Work,
+    strategies: Sequence[StrategyName] = STRATEGIES,
+    target_tokens: float | None = None,
+) -> Answer:
+    """Plan every layout of ``strategies``.
+
+    Raises:
+        UserError: the global batch cannot be shared out by any of them.
+    """
+    plans = best_plans(shape, cluster, work, strategies)
+    if not plans:
+        raise UserError(
+            f"--batch_tokens {work.rows * work.seq_len}: {work.rows} rows of {work.seq_len} tokens cannot be shared "
+            f"out evenly over {cluster.gpus} GPUs by {', '.join(strategies)}; take a multiple of "
+            f"{cluster.gpus * work.seq_len}"
+        )
+    scaling = _scaling(shape, cluster, work, strategies, plans)
+    return Answer(shape, cluster, work, plans, scaling, estimate_checkpoint(shape, cluster), target_tokens)
+
+
+def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName]) -> list[Plan]:
+    """For each strategy and product of degrees the fastest plan that fits, or the one that lacks least."""
+    found = []
+    for strategy in strategies:
+        for layout in degrees(shape, cluster, strategy):
+            candidates = [make_plan(shape, batch, cluster) for batch in with_batches(shape, layout, work)]
+            if fitting := [plan for plan in candidates if plan.fits]:
+                found.append(max(fitting, key=lambda plan: plan.tokens_per_second))
+            elif candidates:
+                found.append(min(candidates, key=lambda plan: plan.memory.total))
+    return sorted(found, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
+
+
+def _scaling(
+    shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName], plans: list[Plan]
+) -> dict[int, Plan | None]:
+    """The best plan for each number of GPUs that fills whole nodes or divides one, up to all."""
+    found: dict[int, Plan | None] = {}
+    for gpus in divisors(cluster.gpus):
+        if cluster.gpus_per_node % gpus and gpus % cluster.gpus_per_node:
+            continue
+        rows = work.rows * gpus // cluster.gpus
+        here = min(gpus, cluster.gpus_per_node)
+        smaller = replace(cluster, nodes=gpus // here, gpus_per_node=here)
+        share = plans if gpus == cluster.gpus else []
+        if rows and not share:
+            # One GPU is the plainest strategy's, whatever was asked for.
+            asked = strategies if gpus > 1 else ("ddp",)
+            share = best_plans(shape, smaller, replace(work, rows=rows), asked)
+        found[gpus] = next((plan for plan in share if plan.fits), None)
+    return found
+
+
+def estimate_checkpoint(shape: ModelShape, cluster: Cluster) -> Checkpoint:
+    """What training/checkpointing does: rank 0 takes whole tensors to its memory, writes one file, and hashes it."""
+    size = CHECKPOINT_BYTES * shape.num_parameters
+    network = cluster.gpu.network_bandwidth if cluster.nodes > 1 else cluster.gpu.link_bandwidth
+    gather = size / min(COPY_BANDWIDTH, network * cluster.calibration.network_share)
+    return Checkpoint(size, gather, size / STORAGE_BANDWIDTH, size / HASH_BANDWIDTH)
+
+
+def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float) -> float:
+    """Tokens that one GPU gets through in ``days`` at a ``utilisation`` of its peak by the model's own operations."""
+    peak = max(cluster.gpu.peak_flops.values())
+    return utilisation * peak * days * 86_400 / (3 * shape.forward_flops(seq_len) / seq_len)
+
+
+def nothing_fits(answer: Answer) -> UserError:
+    """What is missing where no plan fits, by the one that lacks least."""
+    closest = answer.plans[0]
+    missing = (closest.memory.total - closest.available) / GIB
+    return UserError(
+        f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {describe(closest)}, "
+        f"lacks {missing:,.1f} GiB a GPU ({closest.reason}): take more GPUs, larger ones or a smaller --batch_tokens"
+    )
+
+
+def describe(plan: Plan) -> str:
+    """A layout in a few words: its strategy and the degrees above 1."""
+    layout = plan.layout
+    names = {"pp": layout.pp, "replicate": layout.dp_replicate, "shard": layout.dp_shard, "tp": layout.tp}
+    parts = [f"{name} {degree}" for name, degree in names.items() if degree > 1]
+    return f"{layout.strategy} ({' x '.join(parts)})" if parts else layout.strategy
