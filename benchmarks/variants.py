@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
-from training.batching import LengthBucketSampler, pad, rank_share
+from training.batching import DataPlace, LengthBucketSampler, pad, rank_share
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
@@ -149,7 +149,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     epoch = Epoch(ranks)
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = rank_share(rows, batch, ranks.rank, ranks.world_size)
+        micro_batches = rank_share(rows, batch, DataPlace(ranks.rank, ranks.world_size))
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = strategy.step(micro_batches, step, learning_rate)

@@ -7,7 +7,7 @@ global batches, and a resumed run goes on at the very next one on any number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ class MicroBatch:
     """One rank's padded share of a global batch.
 
     ``input_ids``, ``attention_mask``: int64, (rows, seq); ``labels``: int64, (rows,); ``weights``: float32, (rows,),
-    each row's share in the global mean, 0 for a stand-in; ``rows``: its row numbers in the training split;
+    each row's share in the global mean, 0 for a stand-in; ``rows``: its row numbers in the training split, -1 for one;
     ``first_row``: position of its first row in the global batch; ``num_tokens``: tokens without padding.
     """
 
@@ -44,6 +44,20 @@ class MicroBatch:
         tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
         moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
         return MicroBatch(*moved, self.rows, self.first_row, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """Which of ``size`` shares of each global batch a rank works on.
+
+    Ranks that hold parts of one replica work on the same share; one of them ``leads`` and speaks for it. A pipeline
+    has ``even_rows``: all micro-batches of a share have as many rows.
+    """
+
+    rank: int
+    size: int
+    leads: bool = True
+    even_rows: bool = False
 
 
 class LengthBucketSampler:
@@ -93,37 +107,56 @@ class LengthBucketSampler:
 def rank_share(
     rows: TokenizedRows,
     batch: np.ndarray,
-    rank: int,
-    world_size: int,
+    place: DataPlace,
     accumulation: int = 1,
+    *,
     pad_to_multiple_of: int = 1,
+    max_length: int = 2**31,
+    speeds: Sequence[float] | None = None,
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
-    Every rank gets an even run of the batch's rows, padded to the same length, so that all have the same work. A
-    share without rows becomes one stand-in row of weight 0: its rank must still take part in the collectives.
+    A rank gets a run of the batch's rows, padded to the same length on all, so that all have the same work. A share
+    without rows becomes one stand-in row of weight 0: its rank must still take part in the collectives.
+
+    Args:
+        rows: the split.
+        batch: row numbers of the global batch.
+        place: which share; with its ``even_rows`` micro-batches are filled up with stand-ins.
+        accumulation: micro-batches of a share.
+        pad_to_multiple_of: lengths are rounded up to it, though not over ``max_length`` tokens.
+        speeds: a number for each share, to which its rows are in proportion; None for even shares.
 
     Returns:
         ``accumulation`` micro-batches.
     """
     length = int(rows.lengths[batch].max())
-    length = -(-length // pad_to_multiple_of) * pad_to_multiple_of
-    edges = np.linspace(0, len(batch), world_size * accumulation + 1).round().astype(int)
-    shares = range(rank * accumulation, (rank + 1) * accumulation)
-    return [_micro_batch(rows, batch, int(edges[i]), int(edges[i + 1]), length) for i in shares]
+    length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
+    until = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
+    start, stop = (until[place.rank : place.rank + 2] / until[-1] * len(batch)).round().astype(int).tolist()
+    if place.even_rows:
+        size = max(1, -(-(stop - start) // accumulation))
+        edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
+    else:
+        size = 1
+        edges = np.linspace(start, stop, accumulation + 1).round().astype(int).tolist()
+    return [_micro_batch(rows, batch, edges[i], edges[i + 1], length, size) for i in range(accumulation)]
 
 
-def _micro_batch(rows: TokenizedRows, batch: np.ndarray, start: int, stop: int, length: int) -> MicroBatch:
+def _micro_batch(
+    rows: TokenizedRows, batch: np.ndarray, start: int, stop: int, length: int, least_rows: int
+) -> MicroBatch:
     mine = batch[start:stop]
-    stand_in = len(mine) == 0
-    chosen = batch[:1] if stand_in else mine
+    stand_ins = max(0, least_rows - len(mine))
+    chosen = np.concatenate([mine, np.repeat(batch[:1], stand_ins)])
+    weights = np.repeat([1 / len(batch), 0.0], [len(mine), stand_ins]).astype(np.float32)
     input_ids, attention_mask = pad(rows, chosen, length)
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=torch.from_numpy(rows.labels[chosen]),
-        weights=torch.full((len(chosen),), 0.0 if stand_in else 1 / len(batch)),
-        rows=mine,
+        weights=torch.from_numpy(weights),
+        rows=np.concatenate([mine, np.full(stand_ins, -1, mine.dtype)]),
         first_row=start,
         num_tokens=int(rows.lengths[mine].sum()),
     )

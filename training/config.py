@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +27,21 @@ def _field(default: Any, group: str, help: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"group": group}, validate_default=True, **limits)
 
 
+# The strategies that each of these flags is for; with another one it is refused, not ignored.
+FLAGS_OF_STRATEGIES = {
+    "dp_shard": ("zero2", "zero3", "3d"),
+    "tp": ("tp", "3d"),
+    "pp": ("pp", "3d"),
+    "pp_schedule": ("pp", "3d"),
+    "sequence_parallel": ("tp", "3d"),
+    "compress": ("ddp", "zero1"),
+    "cpu_offload": ("zero2", "zero3", "deepspeed"),
+    "balance": ("ddp", "zero1"),
+    "deepspeed_stage": ("deepspeed",),
+    "deepspeed_config": ("deepspeed",),
+}
+
+
 class TrainConfig(BaseModel):
     """Everything that a training run can be told. The descriptions are the help texts of the flags."""
 
@@ -39,8 +55,9 @@ class TrainConfig(BaseModel):
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small DistilBERT made here from nothing, with no download")
-    gradient_checkpointing: bool = _field(False, "model", "recompute activations in the backward pass: less memory, a third more work")
-    compile: bool = _field(False, "model", "torch.compile the model; pays on GPUs in long runs")
+    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only what enters each block (a third more work), selective also what matrix products gave (little more work)")
+    compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs")
+    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Hopper and newer); needs the extra float8")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
     batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x ranks x gradient_accumulation", ge=1)
@@ -56,7 +73,18 @@ class TrainConfig(BaseModel):
     seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
 
-    strategy: Literal["ddp"] = _field("ddp", "processes", "how the model lies over the processes: ddp = a whole copy on each")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model lies over the processes: ddp = a whole copy on each; zero1, zero2, zero3 = the optimizer's state, also the gradients, also the weights are shared out; deepspeed = the same by DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all together")
+    dp: int = _field(0, "processes", "data-parallel degree; 0 = the ranks that tp and pp leave", ge=0)
+    dp_shard: int = _field(0, "processes", "how many of the dp ranks share one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a copy on each", ge=0)
+    tp: int = _field(0, "processes", "tensor-parallel degree, ranks of one machine; 0 = 1, or for tp all ranks", ge=0)
+    pp: int = _field(0, "processes", "pipeline stages, in ranks; 0 = 1, or for pp all ranks", ge=0)
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (gradient_accumulation counts them) in the pipeline; the last three give each rank two stages")
+    sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts")
+    compress: str = _field("none", "processes", "gradients on the wire (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4")
+    cpu_offload: bool = _field(False, "processes", "keep shared-out state in the machine's memory (zero2, zero3, deepspeed)")
+    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and give slower ones fewer rows (ddp, zero1)")
+    deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shares out: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3)
+    deepspeed_config: Path | None = _field(None, "processes", "DeepSpeed's own JSON file, for what has no flag here")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run lie beside it")
@@ -72,6 +100,14 @@ class TrainConfig(BaseModel):
     def _check_across(self) -> TrainConfig:
         if self.precision == "fp16" and self.device == "cpu":
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
+        if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", self.compress):
+            raise ValueError(f"--compress {self.compress}: must be none, fp16, bf16 or powersgd[:rank], as powersgd:4")
+        for flag, strategies in FLAGS_OF_STRATEGIES.items():
+            value = getattr(self, flag)
+            if value != type(self).model_fields[flag].default and self.strategy not in strategies:
+                raise ValueError(
+                    f"--{flag} {value}: does nothing with --strategy {self.strategy}, only with {', '.join(strategies)}"
+                )
         if not self.output_dir.name:
             raise ValueError(f"--output_dir {self.output_dir}: must name a folder")
         return self
@@ -98,10 +134,13 @@ class TrainConfig(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-# What may differ between a checkpoint and the run that goes on from it. The batch fields are compared apart:
-# only their product with the number of ranks, the global batch, decides the order of rows.
+# What may differ between a checkpoint and the run that goes on from it: where things lie, and how the model lies over
+# the processes. The batch fields are compared apart: only their product with the number of data ranks, the global
+# batch, decides the order of rows.
 OPERATIONAL_FIELDS = frozenset(
     {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
+    | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
+    | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
 
@@ -155,7 +194,10 @@ def _argument_form(field: FieldInfo) -> dict[str, Any]:
     if field.annotation is bool:
         return {"nargs": "?", "const": "true", "metavar": "true|false"}
     choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
-    return {"metavar": "|".join(choices) or {int: "N", Path: "PATH", str: "TEXT"}.get(field.annotation, "X")}
+    return {
+        "metavar": "|".join(choices)
+        or {int: "N", Path: "PATH", Path | None: "PATH", str: "TEXT"}.get(field.annotation, "X")
+    }
 
 
 def _help_text(field: FieldInfo) -> str:

@@ -25,17 +25,19 @@ def describe_device(ranks: Ranks) -> str:
 def describe_run(trainer: Trainer) -> dict[str, str]:
     """The facts of a run, in the order in which they are shown."""
     config, ranks, news, tokens = trainer.config, trainer.ranks, trainer.news, trainer.news.tokens
-    parameters = sum(parameter.numel() for parameter in trainer.strategy.model.parameters())
-    rows_a_rank = trainer.global_batch_size / ranks.world_size / trainer.accumulation
-    batch = f"{ranks.world_size} ranks x {rows_a_rank:g} rows x {trainer.accumulation} accumulation"
+    shares = trainer.strategy.place.size
+    rows_a_share = trainer.global_batch_size / shares / trainer.accumulation
+    who = "ranks" if shares == ranks.world_size else "groups of ranks"
+    batch = f"{shares} {who} x {rows_a_share:g} rows x {trainer.accumulation} accumulation"
     cut = tokens.train.num_cut + tokens.test.num_cut
     return {
-        "Model": f"{config.model} ({parameters / 1e6:.1f} M parameters)",
+        "Model": f"{config.model} ({trainer.num_parameters / 1e6:.1f} M parameters)",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {len(news.validation_index):,} validation, "
         f"{len(tokens.test):,} test rows",
         "Labels": ", ".join(tokens.label_names),
         "Texts cut": f"{cut:,} of {len(tokens.train) + len(tokens.test):,}, at {config.max_length} tokens",
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
+        "Layout": trainer.strategy.describe(),
         "Device": describe_device(ranks),
         "Precision": trainer.precision,
         "Global batch": f"{trainer.global_batch_size} rows = {batch}",

@@ -29,6 +29,11 @@ class DropoutStream:
         """Go to the micro-batch that begins at ``first_row`` of the global batch of ``step``."""
         self.seed, self.step, self.first_row = seed, step, first_row
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What :meth:`move` was told."""
+        return self.seed, self.step, self.first_row
+
     def draws(self, site: int, shape: torch.Size) -> torch.Tensor:
         """Uniform 16-bit draws, int16 of ``shape``; the first dimension counts rows."""
         count = shape.numel()

@@ -12,10 +12,12 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+import torch
 
 from inference.errors import ModelLoadError
 from inference.model_files import SavedModel, read_saved_model
 from inference.tokenization import TextTokenizer
+from training.batching import DataPlace
 from training.dataset import NewsData, Rows, load_news
 from training.distributed import Ranks, ranks
 from training.errors import OneLineParser, UserError, run_command
@@ -62,11 +64,14 @@ def evaluate_saved(path: Path, dataset: str | None, mine: Ranks, *, quiet: bool 
     saved, data = mine.together(read)
     rows = _relabelled(data, saved.labels)
     tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length), rows)
-    model = NewsClassifier.from_saved(saved).to(mine.device)
+    model = NewsClassifier.from_saved(saved).to(mine.device).eval()
     show = mine.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
-    with counting as count:
-        metrics, _ = evaluate(model, tokens, mine, saved.labels, on_batch=lambda rows: count(rows * mine.world_size))
+    with counting as count, torch.inference_mode():
+        place = DataPlace(mine.rank, mine.world_size)
+        metrics, _ = evaluate(
+            model, tokens, mine, saved.labels, place, on_batch=lambda rows: count(rows * mine.world_size)
+        )
     return {"model": str(path), "dataset": data.name, **metrics}
 
 

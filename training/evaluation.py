@@ -8,35 +8,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.batching import pad
+from training.batching import DataPlace, pad
 from training.distributed import Ranks
 from training.metrics import classification_metrics
-from training.model import NewsClassifier
-from training.precision import autocast
 from training.tokenized import TokenizedRows
 
 ROWS_PER_BATCH = 64
 
 
 def evaluate(
-    model: NewsClassifier,
+    logits_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rows: TokenizedRows,
     ranks: Ranks,
     label_names: Sequence[str],
-    precision: str = "fp32",
+    place: DataPlace,
     index: np.ndarray | None = None,
     on_batch: Callable[[int], None] = lambda rows: None,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Classify rows and say how well.
 
-    The batches do not depend on the number of ranks; they are dealt out one by one, without padded duplicates.
+    The batches do not depend on the number of ranks; they are dealt out one by one, and every row counts once.
 
     Args:
-        model: on this rank's device; its mode is put back afterwards.
+        logits_of: ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
         rows: the split.
         ranks: every rank must call this.
         label_names: a name for each class.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
+        place: which of the batches are this rank's.
         index: which rows of the split; all by default.
         on_batch: told the number of rows of each batch done on this rank.
 
@@ -47,18 +45,19 @@ def evaluate(
     index = np.arange(len(rows)) if index is None else index
     order = np.argsort(rows.lengths[index], kind="stable")
     batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
-    was_training = model.training
-    model.eval()
     mine = []
-    with torch.inference_mode(), autocast(precision, ranks.device):
-        for batch in batches[ranks.rank :: ranks.world_size]:
-            chosen = index[batch]
-            input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
-            mine.append(model(input_ids.to(ranks.device), attention_mask.to(ranks.device)).float().cpu().numpy())
+    for first in range(0, len(batches), place.size):
+        # Ranks that share out a model gather it together: one that has no batch left takes part in the others'.
+        has_batch = first + place.rank < len(batches)
+        batch = batches[first + place.rank] if has_batch else batches[-1][:1]
+        chosen = index[batch]
+        input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
+        part = logits_of(input_ids.to(ranks.device), attention_mask.to(ranks.device))
+        if has_batch:
+            mine.append(part.float().cpu().numpy())
             on_batch(len(batch))
-    model.train(was_training)
     logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
-    for rank, parts in enumerate(ranks.gather(mine)):
-        for batch, part in zip(batches[rank :: ranks.world_size], parts, strict=True):
+    for number, parts in ranks.gather((place.rank, mine if place.leads else [])):
+        for batch, part in zip(batches[number :: place.size], parts, strict=False):
             logits[batch] = part
     return classification_metrics(logits, rows.labels[index], label_names), logits

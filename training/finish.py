@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,16 @@ def finish_run(trainer: Trainer) -> Path:
     if best.step != trainer.step:
         weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
         trainer.strategy.load_weights(weights)
-    console, world_size = trainer.console, trainer.ranks.world_size
+    console, place = trainer.console, trainer.strategy.place
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
     with counting as count:
         test, logits = evaluate(
-            trainer.strategy.model,
+            partial(trainer.strategy.logits, precision="fp32"),
             tokens.test,
             trainer.ranks,
             tokens.label_names,
-            on_batch=lambda rows: count(rows * world_size),
+            place,
+            on_batch=lambda rows: count(rows * place.size),
         )
     weights = trainer.strategy.full_weights()
     if trainer.ranks.is_first:
@@ -62,7 +64,7 @@ def finish_run(trainer: Trainer) -> Path:
         }
         try:
             write_model(
-                trainer.strategy.model,
+                trainer.architecture,
                 weights,
                 trainer.news.tokenizer,
                 metrics,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,17 +12,24 @@ from torch import nn
 from training.config import TrainConfig
 
 
-def build_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with no decay on biases and LayerNorm weights."""
-    decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, fused=True)
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer: no decay on biases and norms' weights; one mesh a group, since none may be mixed."""
+    groups: dict[tuple[bool, Any], dict[str, Any]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.dim() <= 1):
+        decays = parameter.dim() > 1
+        group = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+        groups.setdefault((decays, getattr(parameter, "device_mesh", None)), group)["params"].append(parameter)
+    return list(groups.values())
 
 
-def scaled_learning_rate(config: TrainConfig, world_size: int) -> float:
-    """The peak learning rate for this many ranks (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
-    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[config.scale_lr]
+def build_optimizer(parameters: Iterable[nn.Parameter], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+    return torch.optim.AdamW(parameter_groups(parameters, weight_decay), lr=0.0, fused=True)
+
+
+def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
+    """The peak learning rate for this many shares (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
+    factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[config.scale_lr]
     return config.peak_learning_rate * factor
 
 

@@ -1,4 +1,4 @@
-"""Numbers a run computes in: fp32, bf16 or fp16 with a gradient scaler."""
+"""Numbers a run computes in: fp32, bf16 or fp16 with a loss scale."""
 
 from __future__ import annotations
 
@@ -38,3 +38,38 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, DTYPES[precision])
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), so that fp16 gradients do not vanish.
+
+    Whether a step is good is read off the global gradient norm, which every rank knows, whatever the layout: so all
+    decide alike, without a collective of its own.
+    """
+
+    FIRST = 2.0**16
+    GROWS_AFTER = 2000  # good steps in a row
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = self.FIRST if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Learn whether the step's gradients were finite."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.GROWS_AFTER:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the state of a run in the same precision."""
+        if self.enabled:
+            self.scale, self.good_steps = state["scale"], int(state["good_steps"])

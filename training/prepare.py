@@ -101,19 +101,7 @@ def prepare_model(config: TrainConfig, ranks: Ranks, tokens: TokenizedNews) -> N
                 f"--max_length {config.max_length}: --model {config.model} has positions for "
                 f"{model.max_positions} tokens"
             )
-        if config.gradient_checkpointing:
-            _checkpoint_activations(config.model, model)
         return model
 
     is_local = config.model == TINY or Path(config.model).expanduser().is_dir()
     return ranks.together(load) if is_local else ranks.first_then_rest(load)
-
-
-def _checkpoint_activations(name: str, model: NewsClassifier) -> None:
-    network = model.network
-    # The older name warns where the newer one exists.
-    enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        raise UserError(f"--gradient_checkpointing: --model {name} does not support it") from error

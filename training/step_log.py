@@ -104,4 +104,4 @@ def _listed(rows: Sequence[int], most: int = 8) -> str:
 
 def rows_of(micro_batches: Sequence[MicroBatch]) -> np.ndarray:
     """The row numbers of a rank's micro-batches, in the order of their losses; stand-ins count as row -1."""
-    return np.concatenate([batch.rows if len(batch.rows) else np.array([-1]) for batch in micro_batches])
+    return np.concatenate([batch.rows for batch in micro_batches])

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from training.interruption import Interruption
 from training.monitoring import Console, EpochMetrics, Exporter, RunLog
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
+from training.parallelism.blocks import length_multiple
 from training.precision import choose_precision
 from training.prepare import prepare_model, prepare_news
 from training.quiet import quiet_libraries
@@ -58,14 +60,16 @@ class Trainer:
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
+        self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()
+        self.strategy = ranks.together(lambda: STRATEGIES[config.strategy](model, config, ranks, self.precision))
+        self.place = self.strategy.place
         # Last of what can be refused: it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, self.store, self.news.tokens.key, self.say)
-        self.strategy = STRATEGIES[config.strategy](model, config, ranks, self.precision)
-        self.global_batch_size, self.accumulation = global_batch_size(config, ranks, resumed)
+        resumed = find_resume_point(config, ranks, self.place, self.store, self.news.tokens.key, self.say)
+        self.global_batch_size, self.accumulation = global_batch_size(config, self.place, resumed)
         lengths = self.news.tokens.train.lengths[self.news.train_index]
         self.sampler = LengthBucketSampler(lengths, self.global_batch_size, config.seed)
         self.total_steps = config.epochs * len(self.sampler)
-        self.peak_learning_rate = scaled_learning_rate(config, ranks.world_size)
+        self.peak_learning_rate = scaled_learning_rate(config, self.place.size)
         self.step = 0
         self.epochs: list[EpochMetrics] = []
         self.epoch_loss = AverageMeter()
@@ -159,8 +163,14 @@ class Trainer:
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         tokens = self.news.tokens.train
-        pad_to = 1 if self.ranks.device.type == "cpu" else 8
-        micro_batches = rank_share(tokens, batch, self.ranks.rank, self.ranks.world_size, self.accumulation, pad_to)
+        micro_batches = rank_share(
+            tokens,
+            batch,
+            self.place,
+            self.accumulation,
+            pad_to_multiple_of=length_multiple(self.config, self.ranks.device.type),
+            max_length=self.config.max_length,
+        )
         step = self.step + 1
         learning_rate = learning_rate_at(
             step, self.total_steps, self.peak_learning_rate, self.config.warmup, self.config.schedule
@@ -168,7 +178,8 @@ class Trainer:
         with self._explained(micro_batches[0].input_ids.shape):
             moved = [batch.to(self.ranks.device) for batch in micro_batches]
             result = self.strategy.step(moved, step, learning_rate)
-        self.exporter.trained_on(micro_batches)
+        if self.place.leads:
+            self.exporter.trained_on(micro_batches)
         num_tokens = int(tokens.lengths[batch].sum())
         self.step_log.add(
             StepRecord(step, epoch, learning_rate, len(batch), num_tokens, rows_of(micro_batches), result)
@@ -195,11 +206,11 @@ class Trainer:
         tokens = self.news.tokens
         with self._explained(None):
             validation, _ = evaluate(
-                self.strategy.model,
+                partial(self.strategy.logits, precision=self.precision),
                 tokens.train,
                 self.ranks,
                 tokens.label_names,
-                self.precision,
+                self.place,
                 self.news.validation_index,
             )
         if not math.isfinite(validation["loss"]):
@@ -274,7 +285,7 @@ class Trainer:
         size = f" with a micro-batch of {shape[0]} rows of {shape[1]} tokens" if shape else ""
         return TrainingFailure(
             f"rank {self.ranks.rank}: out of memory at step {self.step + 1}{size}; lower --batch_size and raise "
-            "--gradient_accumulation by the same factor, lower --max_length, or use --gradient_checkpointing"
+            "--gradient_accumulation by the same factor, lower --max_length, or use --activation_checkpointing full"
         )
 
     def _describe_row(self, row: int) -> str:

@@ -16,6 +16,7 @@ from transformers import (
 
 from training.dropout import RowDropout
 from training.model import LABEL_MAP, NewsClassifier
+from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 
 TOLERANCE = 1e-6  # fp32, weights of the usual size
 EXACT = 1e-10  # fp64, where only another computation could differ by more
@@ -179,16 +180,21 @@ def test_state_dict_keeps_transformers_names(architecture: str, tmp_path: Path) 
     assert all(name.startswith("network.") for name in names)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("architecture", ["distilbert", "bert", "roberta"])
-def test_gradient_checkpointing_gives_equal_gradients_with_dropout_on(architecture: str, tmp_path: Path) -> None:
+def test_activation_checkpointing_gives_equal_gradients_though_dropout_has_moved_on(
+    architecture: str, mode: str, tmp_path: Path
+) -> None:
     folder = save_encoder(tmp_path, architecture, dropout=0.2)
     plain, checkpointed = classifier_of(folder).train(), classifier_of(folder).train()
-    checkpointed.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for block in checkpointed.blocks:
+        apply_activation_checkpointing(block, mode, checkpointed.dropout_stream)
     found = []
 
     for model in (plain, checkpointed):
         model.seed_dropout(seed=1, step=5, first_row=0)
         logits = model(*BATCHES["padded"])
+        model.seed_dropout(seed=1, step=6, first_row=40)
         found.append((logits, gradients(model, logits)))
 
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=EXACT)

@@ -12,15 +12,15 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from training.distributed import Ranks
 from training.errors import UserError
-from training.model import NewsClassifier
 from training.model_card import model_card
 from training.utils import replace_folder, write_json, write_whole
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def check_output(model_folder: Path) -> None:
@@ -73,7 +73,7 @@ def _nearest_folder(path: Path) -> Path:
 
 
 def write_model(
-    model: NewsClassifier,
+    architecture: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     metrics: dict[str, Any],
@@ -83,8 +83,8 @@ def write_model(
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each whole or not at all.
 
     Args:
-        model: gives the architecture.
-        weights: its state dict on the CPU.
+        architecture: of the network, with its labels.
+        weights: the classifier's state dict on the CPU.
         tokenizer: saved with the model.
         metrics: the contents of ``metrics.json``.
         model_folder: replaced if it exists.
@@ -93,11 +93,14 @@ def write_model(
     aside = model_folder.with_name(f".{model_folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    network = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
-    model.network.save_pretrained(aside, state_dict=network)
+    with torch.device("meta"):  # the trained one may lie in parts on many ranks
+        network = AutoModelForSequenceClassification.from_config(architecture)
+    whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
+    network.save_pretrained(aside, state_dict=whole)
     tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name), encoding="utf-8")
+    labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
     one_file = {
         "epoch": metrics["best_epoch"],
         "model_state_dict": weights,
@@ -105,9 +108,9 @@ def write_model(
         "accuracy": metrics["test"]["accuracy"],
         "config": {
             "model_name": metrics["base_model"],
-            "num_labels": len(model.label_names),
+            "num_labels": len(labels),
             "max_length": metrics["max_length"],
-            "labels": list(model.label_names),
+            "labels": labels,
             "encoder_config": json.loads((aside / "config.json").read_text(encoding="utf-8")),
             "tokenizer_json": (aside / "tokenizer.json").read_text(encoding="utf-8"),
             "metrics": metrics,

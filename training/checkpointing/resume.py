@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from training.batching import DataPlace
 from training.checkpointing.store import CheckpointStore, find_damage, load_checkpoint, move_aside
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
 from training.distributed import Ranks
@@ -24,7 +25,12 @@ class Resumed:
 
 
 def find_resume_point(
-    config: TrainConfig, ranks: Ranks, store: CheckpointStore, data_key: str, say: Callable[[str], None]
+    config: TrainConfig,
+    ranks: Ranks,
+    place: DataPlace,
+    store: CheckpointStore,
+    data_key: str,
+    say: Callable[[str], None],
 ) -> Resumed | None:
     """Find, check and read the checkpoint that ``--resume`` asks for; every rank reads the one rank 0 found.
 
@@ -39,7 +45,7 @@ def find_resume_point(
         with only_run_in(config.run_dir) if config.run_dir.is_dir() else contextlib.nullcontext():
             path = _find(config, store, say)
             if path is not None:
-                _check_same_run(config, ranks, path, load_checkpoint(path), data_key)
+                _check_same_run(config, place, path, load_checkpoint(path), data_key)
                 _move_later_ones_aside(store, path, say)
                 say(f"Resuming from {path} (--resume none starts anew)")
             return path
@@ -48,18 +54,19 @@ def find_resume_point(
     return Resumed(path, ranks.together(lambda: load_checkpoint(path))) if path is not None else None
 
 
-def global_batch_size(config: TrainConfig, ranks: Ranks, resumed: Resumed | None) -> tuple[int, int]:
-    """Rows of a global batch, and into how many micro-batches a rank's share is cut.
+def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | None) -> tuple[int, int]:
+    """Rows of a global batch, and into how many micro-batches a share of it is cut.
 
-    A resumed run keeps its global batch on any number of ranks; the micro-batches stay at most ``batch_size`` rows.
+    A resumed run keeps its global batch on any number of ranks; the micro-batches stay at most ``batch_size`` rows,
+    and a pipeline has as many as it is asked to have, in multiples.
     """
     if resumed is None:
-        return (
-            config.batch_size * ranks.world_size * config.gradient_accumulation,
-            config.gradient_accumulation,
-        )
+        return config.batch_size * place.size * config.gradient_accumulation, config.gradient_accumulation
     size = resumed.state["global_batch_size"]
-    return size, max(1, -(-size // (ranks.world_size * config.batch_size)))
+    accumulation = max(1, -(-size // (place.size * config.batch_size)))
+    if place.even_rows:
+        accumulation = -(-accumulation // config.gradient_accumulation) * config.gradient_accumulation
+    return size, accumulation
 
 
 def _find(config: TrainConfig, store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
@@ -76,14 +83,14 @@ def _find(config: TrainConfig, store: CheckpointStore, say: Callable[[str], None
     return path
 
 
-def _check_same_run(config: TrainConfig, ranks: Ranks, path: Path, state: dict[str, Any], data_key: str) -> None:
+def _check_same_run(config: TrainConfig, place: DataPlace, path: Path, state: dict[str, Any], data_key: str) -> None:
     before, now = state["config"], config.model_dump(mode="json")
     differing = [
         f"{name} was {before.get(name)!r}, is {value!r}"
         for name, value in now.items()
         if name not in OPERATIONAL_FIELDS | BATCH_FIELDS and before.get(name) != value
     ]
-    asked = config.batch_size * ranks.world_size * config.gradient_accumulation
+    asked = config.batch_size * place.size * config.gradient_accumulation
     same_flags = all(before[name] == now[name] for name in BATCH_FIELDS)
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")

@@ -72,7 +72,7 @@ class Exporter:
 
     def trained_on(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count this rank's share of a global batch."""
-        self._samples.inc(sum(len(batch.rows) for batch in micro_batches))
+        self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in micro_batches))
         self._tokens.inc(sum(batch.num_tokens for batch in micro_batches))
 
     def step_done(self, metrics: StepMetrics, seconds: float) -> None:

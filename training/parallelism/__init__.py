@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from training.parallelism.ddp import DDPStrategy
+from training.parallelism.mesh import MeshStrategy
 from training.parallelism.strategy import StepResult, Strategy
+from training.parallelism.zero1 import Zero1Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "ddp": DDPStrategy,
+    "zero1": Zero1Strategy,
+    "zero2": MeshStrategy,
+    "zero3": MeshStrategy,
+    "tp": MeshStrategy,
+    "pp": MeshStrategy,
+    "3d": MeshStrategy,
+}
 
-__all__ = ["STRATEGIES", "DDPStrategy", "StepResult", "Strategy"]
+__all__ = ["STRATEGIES", "StepResult", "Strategy"]

@@ -1,0 +1,162 @@
+"""The step that our own strategies share: micro-batches, the true global norm, clipping, the update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from training.batching import DataPlace, MicroBatch
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.model import NewsClassifier
+from training.optimization import build_optimizer
+from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
+from training.parallelism.state import full_model, full_optimizer, load_model, load_optimizer
+from training.parallelism.strategy import StepResult, row_losses
+from training.precision import LossScale, autocast
+
+
+class BaseStrategy:
+    """One process's part of a model and its optimizer.
+
+    A strategy says in :meth:`lay_out` how the model lies over the ranks; what it holds of it afterwards is ``parts``.
+    """
+
+    def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.precision = precision
+        self.place = DataPlace(ranks.rank, ranks.world_size)
+        self.stages = None  # the ranks that hold the other stages of a pipeline
+        self.loss_scale = LossScale(enabled=precision == "fp16")
+        self.own_seconds = 0.0
+        self.parts: list[nn.Module] = self.lay_out(model)
+        self.parameters = {
+            name: parameter
+            for part in self.parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        self.optimizer = self.build_optimizer()
+
+    def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
+        """Lay the model over the ranks; returns this rank's parts of it, whose parameters are trained."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Logits on the way that is trained: (batch, num_labels)."""
+        raise NotImplementedError
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over this rank's parameters."""
+        return build_optimizer(self.parameters.values(), self.config.weight_decay)
+
+    def hold_sync(self) -> Any:
+        """The context of a micro-batch that is not the last: no gradient leaves the rank."""
+        raise NotImplementedError
+
+    def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
+        """Forward and backward over all micro-batches, clip, and one optimizer step."""
+        self.own_seconds = 0.0
+        losses = self.run(micro_batches, step)
+        settle_partial_gradients(self.parameters.values())
+        norm = global_norm(self.parameters.values(), self.stages) / self.loss_scale.scale
+        clip_gradients(
+            self.parameters.values(), norm, limit=self.config.clip_norm or math.inf, scale=self.loss_scale.scale
+        )
+        scaler_skipped = self._update(norm, learning_rate)
+        share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
+        if not self.place.leads:
+            share, losses = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses]
+        return StepResult(share, torch.cat(losses), norm, scaler_skipped, self.own_seconds)
+
+    def run(self, micro_batches: Sequence[MicroBatch], step: int) -> list[torch.Tensor]:
+        """Forward and backward over all micro-batches; returns the loss of each row of each."""
+        losses = []
+        for batch in micro_batches[:-1]:
+            with self.hold_sync():
+                losses.append(self._backward(batch, step))
+        return [*losses, self._backward(micro_batches[-1], step)]
+
+    def _backward(self, batch: MicroBatch, step: int) -> torch.Tensor:
+        for part in self.parts:
+            part.seed_dropout(self.config.seed, step, batch.first_row)
+        began = time.perf_counter()
+        with autocast(self.precision, self.ranks.device):
+            logits = self.forward(batch.input_ids, batch.attention_mask)
+        losses = row_losses(logits, batch.labels, self.config.label_smoothing)
+        self.own_seconds += time.perf_counter() - began
+        (self.share_of_loss(losses, batch.weights)).backward()
+        return losses.detach()
+
+    def share_of_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch's backward pass starts from, ().
+
+        Gradients are averaged over the data ranks and are to be summed: the weights already divide by the global rows.
+        """
+        return (losses * weights).sum() * (self.place.size * self.loss_scale.scale)
+
+    def _update(self, norm: torch.Tensor, learning_rate: float) -> bool:
+        """Step the optimizer, unless the norm is known to be no number; returns whether the loss scale explains that."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        # On the CPU the look is free, and spares the weights; on a GPU the Trainer looks a few steps later.
+        looks = self.loss_scale.enabled or norm.device.type != "cuda"
+        finite = not looks or math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.loss_scale.update(finite=finite)
+        self.optimizer.zero_grad()
+        return self.loss_scale.enabled and not finite
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout off, and no gradients."""
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part in self.parts:
+                part.train()
+
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+        """Logits with dropout off: (batch, num_labels)."""
+        with self.evaluating(), autocast(precision, self.ranks.device):
+            return self.parts[0](input_ids, attention_mask)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether this rank keeps whole tensors when the state is gathered: rank 0, and the first of each stage."""
+        return self.ranks.is_first
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and loss scale; whole on rank 0."""
+        gathering = {"keep": self.keeps_whole, "stages": self.stages}
+        return {
+            "model": full_model(self.parts, **gathering),
+            "optimizer": full_optimizer(self.parameters, self.optimizer, **gathering),
+            "loss_scale": self.loss_scale.state_dict(),
+            "extra": {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of a state of any strategy."""
+        load_model(self.parts, state["model"])
+        load_optimizer(self.parameters, self.optimizer, state["optimizer"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights on the CPU of rank 0."""
+        return full_model(self.parts, keep=self.keeps_whole, stages=self.stages)
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take whole weights."""
+        load_model(self.parts, weights)

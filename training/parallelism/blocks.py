@@ -1,0 +1,49 @@
+"""What is done to each block alone, whatever the strategy: activation checkpointing, then compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from training.config import TrainConfig
+from training.dropout import DropoutStream
+from training.errors import UserError
+from training.model import NewsClassifier
+from training.parallelism.activation_checkpointing import apply_activation_checkpointing
+
+# Batches get one of few lengths where each new shape costs: a compilation, a pipeline's schedule.
+FEW_LENGTHS = 16
+
+
+def length_multiple(config: TrainConfig, device: str) -> int:
+    """What lengths are rounded up to, tokens; ``device``: ``cpu`` or ``cuda``."""
+    if config.compile or config.strategy == "pp" or config.pp > 1 or config.sequence_parallel:
+        return FEW_LENGTHS
+    return 1 if device == "cpu" else 8  # GPUs multiply matrices of such sides fastest
+
+
+def apply_to_blocks(model: NewsClassifier, config: TrainConfig) -> None:
+    """Treat the blocks as the configuration asks; before they are wrapped for any data parallelism.
+
+    Raises:
+        UserError: the network has no repeated blocks.
+    """
+    if config.activation_checkpointing == "none" and not config.compile:
+        return
+    if not model.blocks:
+        raise UserError(f"--model {config.model}: no repeated blocks were found to checkpoint or compile")
+    treat_blocks(model.blocks, config, model.dropout_stream)
+
+
+def treat_blocks(blocks: Iterable[nn.Module], config: TrainConfig, stream: DropoutStream) -> None:
+    """Checkpoint inside, compile outside: the compiler then sees what is computed twice."""
+    for block in blocks:
+        if config.activation_checkpointing != "none":
+            apply_activation_checkpointing(block, config.activation_checkpointing, stream)
+        if config.compile:
+            # Few lengths, one graph: rows and lengths are symbols in it.
+            block.compile(dynamic=True)
+    if config.compile:
+        torch._dynamo.config.recompile_limit = 16

@@ -1,0 +1,80 @@
+"""ParallelDims: how many ways each kind of parallelism splits the run, checked against the ranks there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from training.config import TrainConfig
+from training.errors import UserError
+
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degrees of a run; their product is the number of ranks.
+
+    ``pp``: pipeline stages, in ranks; ``dp_replicate``: copies of the state, each on its own ``dp_shard`` ranks that
+    share it out; ``tp``: parts of each matrix. Tensor-parallel ranks are neighbours, since they speak most; stages lie
+    farthest apart, since they speak least.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, world_size: int) -> ParallelDims:
+        """Degrees as asked for; those left at 0 follow from the strategy and the number of ranks.
+
+        Raises:
+            UserError: their product is not the number of ranks, or ``dp_shard`` does not divide ``dp``.
+        """
+        tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
+        if config.strategy == "tp" and not config.tp:
+            tp = world_size // (dp or 1)
+        if config.strategy == "pp" and not config.pp:
+            pp = world_size // (dp or 1)
+        dp = dp or max(1, world_size // (tp * pp))
+        if pp * dp * tp != world_size:
+            raise UserError(
+                f"--pp ({pp}) x --dp ({dp}) x --tp ({tp}) = {pp * dp * tp}, and there are {world_size} ranks: "
+                "choose degrees whose product is the number of processes, or leave --dp at 0"
+            )
+        shard = config.dp_shard or (dp if config.strategy in ("zero2", "zero3", "3d") else 1)
+        if dp % shard:
+            raise UserError(f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}")
+        return cls(pp, dp // shard, shard, tp)
+
+    @property
+    def dp(self) -> int:
+        """Ranks or groups of ranks that have different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.degrees)
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """In the order of :data:`MESH_DIMS`."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of each global batch a rank works on."""
+        return rank // self.tp % self.dp
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """One mesh of all ranks with the dimensions :data:`MESH_DIMS`; a collective call."""
+        return init_device_mesh(device_type, self.degrees, mesh_dim_names=MESH_DIMS)
+
+    def __str__(self) -> str:
+        """The product in words, for the banner."""
+        words = ("pipeline", "replicated", "sharded", "tensor")
+        parts = [f"{word}({degree})" for word, degree in zip(words, self.degrees, strict=True) if degree > 1]
+        return f"{' x '.join(parts) or 'one process'} = {self.world_size} rank{'s' * (self.world_size > 1)}"

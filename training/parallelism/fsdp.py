@@ -1,0 +1,54 @@
+"""FSDP2: weights, gradients and optimizer state shared out over the data ranks, a block at a time.
+
+ZeRO-3 (Rajbhandari et al., arXiv 1910.02054) gathers a block's weights for its forward and again for its backward pass;
+ZeRO-2 keeps them gathered in between. Over a mesh of two dimensions the state is shared out along one and copied along
+the other (hybrid sharding; Zhao et al., "PyTorch FSDP", arXiv 2304.11277, section 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from training.precision import DTYPES
+
+
+def apply_fsdp(
+    part: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    precision: str = "fp32",
+    cpu_offload: bool = False,
+) -> None:
+    """Share out the parameters of a model, or of a stage of one, in place; build the optimizer afterwards.
+
+    Args:
+        part: called as a whole; its own parameters outside the blocks form one more group.
+        blocks: each is gathered when its turn comes.
+        mesh: (shard) or (replicate, shard).
+        reshard_after_forward: let go of the gathered weights after the forward pass: ZeRO-3; without: ZeRO-2.
+        precision: what weights are gathered and multiplied in; gradients are summed in fp32, the shards stay fp32.
+        cpu_offload: keep the shards in the machine's memory.
+    """
+    dtype = None if precision == "fp32" else DTYPES[precision]
+    settings = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, **settings)
+    fully_shard(part, **settings)
+
+
+def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool) -> None:
+    """Whether backward passes reduce the gradients over the data ranks: only a step's last micro-batch must."""
+    for part in parts:
+        part.set_requires_gradient_sync(wanted)

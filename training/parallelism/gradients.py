@@ -1,0 +1,74 @@
+"""Gradients: their norm over everything that the ranks hold between them, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+
+def settle_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum what tensor-parallel ranks hold as parts of a replicated parameter's gradient (sequence-parallel norms)."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The norm of all gradients of the whole model, the same on every rank: fp32, ().
+
+    Args:
+        parameters: this rank's, plain or DTensors, on any mixture of meshes. A value that several ranks hold counts
+            once.
+        stages: the ranks that hold the other stages of a pipeline.
+    """
+    split: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            split.setdefault(_split_over(parameter.grad), []).append(_local(parameter.grad))
+    if stages is None and not any(split):
+        return get_total_norm(split.get((), []))
+    squares = []
+    for groups, gradients in split.items():
+        square = get_total_norm(gradients).float().square()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0) -> None:
+    """Divide gradients by the loss ``scale``, and scale them down where their norm is over ``limit``.
+
+    Args:
+        parameters: whose gradients change in place.
+        norm: of the gradients without the loss scale, ().
+        limit: infinite for no clipping.
+        scale: what the loss was multiplied by.
+    """
+    if math.isinf(limit) and scale == 1:
+        return
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _split_over(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(mesh.get_group(i) for i, placement in enumerate(gradient.placements) if not placement.is_replicate())

@@ -1,0 +1,90 @@
+"""MeshStrategy: pipeline stages, tensor parts and shared-out or copied state, in any product, on one mesh.
+
+Serves zero2, zero3, tp, pp and 3d, which differ in their degrees alone. The order is fixed: stages, then tensor parts,
+then what is done to each block, then data parallelism, so that each sees what the one before it left: sharding before
+splitting would gather whole matrices, and splitting after compiling would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from training.architectures import find_blocks
+from training.batching import DataPlace
+from training.errors import UserError
+from training.model import NewsClassifier
+from training.parallelism.base import BaseStrategy
+from training.parallelism.blocks import treat_blocks
+from training.parallelism.dims import ParallelDims
+from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
+
+
+class MeshStrategy(BaseStrategy):
+    """A model over a device mesh (pp, dp_replicate, dp_shard, tp)."""
+
+    def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
+        """Split, wrap and share out.
+
+        Raises:
+            UserError: no process group, or the degrees do not fit the ranks or the model.
+        """
+        config, ranks = self.config, self.ranks
+        if not ranks.is_distributed:
+            raise UserError(f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp")
+        self.dims = dims = ParallelDims.from_config(config, ranks.world_size)
+        self.mesh = dims.build_mesh(ranks.device.type)
+        self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
+        leads = self.coordinates["tp"] == 0 and self.coordinates["pp"] == dims.pp - 1
+        self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, even_rows=dims.pp > 1)
+        parts: list[nn.Module] = [model.train()]
+        for part in parts:
+            self._lay_out_part(part, model)
+        return parts
+
+    def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
+        config, dims = self.config, self.dims
+        if dims.tp > 1:
+            from training.parallelism.tensor_parallel import apply_tensor_parallel
+
+            apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
+        blocks = find_blocks(part)
+        treat_blocks(blocks, config, model.dropout_stream)
+        if dims.dp > 1:
+            apply_fsdp(
+                part,
+                blocks,
+                self.mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else self.mesh["dp_shard"],
+                # A stage sees many micro-batches a step: gathering its weights for each would cost too much.
+                reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,
+                precision=self.precision,
+                cpu_offload=config.cpu_offload,
+            )
+        if not config.cpu_offload:
+            part.to(self.ranks.device)
+
+    def describe(self) -> str:
+        """The degrees."""
+        return f"{self.config.strategy}: {self.dims}"
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Logits of the only part."""
+        return self.parts[0](input_ids, attention_mask)
+
+    def hold_sync(self) -> AbstractContextManager[None]:
+        """Gradients add up where they are."""
+        return self._without_sync() if self.dims.dp > 1 else nullcontext()
+
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        set_gradient_sync(self.parts, wanted=False)
+        yield
+        set_gradient_sync(self.parts, wanted=True)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """The first rank of each stage."""
+        return all(place == 0 for dim, place in self.coordinates.items() if dim != "pp")
