@@ -7,20 +7,24 @@ splitting would gather whole matrices, and splitting after compiling would be lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from training.architectures import find_blocks
-from training.batching import DataPlace
+from training.batching import DataPlace, MicroBatch
 from training.errors import UserError
 from training.model import NewsClassifier
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import treat_blocks
 from training.parallelism.dims import ParallelDims
 from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
+from training.parallelism.pipeline import Pipeline, check_pipeline
+from training.parallelism.schedules import stages_of
+from training.parallelism.stages import Stage, split_stages
+from training.parallelism.strategy import row_losses
 
 
 class MeshStrategy(BaseStrategy):
@@ -38,12 +42,40 @@ class MeshStrategy(BaseStrategy):
         self.dims = dims = ParallelDims.from_config(config, ranks.world_size)
         self.mesh = dims.build_mesh(ranks.device.type)
         self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
-        leads = self.coordinates["tp"] == 0 and self.coordinates["pp"] == dims.pp - 1
+        parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
+        leads = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
         self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, even_rows=dims.pp > 1)
-        parts: list[nn.Module] = [model.train()]
         for part in parts:
             self._lay_out_part(part, model)
         return parts
+
+    def _stages(self, model: NewsClassifier) -> list[Stage]:
+        config, place, degree = self.config, self.coordinates["pp"], self.dims.pp
+        check_pipeline(config, degree)
+        where = f"--pp {degree} --pp_schedule {config.pp_schedule}"
+        indices = stages_of(config.pp_schedule, place, degree)
+        stages = split_stages(model, indices, degree * len(indices), where)
+        self.stages = self.mesh["pp"].get_group()
+        sequence_parts = self.dims.tp if config.sequence_parallel else 1
+        self.pipeline = Pipeline(stages, self.stages, config.pp_schedule, self._loss, sequence_parts)
+        return stages
+
+    def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = row_losses(logits, batch.labels, self.config.label_smoothing)
+        return self.share_of_loss(losses, batch.weights), losses
+
+    def run(self, micro_batches: Sequence[MicroBatch], step: int) -> list[torch.Tensor]:
+        """Forward and backward over all micro-batches, one after the other or through the stages."""
+        if self.dims.pp == 1:
+            return super().run(micro_batches, step)
+        return self.pipeline.run(micro_batches, self.config.seed, step, self.precision)
+
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+        """As :meth:`Strategy.logits`."""
+        if self.dims.pp == 1:
+            return super().logits(input_ids, attention_mask, precision)
+        with self.evaluating():
+            return self.pipeline.logits(input_ids, attention_mask, precision)
 
     def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
