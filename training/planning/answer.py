@@ -9,7 +9,7 @@ from training.errors import UserError
 from training.planning.calibration import COPY_BANDWIDTH, HASH_BANDWIDTH, STORAGE_BANDWIDTH
 from training.planning.hardware import GIB, Cluster
 from training.planning.layouts import STRATEGIES, Work, degrees, divisors, with_batches
-from training.planning.plan import Plan, make_plan
+from training.planning.plan import Plan, make_plan, plan_memory, usable_memory
 from training.planning.shapes import ModelShape, StrategyName
 
 CHECKPOINT_BYTES = 12  # a parameter and its two moments, fp32
@@ -83,11 +83,13 @@ def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
     found = []
     for strategy in strategies:
         for layout in degrees(shape, cluster, strategy):
-            candidates = [make_plan(shape, batch, cluster) for batch in with_batches(shape, layout, work)]
-            if fitting := [plan for plan in candidates if plan.fits]:
-                found.append(max(fitting, key=lambda plan: plan.tokens_per_second))
-            elif candidates:
-                found.append(min(candidates, key=lambda plan: plan.memory.total))
+            needed = {batch: plan_memory(shape, batch, cluster).total for batch in with_batches(shape, layout, work)}
+            fitting = [batch for batch, total in needed.items() if total <= usable_memory(cluster)]
+            if fitting:
+                plans = [make_plan(shape, batch, cluster) for batch in fitting]
+                found.append(max(plans, key=lambda plan: plan.tokens_per_second))
+            elif needed:
+                found.append(make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster))
     return sorted(found, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.planning.calibration import FRAGMENTATION, RESERVED_BYTES
 from training.planning.hardware import GIB, Cluster
@@ -16,10 +16,8 @@ from training.planning.step_time import estimate_step
 class Plan:
     """A layout, what it needs and what it gives; every figure is simulated.
 
-    ``available``: bytes of the GPU that a run can fill. ``mfu``: of the peak, what the model's own operations take,
-    recomputation not counted (PaLM, arXiv 2204.02311, appendix B). ``efficiency``: tokens a second a GPU over those of
-    one such GPU with memory enough, which needs neither communication nor recomputation. ``reason``: why it does not
-    fit, in words; empty where it does.
+    ``transfers``: those of the slowest stage. ``available``: bytes of the GPU that a run can fill. ``reason``: why it
+    does not fit, in words; empty where it does.
     """
 
     shape: ModelShape
@@ -28,9 +26,6 @@ class Plan:
     memory: MemoryEstimate
     transfers: tuple[Transfer, ...]
     time: StepTime
-    tokens_per_second: float
-    mfu: float
-    efficiency: float
     available: float
     reason: str
 
@@ -38,6 +33,36 @@ class Plan:
     def fits(self) -> bool:
         """Whether the memory is enough."""
         return not self.reason
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.layout.tokens_per_step / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak that the model's own operations take, recomputation not counted.
+
+        Source: PaLM, arXiv 2204.02311, appendix B.
+        """
+        flops = 3 * self.shape.forward_flops(self.layout.seq_len) / self.layout.seq_len
+        peak = self.cluster.gpu.peak_flops[self.layout.precision]
+        return self.tokens_per_second / self.layout.ranks * flops / peak
+
+    @property
+    def efficiency(self) -> float:
+        """Speed of one of these GPUs over that of one alone with memory enough.
+
+        That one takes all its rows at once, needs no communication and no recomputation, and updates no more than its
+        share of the weights; so what is lost is lost to the layout.
+        """
+        rows = self.layout.tokens_per_step / self.layout.seq_len / self.layout.ranks
+        alone = Layout(
+            "ddp", micro_batch=max(1, round(rows)), seq_len=self.layout.seq_len, precision=self.layout.precision
+        )
+        time, _ = estimate_step(self.shape, alone, self.cluster)
+        ideal = alone.tokens_per_step / (time.compute + time.optimizer / self.layout.ranks)
+        return self.tokens_per_second / self.layout.ranks / ideal
 
     @property
     def launch(self) -> str:
@@ -51,42 +76,20 @@ class Plan:
 
 def make_plan(shape: ModelShape, layout: Layout, cluster: Cluster) -> Plan:
     """Predict memory, traffic and time of a layout."""
-    memory = estimate_memory(shape, layout, fused_attention=cluster.gpu.name != "cpu" or not shape.dropout)
+    memory = plan_memory(shape, layout, cluster)
     time, transfers = estimate_step(shape, layout, cluster)
-    tokens_per_second = layout.tokens_per_step / time.total
-    per_gpu = tokens_per_second / layout.ranks
-    peak = cluster.gpu.peak_flops[layout.precision]
-    available = (cluster.gpu.memory_bytes - RESERVED_BYTES) / (1 + FRAGMENTATION)
-    return Plan(
-        shape,
-        layout,
-        cluster,
-        memory,
-        tuple(transfers),
-        time,
-        tokens_per_second,
-        mfu=per_gpu * 3 * shape.forward_flops(layout.seq_len) / layout.seq_len / peak,
-        efficiency=per_gpu / single_gpu_speed(shape, layout, cluster),
-        available=available,
-        reason=_missing(memory, available),
-    )
+    available = usable_memory(cluster)
+    return Plan(shape, layout, cluster, memory, tuple(transfers), time, available, _missing(memory, available))
 
 
-def single_gpu_speed(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
-    """Tokens a second of one GPU with memory enough, on this layout's rows a GPU and in its micro-batches."""
-    alone = replace(
-        layout,
-        strategy="ddp",
-        pp=1,
-        dp_replicate=1,
-        dp_shard=1,
-        tp=1,
-        accumulation=max(1, round(layout.accumulation * layout.dp / layout.ranks)),
-        activation_checkpointing="none",
-        sequence_parallel=False,
-    )
-    time, _ = estimate_step(shape, alone, cluster)
-    return alone.tokens_per_step / time.total
+def plan_memory(shape: ModelShape, layout: Layout, cluster: Cluster) -> MemoryEstimate:
+    """Memory with this hardware's kernels: CPUs write attention scores out where they drop some."""
+    return estimate_memory(shape, layout, fused_attention=cluster.gpu.name != "cpu" or not shape.dropout)
+
+
+def usable_memory(cluster: Cluster) -> float:
+    """Bytes of a GPU that tensors can fill."""
+    return (cluster.gpu.memory_bytes - RESERVED_BYTES) / (1 + FRAGMENTATION)
 
 
 def _missing(memory: MemoryEstimate, available: float) -> str:
