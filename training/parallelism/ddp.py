@@ -31,12 +31,10 @@ class DDPStrategy(BaseStrategy):
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"
             self.replica = DistributedDataParallel(
-                model,
-                device_ids=[self.ranks.local_rank] if on_gpu else None,
-                gradient_as_bucket_view=True,
-                # They are constants, such as the numbers of the positions: no need to send them before each pass.
-                broadcast_buffers=False,
+                model, device_ids=[self.ranks.local_rank] if on_gpu else None, gradient_as_bucket_view=True
             )
+            # They are constants, such as the positions' numbers. The argument for it changed its name in torch 2.13.
+            self.replica.broadcast_buffers = False
         self.compression = build_compression(self.config.compress) if self.ranks.is_distributed else None
         if self.config.deterministic or self.compression:
             self._settle_buckets(model)

@@ -1,0 +1,71 @@
+"""ZeRO stage 1: the same training as with the whole optimizer on every rank, in a part of its memory."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.parallelism.ranks import run_on_ranks
+from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
+
+Weights = dict[str, torch.Tensor]
+
+
+def _trained(name: str, accumulation: int) -> tuple[list[float], Weights]:
+    strategy = small_strategy(strategy=name)
+    return take_steps(strategy, range(1, 6), accumulation=accumulation), whole_weights(strategy)
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (3, 2)])
+def test_losses_and_weights_are_those_of_ddp(world_size: int, accumulation: int) -> None:
+    expected, weights = run_on_ranks(world_size, _trained, "ddp", accumulation)[0]
+
+    losses, found = run_on_ranks(world_size, _trained, "zero1", accumulation)[0]
+
+    assert losses == expected
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
+
+
+def _moments() -> tuple[int, int, int]:
+    """Numbers in this rank's moments, in all of them, and in the largest parameter's."""
+    strategy = small_strategy(strategy="zero1")
+    take_steps(strategy, [1])
+    mine = sum(state["exp_avg"].numel() * 2 for state in strategy.own_optimizer.state.values())
+    sizes = [2 * parameter.numel() for parameter in strategy.parameters.values()]
+    return mine, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_keeps_its_share_of_the_moments(world_size: int) -> None:
+    kept = run_on_ranks(world_size, _moments)
+
+    assert sum(mine for mine, _, _ in kept) == kept[0][1]
+    for mine, total, largest in kept:
+        assert mine <= total / world_size + largest / 2
+
+
+def _first_half(name: str) -> dict[str, Any]:
+    strategy = small_strategy(strategy=name)
+    take_steps(strategy, range(1, 4))
+    return strategy.state_dict()
+
+
+def _second_half(name: str, state: dict[str, Any]) -> tuple[list[float], Weights]:
+    strategy = small_strategy(strategy=name)
+    strategy.load_state_dict(state)
+    return take_steps(strategy, range(4, 6)), whole_weights(strategy)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "world_size"), [("zero1", "zero1", 3), ("zero1", "ddp", 1), ("ddp", "zero1", 2)]
+)
+def test_a_checkpoint_goes_on_on_other_ranks_and_under_ddp(before: str, after: str, world_size: int) -> None:
+    losses, weights = run_on_ranks(2, _trained, "ddp", 1)[0]
+
+    state = run_on_ranks(2, _first_half, before)[0]
+    rest, found = run_on_ranks(world_size, _second_half, after, state)[0]
+
+    assert rest == pytest.approx(losses[3:], rel=1e-5)
+    # A key's bias has no gradient but rounding, which AdamW makes steps of.
+    same = [name for name in weights if not name.endswith("k_lin.bias")]
+    torch.testing.assert_close([found[name] for name in same], [weights[name] for name in same], rtol=1e-4, atol=1e-6)
