@@ -98,12 +98,9 @@ def _missing(memory: MemoryEstimate, available: float) -> str:
     parts = {
         "weights": memory.parameters,
         "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
+        "the optimizer": memory.optimizer,
         "activations": memory.activations,
         "gathered weights and buffers": memory.communication,
     }
     largest = max(parts, key=lambda part: parts[part])
-    return (
-        f"needs {memory.total / GIB:,.0f} GiB of {available / GIB:,.0f}; "
-        f"{largest} alone take {parts[largest] / GIB:,.0f}"
-    )
+    return f"needs {memory.total / GIB:,.1f} GiB of {available / GIB:,.1f}, {parts[largest] / GIB:,.1f} of them for {largest}"

@@ -1,0 +1,207 @@
+"""Sections: an answer as titled tables of text, the same for the terminal, the page and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from training.planning.answer import Answer, describe
+from training.planning.dry_run import DryRun
+from training.planning.hardware import GIB
+from training.planning.launch import cautions
+from training.planning.plan import Plan
+from training.planning.shapes import MemoryEstimate
+
+# By the plan's place among the best; in words where there was none.
+DryRuns = Mapping[int, "DryRun | str"]
+MOST_ROWS = 12
+PARTS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "communication": "gathered, buffers",
+}
+TIMES = {
+    "compute": "compute",
+    "communication": "communication not hidden",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table: its title, the heads of its columns, its rows, and sentences under it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def title(answer: Answer) -> str:
+    """What was asked, in a line."""
+    count = answer.shape.num_parameters
+    size = f"{count / 1e9:,.1f} billion" if count >= 1e9 else f"{count / 1e6:,.0f} million"
+    return f"{answer.shape.name} ({size} parameters) on {answer.cluster.name}"
+
+
+def work_line(answer: Answer) -> str:
+    """The batch, in a line."""
+    work = answer.work
+    tokens = work.rows * work.seq_len
+    return f"{tokens:,} tokens a step ({work.rows:,} rows of {work.seq_len:,}) in {work.precision}"
+
+
+def sections(answer: Answer, dry_runs: DryRuns) -> list[Section]:
+    """Every table of an answer; those that would be empty are left out."""
+    found = [
+        _fitting(answer),
+        _memory(answer, dry_runs),
+        _times(answer),
+        _traffic(answer),
+        _misfits(answer),
+        _scaling(answer),
+        _running(answer),
+    ]
+    return [section for section in found if section.rows]
+
+
+def commands(answer: Answer) -> list[tuple[str, str]]:
+    """The best three by name, and the command that launches each."""
+    return [(plan_name(plan), plan.launch) for plan in answer.best]
+
+
+def warnings(answer: Answer) -> list[str]:
+    """What stands between the best three and their commands, each sentence once."""
+    return list(dict.fromkeys(text for plan in answer.best for text in cautions(plan.shape, plan.layout)))
+
+
+def plan_name(plan: Plan) -> str:
+    """The layout and how it runs its batch."""
+    layout = plan.layout
+    extras = [f"{layout.micro_batch} x {layout.accumulation}"]
+    if layout.pp > 1:
+        extras.append(layout.schedule)
+    if layout.sequence_parallel:
+        extras.append("sequence parallel")
+    if layout.activation_checkpointing != "none":
+        extras.append(f"{layout.activation_checkpointing} checkpointing")
+    return f"{describe(plan)}, {', '.join(extras)}"
+
+
+def _fitting(answer: Answer) -> Section:
+    fitting = [plan for plan in answer.plans if plan.fits]
+    rows = [
+        (
+            plan_name(plan),
+            gib(plan.memory.total),
+            f"{plan.time.total:.3g}",
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.0%}",
+            f"{plan.efficiency:.0%}",
+        )
+        for plan in fitting[:MOST_ROWS]
+    ]
+    header = ("layout, rows x micro-batches", "GiB a GPU", "s a step", "tokens/s", "MFU", "efficiency")
+    notes = [f"{len(fitting) - MOST_ROWS} slower ones are left out."] if len(fitting) > MOST_ROWS else []
+    if fitting:
+        notes.append(f"Of each GPU, {gib(fitting[0].available)} GiB can be filled.")
+    return Section("Layouts that fit", header, rows, notes)
+
+
+def _memory(answer: Answer, dry_runs: DryRuns) -> Section:
+    rows, notes = [], []
+    for place, plan in enumerate(answer.best):
+        rows.append((describe(plan), "formula", *_memory_cells(plan.memory)))
+        found = dry_runs.get(place)
+        if isinstance(found, str):
+            notes.append(f"{describe(plan)}: no dry run: {found}.")
+        elif found is not None:
+            rows.append(("", "dry run", *_memory_cells(found.memory)))
+            off = plan.memory.total / found.memory.total - 1
+            notes.append(
+                f"{describe(plan)}: the formula is {off:+.0%} off the dry run, which took {found.seconds:.0f} s "
+                f"and {found.host_bytes / GIB:.1f} GiB of this machine."
+            )
+    return Section("What fills a GPU, GiB", ("layout", "by", *PARTS.values(), "total"), rows, notes)
+
+
+def _memory_cells(memory: MemoryEstimate) -> list[str]:
+    return [*(gib(getattr(memory, part)) for part in PARTS), gib(memory.total)]
+
+
+def _times(answer: Answer) -> Section:
+    rows = [
+        (describe(plan), *(f"{getattr(plan.time, part):.3f}" for part in TIMES), f"{plan.time.total:.3f}")
+        for plan in answer.best
+    ]
+    return Section("Where a step's time goes, s", ("layout", *TIMES.values(), "total"), rows)
+
+
+def _traffic(answer: Answer) -> Section:
+    rows = [
+        (
+            describe(plan) if first else "",
+            f"{transfer.collective} over {transfer.dimension}",
+            f"{transfer.calls:,}",
+            f"{(transfer.bytes - transfer.between_nodes) / 1e9:,.2f}",
+            f"{transfer.between_nodes / 1e9:,.2f}",
+            f"{transfer.seconds:.3f}",
+        )
+        for plan in answer.best
+        for first, transfer in zip([True] + [False] * 9, plan.transfers, strict=False)
+    ]
+    header = ("layout", "collective", "calls", "GB in the node", "GB between nodes", "s")
+    return Section("What a GPU sends in a step", header, rows)
+
+
+def _misfits(answer: Answer) -> Section:
+    misfits = [plan for plan in answer.plans if not plan.fits]
+    rows = [(plan_name(plan), plan.reason) for plan in misfits[:MOST_ROWS]]
+    notes = [f"{len(misfits) - MOST_ROWS} more do not fit."] if len(misfits) > MOST_ROWS else []
+    return Section("Layouts that do not fit, at their smallest", ("layout, rows x micro-batches", "why"), rows, notes)
+
+
+def _scaling(answer: Answer) -> Section:
+    rows = []
+    for gpus, plan in answer.scaling.items():
+        if plan is None:
+            rows.append((str(gpus), "nothing fits", "", "", ""))
+        else:
+            speed = plan.tokens_per_second
+            rows.append((str(gpus), describe(plan), f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{plan.efficiency:.0%}"))
+    header = ("GPUs", "best layout", "tokens/s", "tokens/s a GPU", "efficiency")
+    heading = f"From 1 to {answer.cluster.gpus} GPUs, with as many tokens a GPU"
+    return Section(heading, header, rows, _goals(answer))
+
+
+def _goals(answer: Answer) -> list[str]:
+    """How the goals for efficiency are met, for each number of GPUs that they speak of."""
+    found = []
+    for most, goal in ((8, 0.9), (32, 0.8)):
+        judged = {gpus: plan.efficiency for gpus, plan in answer.scaling.items() if 1 < gpus <= most and plan}
+        if judged and most <= answer.cluster.gpus:
+            missed = [f"{gpus} GPUs ({efficiency:.0%})" for gpus, efficiency in judged.items() if efficiency <= goal]
+            verdict = f"missed on {', '.join(missed)}" if missed else "kept wherever the model fits"
+            found.append(f"The goal of over {goal:.0%} on up to {most} GPUs: {verdict}.")
+    return found
+
+
+def _running(answer: Answer) -> Section:
+    """What a run costs: days and checkpoints."""
+    saved = answer.checkpoint
+    rows = []
+    if answer.target_tokens and answer.best:
+        days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({describe(plan)})" for plan in answer.best)
+        rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
+    rows.append(("checkpoint", f"{saved.bytes / 1e9:,.1f} GB, which rank 0 holds in its memory"))
+    parts = f"{saved.gather:,.0f} to collect, {saved.write:,.0f} to write, {saved.hash:,.0f} to hash"
+    rows.append(("seconds a checkpoint", f"{saved.seconds:,.0f} ({parts})"))
+    return Section("A whole run", ("what", "simulated"), rows)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    return f"{size / GIB:,.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"

@@ -1,0 +1,75 @@
+"""Text: an answer in the terminal, and as Markdown between the marks of a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from training.errors import UserError
+from training.planning.answer import Answer
+from training.planning.sections import DryRuns, Section, commands, sections, title, warnings, work_line
+from training.utils import write_whole
+
+PLAIN_WIDTH = 150
+BEGIN, END = "<!-- begin: python -m training.planning -->\n", "<!-- end: python -m training.planning -->"
+
+
+def print_answer(answer: Answer, dry_runs: DryRuns) -> None:
+    """Print every table, the commands, and what to mind."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(f"{title(answer)}\n{work_line(answer)}; every figure is simulated", style="bold")
+    for section in sections(answer, dry_runs):
+        console.print()
+        console.print(_table(section))
+        for note in section.notes:
+            console.print(note, style="dim")
+    if answer.best:
+        console.print("\nTo launch the best", style="bold")
+    for name, command in commands(answer):
+        console.print(f"# {name}", style="dim")
+        console.print(command, soft_wrap=True)
+    for warning in warnings(answer):
+        console.print(warning, style="yellow")
+
+
+def _table(section: Section) -> Table:
+    table = Table(title=f"{section.title} (simulated)", title_justify="left", title_style="bold", box=None)
+    for place, name in enumerate(section.header):
+        is_figure = place > 0 and all(row[place][:1].isdigit() or not row[place] for row in section.rows)
+        table.add_column(name, justify="right" if is_figure else "left", overflow="fold")
+    for row in section.rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(answer: Answer, dry_runs: DryRuns) -> str:
+    """The answer as Markdown."""
+    lines = [f"**{title(answer)}**, {work_line(answer)}. Every figure is simulated.", ""]
+    for section in sections(answer, dry_runs):
+        lines += [f"{section.title} (simulated):", ""]
+        lines += [f"| {' | '.join(row)} |" for row in (section.header, ["---"] * len(section.header), *section.rows)]
+        lines += ["", *section.notes, *[""] * bool(section.notes)]
+    for name, command in commands(answer):
+        lines += [f"To launch {name}:", "", "```bash", command, "```", ""]
+    return "\n".join([*lines, *warnings(answer)]).rstrip() + "\n"
+
+
+def write_page(path: Path, answer: Answer, dry_runs: DryRuns) -> None:
+    """Put the answer between the marks of a Markdown page.
+
+    Raises:
+        UserError: the page cannot be read or written, or has no marks.
+    """
+    try:
+        page = path.read_text(encoding="utf-8")
+        before, begin, rest = page.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise UserError(f"--page {path}: has no lines {BEGIN.strip()} and {END}")
+        write_whole(path, (before + begin + markdown(answer, dry_runs) + end + after).encode())
+    except OSError as error:
+        raise UserError(f"--page {path}: {error.strerror}") from error
