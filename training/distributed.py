@@ -116,6 +116,11 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def name_accelerator(device: torch.device) -> None:
+    """Tell DeepSpeed, before it is imported, which kind of device to use; else it looks for one, and says so."""
+    os.environ["DS_ACCELERATOR"] = device.type
+
+
 @contextmanager
 def one_voice() -> Iterator[None]:
     """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
@@ -144,7 +149,9 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
     """
     launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    # DeepSpeed's launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
+    local_size = int(os.environ.get("LOCAL_SIZE", 1)) if launched else 1
+    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
     rank, world_size, local_rank, local_world_size = (
         int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from training.parallelism.ddp import DDPStrategy
+from training.parallelism.deepspeed import DeepSpeedStrategy
 from training.parallelism.mesh import MeshStrategy
 from training.parallelism.strategy import StepResult, Strategy
 from training.parallelism.zero1 import Zero1Strategy
@@ -12,6 +13,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero1": Zero1Strategy,
     "zero2": MeshStrategy,
     "zero3": MeshStrategy,
+    "deepspeed": DeepSpeedStrategy,
     "tp": MeshStrategy,
     "pp": MeshStrategy,
     "3d": MeshStrategy,

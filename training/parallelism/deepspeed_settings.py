@@ -1,0 +1,171 @@
+"""DeepSpeed's JSON: made from the typed configuration, or the user's file completed by it.
+
+Source: deepspeed.ai/docs/config-json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from training.config import TrainConfig
+from training.errors import UserError
+
+Settings = dict[str, Any]
+
+# Elements reduced or gathered at once; of DeepSpeed's own 500,000,000 a small model would pay 2 GB for a buffer.
+LARGEST_BUCKET = 50_000_000
+
+# What a file may say again, but not otherwise, and the flag that says it.
+FLAGS = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "gradient_clipping": "clip_norm",
+    "zero_optimization.stage": "deepspeed_stage",
+    "zero_optimization.offload_optimizer.device": "cpu_offload",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+    "torch_autocast.enabled": "precision",
+    "torch_autocast.dtype": "precision",
+}
+
+# What would change the rows, the layout or the mathematics behind the trainer's back.
+REFUSED = (
+    "autotuning",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "elasticity",
+    "gradient_allreduce_op",
+    "managed_gradient_accumulation",
+    "pipeline",
+    "scheduler",
+    "sequence_parallel_size",
+    "tensor_parallel",
+)
+
+
+def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
+    """All that DeepSpeed is told.
+
+    Args:
+        config: the run.
+        precision: what ``--precision`` came to: ``fp32``, ``bf16`` or ``fp16``.
+        world_size: number of ranks.
+        num_parameters: of the whole model; no bucket is larger.
+
+    Raises:
+        UserError: the file cannot be read or contradicts a flag, or the stage does not know offload or fp16.
+    """
+    _check(config, precision)
+    given = _read(config.deepspeed_config) if config.deepspeed_config else {}
+    ours = _generated(config, precision, world_size, num_parameters)
+    # In bf16 a file may ask for DeepSpeed's own kind, with weights in bf16, instead of autocast.
+    if precision == "bf16" and _look_up(given, "bf16.enabled"):
+        ours |= {"bf16": {"enabled": True}, "torch_autocast": {"enabled": False}}
+    for path, flag in FLAGS.items():
+        mine, theirs = _look_up(ours, path), _look_up(given, path)
+        if None not in (mine, theirs) and mine != theirs:
+            raise UserError(
+                f"--deepspeed_config {config.deepspeed_config}: {path} is {json.dumps(theirs)}, and "
+                f"--{flag} {str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, "
+                "or leave it out of the file"
+            )
+    return _merge(ours, given)
+
+
+def _check(config: TrainConfig, precision: str) -> None:
+    if config.deepspeed_stage == 0 and config.cpu_offload:
+        raise UserError("--cpu_offload with --deepspeed_stage 0: nothing is shared out there; use stage 1, 2 or 3")
+    if config.deepspeed_stage == 0 and precision == "fp16":
+        raise UserError(
+            "--precision fp16 with --deepspeed_stage 0: DeepSpeed keeps no fp32 weights there; use stage 1, 2 or 3, "
+            "or --strategy ddp"
+        )
+
+
+def _generated(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
+    bucket = min(LARGEST_BUCKET, num_parameters + num_parameters % 2)  # DeepSpeed wants it even
+    zero: Settings = {
+        "stage": config.deepspeed_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if config.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if config.deepspeed_stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_batch_size": config.batch_size * config.gradient_accumulation * world_size,
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "gradient_clipping": config.clip_norm,
+        "zero_optimization": zero,
+        "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
+        "bf16": {"enabled": False},
+        # The loss scale of the other strategies: it begins at 2^16 and doubles after 2,000 good steps.
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
+        # PyTorch's AdamW, which every strategy uses: DeepSpeed has not tested it, our tests have.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _read(path: Path) -> Settings:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--deepspeed_config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"--deepspeed_config {path}: not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f'--deepspeed_config {path}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}')
+    settings = _without_auto(settings)
+    for name in sorted(settings.keys() & set(REFUSED)):
+        raise UserError(
+            f"--deepspeed_config {path}: {name} is not for a file: the trainer's flags decide it; leave it out"
+        )
+    if "optimizer" in settings:
+        settings["optimizer"] = _adamw(path, settings["optimizer"])
+    return settings
+
+
+def _adamw(path: Path, section: Any) -> Settings:
+    """The section of an optimizer of DeepSpeed's own, with the same numbers as PyTorch's."""
+    kind = section.get("type") if isinstance(section, dict) else section
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise UserError(f"--deepspeed_config {path}: optimizer.type is {kind}: only AdamW is trained with here")
+    if set(section.get("params", {})) - {"torch_adam"}:
+        names = ", ".join(section["params"])
+        raise UserError(
+            f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate and "
+            "--weight_decay say them"
+        )
+    return {"type": "AdamW", "params": {"lr": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, **section.get("params", {})}}
+
+
+def _without_auto(settings: Settings) -> Settings:
+    """Leave out what is ``auto``, by which files for other trainers say that a flag decides."""
+    return {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if value != "auto"
+    }
+
+
+def _look_up(settings: Mapping[str, Any], path: str) -> Any:
+    value: Any = settings
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _merge(ours: Settings, given: Settings) -> Settings:
+    merged = dict(ours)
+    for name, value in given.items():
+        inner = merged.get(name)
+        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

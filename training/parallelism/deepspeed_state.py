@@ -1,0 +1,140 @@
+"""A DeepSpeed engine's weights and moments as whole tensors, by the model's names, out and in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from training.parallelism.state import MOMENTS
+
+
+class ShardedState:
+    """What an engine's ranks hold between them; every method is called by all of them.
+
+    Args:
+        engine: of any ZeRO stage.
+        model: the module in it, as it was before.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        from deepspeed import utils, zero
+
+        self.engine = engine
+        self.model = model
+        self.stage = int(engine.zero_optimization_stage())
+        self.utils, self.zero = utils, zero
+        # ZeRO wraps an optimizer, whose parameters are then flat pieces of many.
+        self.optimizer = engine.optimizer.optimizer if self.stage else engine.optimizer
+        self.pieces: list[torch.Tensor] = (
+            engine.optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else [piece for group in self.optimizer.param_groups for piece in group["params"]]
+        )
+        self._make_moments()
+
+    def _make_moments(self) -> None:
+        """Make the optimizer's state now: DeepSpeed takes none before its first step.
+
+        At that step, stages 1 and 2 look for it once the first group is done, and would never find the second's.
+        """
+        for piece in self.pieces:
+            moments = {name: torch.zeros_like(piece) for name in MOMENTS}
+            self.optimizer.state[piece] = {"step": self._count(0, piece), **moments}
+        if self.stage in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _count(self, step: float, piece: torch.Tensor) -> torch.Tensor | int:
+        """A number of steps as the optimizer counts them: DeepSpeed's own ones in plain integers."""
+        is_torch = isinstance(self.optimizer, torch.optim.AdamW)
+        return torch.tensor(float(step), device=piece.device) if is_torch else int(step)
+
+    def weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """Names to whole fp32 weights on the CPU; empty where they are not to be kept."""
+        weights = {}
+        for name, tensor in self._tensors().items():
+            full = self._whole(tensor)
+            if keep:
+                weights[name] = full.cpu()
+        return weights
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take whole weights: into what computes, and into the fp32 pieces that the optimizer updates."""
+        for name, tensor in self._tensors().items():
+            shared_out = self.stage == 3 and isinstance(tensor, nn.Parameter)
+            with self.zero.GatheredParameters(tensor, modifier_rank=0) if shared_out else nullcontext():
+                tensor.data.copy_(weights[name])
+            if isinstance(tensor, nn.Parameter):
+                self._take(tensor, weights[name])
+
+    def moments(self, *, keep: bool) -> dict[str, dict[str, torch.Tensor]]:
+        """Names to AdamW's moments and steps, whole, on the CPU; empty where they are not to be kept."""
+        step = torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"]))
+        states = {}
+        for name, parameter in self.model.named_parameters():
+            moments = {moment: self._whole(parameter, moment) for moment in MOMENTS}
+            if keep:
+                states[name] = {"step": step.clone(), **{moment: full.cpu() for moment, full in moments.items()}}
+        return states
+
+    def load_moments(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take whole moments; none at all where no step was made yet."""
+        for name, parameter in self.model.named_parameters():
+            for moment in MOMENTS if name in states else ():
+                self._take(parameter, states[name][moment], moment)
+        for state in list(states.values())[:1]:  # one number for all
+            for piece in self.pieces:
+                self.optimizer.state[piece]["step"] = self._count(state["step"], piece)
+
+    def loss_scale(self) -> dict[str, float]:
+        """Scale and good steps in a row, as :class:`training.precision.LossScale` keeps them."""
+        if not self.engine.fp16_enabled():
+            return {"scale": 1.0, "good_steps": 0}
+        scaler = self.engine.optimizer.loss_scaler
+        return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Take the loss scale of a run in the same precision."""
+        if self.engine.fp16_enabled():
+            scaler = self.engine.optimizer.loss_scaler
+            scaler.cur_scale = state["scale"]
+            scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters themselves, and buffers, under the names of a state."""
+        return self.model.state_dict(keep_vars=True)
+
+    def _whole(self, tensor: torch.Tensor, moment: str | None = None) -> torch.Tensor:
+        """The fp32 weight, or a moment, of a parameter; a buffer as it is."""
+        if self.stage == 0 or not isinstance(tensor, nn.Parameter):
+            return (self.optimizer.state[tensor][moment] if moment else tensor).detach()
+        if moment:
+            return self.utils.safe_get_full_optimizer_state(tensor, moment)
+        return self.utils.safe_get_full_fp32_param(tensor)
+
+    def _take(self, parameter: nn.Parameter, full: torch.Tensor, moment: str | None = None) -> None:
+        """Put this rank's part of a whole tensor where the optimizer holds it."""
+        if self.stage == 0:
+            if moment:
+                self.optimizer.state[parameter][moment].copy_(full)
+        elif self.stage < 3 and moment:
+            self.utils.safe_set_full_optimizer_state(parameter, full, moment)
+        elif self.stage < 3:
+            self.utils.safe_set_full_fp32_param(parameter, full)
+        elif moment:
+            self.utils.safe_set_local_optimizer_state(parameter, _part(parameter, full), moment)
+        else:
+            self.utils.safe_set_local_fp32_param(parameter, _part(parameter, full))
+
+
+def _part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter of stage 3, whose last parts are padded; DeepSpeed's own way does not pad."""
+    group = parameter.ds_process_group
+    size = parameter.ds_tensor.numel()
+    padded = F.pad(full.flatten(), (0, size * dist.get_world_size(group) - full.numel()))
+    return padded.narrow(0, size * dist.get_rank(group), size)
