@@ -96,8 +96,8 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
     name = type(network).__name__
     if name not in FAMILIES:
         raise UserError(
-            f"--tp {ranks}: {name} cannot be cut (only {', '.join(FAMILIES)}); "
-            "use --strategy zero3, which splits any network"
+            f"--tp {ranks}: {name} cannot be cut (only DistilBERT, BERT and Llama can); "
+            "use --strategy zero3, which shares out any network"
         )
     config = network.config
     counts = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import FAMILIES, small_batch, small_model
+from training.errors import UserError
 from training.model import NewsClassifier
 from training.optimization import build_optimizer
+from training.parallelism.activation_checkpointing import apply_activation_checkpointing
+from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.gradients import global_norm, settle_partial_gradients
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
@@ -95,4 +100,96 @@ def test_training_with_dropout_equals_one_process(
     for found in trained_on(world_size):
         (alone, norms_alone), (together, norms) = found[family, sequence_parallel]
         torch.testing.assert_close(together, alone, rtol=TOLERANCE[family], atol=TOLERANCE[family])
+        torch.testing.assert_close(norms, norms_alone, rtol=1e-6, atol=0)
+
+
+def _calls_of_a_block() -> dict[tuple[str, bool], tuple[dict[str, int], dict[str, int]]]:
+    """Collective calls of the first block, forward and backward."""
+    found = {}
+    for family, sequence_parallel in itertools.product(FAMILIES, (False, True)):
+        model = _cut(family, sequence_parallel=sequence_parallel)
+        length = 16 // here().world_size if sequence_parallel else 16
+        hidden = torch.randn(4, length, 32, dtype=torch.float64, requires_grad=True)
+        context = model.architecture.context(model.network, hidden, small_batch()[1])
+        with CommDebugMode() as forward:
+            total = model.blocks[0](hidden, **context).sum()
+        with CommDebugMode() as backward:
+            total.backward()
+        found[family, sequence_parallel] = _by_name(forward), _by_name(backward)
+    return found
+
+
+def _by_name(calls: CommDebugMode) -> dict[str, int]:
+    return {str(call).rpartition(".")[2]: count for call, count in calls.get_comm_counts().items()}
+
+
+def test_a_block_calls_the_other_ranks_twice_forward_and_twice_backward(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    (found, _) = run_on_ranks(2, _calls_of_a_block)
+
+    for family in FAMILIES:
+        assert found[family, False] == ({"all_reduce": 2}, {"all_reduce": 2})
+        both = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+        assert found[family, True] == (both, both)
+
+
+def _shares() -> dict[str, tuple[bool, float]]:
+    """Of each parameter: whether it is a DTensor, and the share of it that lies here."""
+    whole = dict(small_model("llama").named_parameters())
+    cut = _cut("llama", sequence_parallel=False).named_parameters()
+    return {name: (isinstance(share, DTensor), share.to_local().numel() / whole[name].numel()) for name, share in cut}
+
+
+def test_every_matrix_of_a_block_is_shared_out_and_every_parameter_is_on_one_mesh(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    shares = run_on_ranks(4, _shares)[0]
+
+    assert all(is_dtensor for is_dtensor, _ in shares.values())
+    matrices = [share for name, (_, share) in shares.items() if ".layers." in name and "norm" not in name]
+    assert matrices == [0.25] * (3 * 7)
+    assert shares["network.model.embed_tokens.weight"][1] == pytest.approx(0.25, abs=0.01)
+
+
+def _complaints() -> list[str]:
+    complaints = []
+    for family in (*FAMILIES, "roberta"):
+        with pytest.raises(UserError) as refused:
+            _cut(family, sequence_parallel=False)
+        complaints.append(str(refused.value))
+    return complaints
+
+
+def test_what_cannot_be_shared_out_is_refused_with_what_can(run_on_ranks: Callable[..., list[Any]]) -> None:
+    complaints = run_on_ranks(3, _complaints)[0]
+
+    assert complaints == [
+        "--tp 3: 4 attention heads cannot be shared out evenly; use one of 1, 2, 4",
+        "--tp 3: 4 attention heads cannot be shared out evenly; use one of 1, 2, 4",
+        "--tp 3: 8 attention heads cannot be shared out evenly; use one of 1, 2, 4",
+        "--tp 3: RobertaForSequenceClassification cannot be cut (only DistilBERT, BERT and Llama can); "
+        "use --strategy zero3, which shares out any network",
+    ]
+
+
+def _train_wrapped(family: str, sequence_parallel: bool) -> list[tuple[Found, list[float]]]:
+    """Alone; and cut over two ranks, checkpointed, and shared out over two pairs of them that see the same rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = _cut(family, sequence_parallel=sequence_parallel, mesh=mesh["tp"])
+    for block in model.blocks:
+        apply_activation_checkpointing(block, "full", model.dropout_stream)
+    apply_fsdp(model, model.blocks, mesh["dp_shard"], reshard_after_forward=True)
+    return [_train(small_model(family, DROPOUT, torch.float64)), _train(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_and_sharding_afterwards_change_nothing(
+    run_on_ranks: Callable[..., list[Any]], family: str, sequence_parallel: bool
+) -> None:
+    for (alone, norms_alone), (together, norms) in run_on_ranks(4, _train_wrapped, family, sequence_parallel):
+        # Sharding sums gradients in fp32, whatever their type.
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(norms, norms_alone, rtol=1e-6, atol=0)
