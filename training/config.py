@@ -82,7 +82,7 @@ class TrainConfig(BaseModel):
     sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts")
     compress: str = _field("none", "processes", "gradients on the wire (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4")
     cpu_offload: bool = _field(False, "processes", "keep shared-out state in the machine's memory (zero2, zero3, deepspeed)")
-    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and give slower ones fewer rows (ddp, zero1)")
+    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and now and then, and give slower ones fewer rows and faster ones more (ddp, zero1)")
     deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shares out: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3)
     deepspeed_config: Path | None = _field(None, "processes", "DeepSpeed's own JSON file, for what has no flag here")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
@@ -100,6 +100,8 @@ class TrainConfig(BaseModel):
     def _check_across(self) -> TrainConfig:
         if self.precision == "fp16" and self.device == "cpu":
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
+        if self.balance == "auto" and self.deterministic:
+            raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", self.compress):
             raise ValueError(f"--compress {self.compress}: must be none, fp16, bf16 or powersgd[:rank], as powersgd:4")
         for flag, strategies in FLAGS_OF_STRATEGIES.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from training.balance import Balance
 from training.batching import LengthBucketSampler, rank_share
 from training.checkpointing import CheckpointStore
 from training.checkpointing.export import check_output, check_shared
@@ -66,6 +67,8 @@ class Trainer:
         # Last of what can be refused: it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, self.place, self.store, self.news.tokens.key, self.say)
         self.global_batch_size, self.accumulation = global_batch_size(config, self.place, resumed)
+        timed = model if config.balance == "auto" else None
+        self.balance = Balance(timed, ranks, self.place, self.accumulation / self.global_batch_size, self.say)
         lengths = self.news.tokens.train.lengths[self.news.train_index]
         self.sampler = LengthBucketSampler(lengths, self.global_batch_size, config.seed)
         self.total_steps = config.epochs * len(self.sampler)
@@ -170,6 +173,7 @@ class Trainer:
             self.accumulation,
             pad_to_multiple_of=length_multiple(self.config, self.ranks.device.type),
             max_length=self.config.max_length,
+            speeds=self.balance.speeds,
         )
         step = self.step + 1
         learning_rate = learning_rate_at(
@@ -178,6 +182,7 @@ class Trainer:
         with self._explained(micro_batches[0].input_ids.shape):
             moved = [batch.to(self.ranks.device) for batch in micro_batches]
             result = self.strategy.step(moved, step, learning_rate)
+            self.balance.step_done(micro_batches)
         if self.place.leads:
             self.exporter.trained_on(micro_batches)
         num_tokens = int(tokens.lengths[batch].sum())

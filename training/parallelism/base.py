@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +34,6 @@ class BaseStrategy:
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.stages = None  # the ranks that hold the other stages of a pipeline
         self.loss_scale = LossScale(enabled=precision == "fp16")
-        self.own_seconds = 0.0
         self.parts: list[nn.Module] = self.lay_out(model)
         self.parameters = {
             name: parameter
@@ -63,7 +61,6 @@ class BaseStrategy:
 
     def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
         """Forward and backward over all micro-batches, clip, and one optimizer step."""
-        self.own_seconds = 0.0
         losses = self.run(micro_batches, step)
         settle_partial_gradients(self.parameters.values())
         norm = global_norm(self.parameters.values(), self.stages) / self.loss_scale.scale
@@ -74,7 +71,7 @@ class BaseStrategy:
         share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
         if not self.place.leads:
             share, losses = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses]
-        return StepResult(share, torch.cat(losses), norm, scaler_skipped, self.own_seconds)
+        return StepResult(share, torch.cat(losses), norm, scaler_skipped)
 
     def run(self, micro_batches: Sequence[MicroBatch], step: int) -> list[torch.Tensor]:
         """Forward and backward over all micro-batches; returns the loss of each row of each."""
@@ -87,11 +84,9 @@ class BaseStrategy:
     def _backward(self, batch: MicroBatch, step: int) -> torch.Tensor:
         for part in self.parts:
             part.seed_dropout(self.config.seed, step, batch.first_row)
-        began = time.perf_counter()
         with autocast(self.precision, self.ranks.device):
             logits = self.forward(batch.input_ids, batch.attention_mask)
         losses = row_losses(logits, batch.labels, self.config.label_smoothing)
-        self.own_seconds += time.perf_counter() - began
         (self.share_of_loss(losses, batch.weights)).backward()
         return losses.detach()
 

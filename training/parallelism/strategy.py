@@ -22,14 +22,13 @@ class StepResult:
     ``loss``: this rank's share of the global mean loss, (), 0 on ranks that do not lead their replica;
     ``row_losses``: the loss of each of this rank's rows, 0 on such ranks; ``grad_norm``: the global gradient norm
     before clipping, (); ``scaler_skipped``: a loss scale explains a norm that is not finite, and the weights were left
-    alone; ``own_seconds``: time in forward passes, before any wait for others; 0 where that is not known.
+    alone.
     """
 
     loss: torch.Tensor
     row_losses: torch.Tensor
     grad_norm: torch.Tensor
     scaler_skipped: bool
-    own_seconds: float = 0.0
 
 
 class Strategy(Protocol):
