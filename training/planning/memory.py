@@ -75,7 +75,11 @@ def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool 
 
 
 def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True) -> MemoryEstimate:
-    """Bytes on a rank of one pipeline stage."""
+    """Bytes on a rank of one pipeline stage at the fullest of three moments.
+
+    At the loss all activations and the logits are there, in the first block that goes backward its gathered weights
+    and its gradients, at the end all gradients.
+    """
     parameters = rank_parameters(shape, layout, stage)
     if layout.strategy == "zero1":
         weights, gradients, optimizer = zero_states(parameters, layout.dp, 1)
@@ -83,28 +87,47 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
         optimizer = max(optimizer, OURS.optimizer * shape.vocab * shape.hidden)
     else:
         weights, gradients, optimizer = zero_states(parameters, layout.dp_shard, 3)
-    if is_gathered(layout) and layout.accumulation > 1:
-        # Micro-batches before the last add up whole gradients: nothing leaves the rank until then.
-        gradients += OURS.gradient * parameters
-    return MemoryEstimate(
-        weights,
-        gradients,
-        optimizer,
-        _activation_bytes(shape, layout, stage, fused_attention=fused_attention),
-        _communication_bytes(shape, layout, stage),
+    # Micro-batches before the last add up whole gradients: nothing leaves the rank until then.
+    whole_gradients = OURS.gradient * parameters if is_gathered(layout) and layout.accumulation > 1 else 0.0
+    carried = whole_gradients or (gradients if _carries_gradients(layout) else 0.0)
+    held, one_block, outside, logits = _activation_bytes(shape, layout, stage, fused_attention=fused_attention)
+    kept, passing = _communication_bytes(shape, layout, stage)
+    computed = _width(layout) * block_parameters(shape, layout.tp)
+    moments = (
+        (carried, held + outside + logits, kept),
+        (carried + computed, held + outside + one_block, passing),
+        (whole_gradients + gradients, outside + one_block, passing),
     )
+    fullest = max(moments, key=sum)
+    return MemoryEstimate(weights, fullest[0], optimizer, fullest[1], fullest[2])
 
 
-def _activation_bytes(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool) -> float:
+def _carries_gradients(layout: Layout) -> bool:
+    """Whether gradients are there before a backward pass: in DDP's buckets, or of the micro-batch before."""
+    return (layout.strategy in ("ddp", "zero1") and layout.dp > 1) or layout.accumulation > 1
+
+
+def _width(layout: Layout) -> int:
+    return 4 if layout.precision == "fp32" else 2
+
+
+def _activation_bytes(
+    shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool
+) -> tuple[float, float, float, float]:
+    """Bytes that all blocks keep, that one going backward needs beside, around the blocks, and of the logits."""
     tokens = layout.micro_batch * layout.seq_len
-    gathered = is_gathered(layout)
     block = block_activations(
-        shape, layout.seq_len, precision=layout.precision, gathered=gathered, fused_attention=fused_attention
+        shape,
+        layout.seq_len,
+        precision=layout.precision,
+        gathered=is_gathered(layout),
+        fused_attention=fused_attention,
     )
     blocks = stage.blocks - (_first_token_saving(shape) if stage.last else 0)
     held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.place)
-    outside = (_embedding_bytes(shape) if stage.first else 0) + (_head_bytes(shape, layout) if stage.last else 0)
-    return held + tokens * (recomputed_bytes(block, layout) + outside)
+    outside = tokens * _embedding_bytes(shape) if stage.first else 0.0
+    logits = tokens * _head_bytes(shape, layout) if stage.last else 0.0
+    return held, tokens * recomputed_bytes(block, layout), outside, logits
 
 
 def _first_token_saving(shape: ModelShape) -> float:
@@ -118,21 +141,23 @@ def _embedding_bytes(shape: ModelShape) -> float:
 
 
 def _head_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Bytes a token of a language model's logits: computed, in fp32, their log-softmax and its gradient."""
+    """Bytes a token of a language model's logits in fp32, their log-softmax and its gradient; and of its norm."""
     if shape.num_labels is not None:
         return 0.0
-    width = 4 if layout.precision == "fp32" else 2
-    return (width + 12) * shape.vocab / layout.tp + (8 + width) * shape.hidden
+    return 12 * shape.vocab / layout.tp + (8 + _width(layout)) * shape.hidden
 
 
-def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> float:
-    width = 4 if layout.precision == "fp32" else 2
+def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[float, float]:
+    """Bytes of weights in the computing dtype and of buffers: between the passes, and while a block goes backward."""
+    width = _width(layout)
     block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)
     whole = stage.blocks * block + outer
     if not is_gathered(layout):
         # Autocast keeps a cast copy of each weight from its forward to its backward use, one for each micro-batch.
-        return 0.0 if width == 4 else 2 * whole * in_flight(layout, stage.place)
-    # The outer group stays gathered. Of the blocks: the current one and the next, each with its flat buffer.
-    gathered = width * whole if keeps_gathered(layout) else width * (outer + 2 * block)
-    reducing = (width + 4) * max(block, outer)  # gradients of one group as computed, and in fp32 on their way
-    return gathered + width * block + reducing
+        casts = 0.0 if width == 4 else 2 * whole * in_flight(layout, stage.place)
+        return casts, casts
+    reducing = OURS.gradient * block
+    if keeps_gathered(layout):
+        return width * whole, width * whole + reducing
+    # The group outside the blocks stays gathered, and the next block is fetched while one is at work.
+    return 0.0, width * (outer + 2 * block) + reducing

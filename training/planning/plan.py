@@ -103,4 +103,5 @@ def _missing(memory: MemoryEstimate, available: float) -> str:
         "gathered weights and buffers": memory.communication,
     }
     largest = max(parts, key=lambda part: parts[part])
-    return f"needs {memory.total / GIB:,.1f} GiB of {available / GIB:,.1f}, {parts[largest] / GIB:,.1f} of them for {largest}"
+    needs = f"needs {memory.total / GIB:,.1f} GiB of {available / GIB:,.1f}"
+    return f"{needs}, {parts[largest] / GIB:,.1f} of them for {largest}"

@@ -39,6 +39,10 @@ class Section:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
+    def is_figure(self, column: int) -> bool:
+        """Whether a column holds figures, which stand to the right."""
+        return column > 0 and all(not row[column] or row[column][0].isdigit() for row in self.rows)
+
 
 def title(answer: Answer) -> str:
     """What was asked, in a line."""

@@ -39,8 +39,7 @@ def print_answer(answer: Answer, dry_runs: DryRuns) -> None:
 def _table(section: Section) -> Table:
     table = Table(title=f"{section.title} (simulated)", title_justify="left", title_style="bold", box=None)
     for place, name in enumerate(section.header):
-        is_figure = place > 0 and all(row[place][:1].isdigit() or not row[place] for row in section.rows)
-        table.add_column(name, justify="right" if is_figure else "left", overflow="fold")
+        table.add_column(name, justify="right" if section.is_figure(place) else "left", overflow="fold")
     for row in section.rows:
         table.add_row(*row)
     return table
@@ -51,11 +50,15 @@ def markdown(answer: Answer, dry_runs: DryRuns) -> str:
     lines = [f"**{title(answer)}**, {work_line(answer)}. Every figure is simulated.", ""]
     for section in sections(answer, dry_runs):
         lines += [f"{section.title} (simulated):", ""]
-        lines += [f"| {' | '.join(row)} |" for row in (section.header, ["---"] * len(section.header), *section.rows)]
+        lines += [f"| {' | '.join(row)} |" for row in (section.header, _rule(section), *section.rows)]
         lines += ["", *section.notes, *[""] * bool(section.notes)]
     for name, command in commands(answer):
         lines += [f"To launch {name}:", "", "```bash", command, "```", ""]
     return "\n".join([*lines, *warnings(answer)]).rstrip() + "\n"
+
+
+def _rule(section: Section) -> list[str]:
+    return ["---:" if section.is_figure(place) else "---" for place in range(len(section.header))]
 
 
 def write_page(path: Path, answer: Answer, dry_runs: DryRuns) -> None:
