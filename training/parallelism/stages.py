@@ -65,7 +65,9 @@ class Stage(nn.Module):
             states = self.architecture.run_blocks(self.network, states, attention_mask)
             if self.is_last:
                 states = self.architecture.classify(self.network, states, attention_mask)
-        return states.float()
+        states = states.float()
+        # The local part of a DTensor is a view; a backward pass that is split detaches what it starts from in place.
+        return states.clone() if states._is_view() else states
 
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
         """As :meth:`NewsClassifier.seed_dropout`."""
