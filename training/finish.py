@@ -34,6 +34,8 @@ def finish_run(trainer: Trainer) -> Path:
     config, best, tokens = trainer.config, trainer.best, trainer.news.tokens
     if trainer.console:
         trainer.console.epoch_table(trainer.epochs)
+    if trainer.ranks.is_distributed:
+        trainer.say(f"Layout: {trainer.strategy.describe()}")
     trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     if best.step != trainer.step:
         weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
@@ -94,6 +96,7 @@ def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> 
     tokens = trainer.news.tokens
     cut, total = tokens.train.num_cut + tokens.test.num_cut, len(tokens.train) + len(tokens.test)
     notes = [*tokens.notes, f"{cut:,} of {total:,} texts were cut at {trainer.config.max_length} tokens."]
+    notes.append(f"Layout: {trainer.strategy.describe()}.")
     if trainer.skipped_steps:
         notes.append(f"The gradient scaler skipped {trainer.skipped_steps} steps.")
     return ReportData(

@@ -1,5 +1,8 @@
 """Compressed gradients: close to the mean, counted to the byte, and with nothing lost on the way."""
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
 from training.parallelism.compression import PLAIN_STEPS, Compression, PowerSGD, build_compression
 
 Gradients = dict[str, torch.Tensor]
@@ -137,7 +141,7 @@ def _sent_and_counted(asked: str) -> tuple[int, int, int]:
     return sum(sent), compression.traffic.sent, compression.traffic.plain
 
 
-@pytest.mark.parametrize("asked", ["fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("asked", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), "powersgd"])
 def test_bytes_are_counted_as_they_are_sent(asked: str) -> None:
     numbers = 2 * 80 * 96 + 80 + 96 + 4 * 96 + 4
     for sent, counted, plain in run_on_ranks(2, _sent_and_counted, asked):
@@ -159,7 +163,7 @@ def _in_two_halves(asked: str) -> tuple[Gradients, Gradients]:
     return whole, {name: p.grad for name, p in halved.module.named_parameters()}
 
 
-@pytest.mark.parametrize("asked", ["fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("asked", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), "powersgd"])
 def test_accumulated_gradients_are_compressed_once_and_whole(asked: str) -> None:
     tolerance = {"powersgd": 1e-3, "fp16": 2e-3, "bf16": 2e-2}[asked]
     for whole, halved in run_on_ranks(2, _in_two_halves, asked):
@@ -219,3 +223,80 @@ def test_state_goes_on_to_the_bit_on_as_many_ranks_and_by_its_mean_on_fewer() ->
     assert state["steps"] == PLAIN_STEPS + 2
     assert all(torch.equal(gradients[name], straight[name]) for name in straight)
     torch.testing.assert_close(errors, {name: both.mean(0) for name, both in state["errors"].items()})
+
+
+def _run_in_parts(name: str, compress: str, parts: list[range]) -> tuple[list[float], Gradients | None]:
+    """Each part of the steps in a strategy of its own, which goes on from the state of the one before."""
+    losses, state = [], None
+    for numbers in parts:
+        strategy = small_strategy(strategy=name, compress=compress)
+        if state:
+            strategy.load_state_dict(state)
+        losses += take_steps(strategy, numbers)
+        [state] = _broadcast(copy.deepcopy(strategy.state_dict()))
+    return losses, whole_weights(strategy)
+
+
+def _broadcast(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """A checkpoint is written by rank 0 and read by all."""
+    box = [state]
+    dist.broadcast_object_list(box)
+    return box
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [
+        ("ddp", "powersgd:2"),
+        pytest.param("zero1", "powersgd:2", marks=pytest.mark.slow),
+        pytest.param("ddp", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_weights_of_one_never_stopped(
+    name: str, compress: str
+) -> None:
+    last = PLAIN_STEPS + 6
+    whole = run_on_ranks(2, _run_in_parts, name, compress, [range(1, last)])
+    for cut in (5, PLAIN_STEPS + 3):
+        parts = run_on_ranks(2, _run_in_parts, name, compress, [range(1, cut), range(cut, last)])
+
+        assert [losses for losses, _ in parts] == [losses for losses, _ in whole]
+        assert all(torch.equal(parts[0][1][name], weights) for name, weights in whole[0][1].items())
+
+
+def _with_an_overflow() -> tuple[bool, bool, float, float]:
+    strategy = small_strategy("fp16", compress="powersgd:2")
+    take_steps(strategy, range(1, PLAIN_STEPS + 3))
+    before = dict(strategy.compression.errors)
+    strategy.loss_scale.scale = 2.0**120
+    take_steps(strategy, [PLAIN_STEPS + 3])
+    skipped = strategy.loss_scale.scale == 2.0**119
+    kept = all(torch.equal(error, before[name]) for name, error in strategy.compression.errors.items())
+    largest = max(error.abs().max().item() for error in before.values())
+    strategy.loss_scale.scale = 2.0**10
+    take_steps(strategy, [PLAIN_STEPS + 4])
+    return skipped, kept, largest, max(error.abs().max().item() for error in strategy.compression.errors.values())
+
+
+def test_under_fp16_a_skipped_step_leaves_the_errors_and_a_new_scale_does_not_change_their_size() -> None:
+    for skipped, kept, before, after in run_on_ranks(2, _with_an_overflow):
+        assert skipped
+        assert kept
+        assert before / 10 < after < before * 10
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_powersgd_ends_with_the_weights_of_one_never_killed(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    flags = ("--batch_size", 4, "--save_every", 2, "--compress", "powersgd:2", "--output_dir")
+    killed = launch(2, *flags, tmp_path / "killed", wait=False)
+    killed.wait_until(lambda: list((tmp_path / "killed.run" / "checkpoints").glob("step_0000001[24]")))
+    killed.kill()
+
+    again, straight = launch(2, *flags, tmp_path / "killed"), launch(2, *flags, tmp_path / "straight")
+
+    assert "Resuming from" in again.out, again.err
+    assert "times fewer" in straight.out, straight.err
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "straight")]
+    assert weights[0] == weights[1]
