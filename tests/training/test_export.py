@@ -52,7 +52,7 @@ def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int 
         "test": figures,
         "validation": figures,
     }
-    write_model(model, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"))
+    write_model(model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"))
     return model.eval()
 
 

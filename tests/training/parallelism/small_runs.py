@@ -13,6 +13,7 @@ from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_model
 from training.batching import rank_share
 from training.config import TrainConfig
+from training.distributed import Ranks
 from training.parallelism import STRATEGIES, Strategy
 from training.tokenized import TokenizedRows
 
@@ -34,14 +35,24 @@ def small_strategy(precision: str = "fp32", **fields: Any) -> Strategy:
 
 
 def take_steps(
-    strategy: Strategy, numbers: Sequence[int], *, accumulation: int = 1, speeds: Sequence[float] | None = None
+    strategy: Strategy,
+    numbers: Sequence[int],
+    *,
+    accumulation: int = 1,
+    speeds: Sequence[float] | None = None,
+    ranks: Ranks | None = None,
+    norms: list[torch.Tensor] | None = None,
 ) -> list[float]:
-    """Optimizer steps by their numbers; returns the global loss of each."""
+    """Optimizer steps by their numbers; returns the global loss of each, and adds each gradient norm to ``norms``."""
     rows, losses = small_rows(), []
+    ranks = ranks or here()
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
         share = rank_share(rows, batch, strategy.place, accumulation, speeds=speeds)
-        losses.append(here().sum_(strategy.step(share, number, learning_rate=1e-3).loss.clone()).item())
+        result = strategy.step(share, number, learning_rate=1e-3)
+        losses.append(ranks.sum_(result.loss.clone()).item())
+        if norms is not None:
+            norms.append(result.grad_norm)
     return losses
 
 
