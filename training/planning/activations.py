@@ -91,7 +91,8 @@ def kept_bytes(block: BlockActivations, layout: Layout) -> float:
     if layout.activation_checkpointing == "full":
         return block.entry / whole
     if layout.activation_checkpointing == "selective":
-        return (block.entry + block.whole_products) / whole + block.products / layout.tp
+        # Row-wise products are kept as each rank's part of a sum, before it is scattered.
+        return block.entry / whole + block.whole_products + block.products / layout.tp
     return block.norms / whole + block.inputs + (block.split + block.scores) / layout.tp
 
 

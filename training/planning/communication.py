@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from training.planning.hardware import Cluster
-from training.planning.memory import STAGES_PER_RANK, is_gathered, keeps_gathered
-from training.planning.partition import Stage, outer_parameters, rank_parameters
+from training.planning.memory import is_gathered, keeps_gathered
+from training.planning.partition import STAGES_PER_RANK, Stage, outer_parameters, rank_parameters
 from training.planning.shapes import Layout, ModelShape, Transfer
 
 DDP_BUCKET_BYTES = 25 * 2**20

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from training.planning.hardware import Cluster
-from training.planning.memory import STAGES_PER_RANK
+from training.planning.partition import STAGES_PER_RANK
 from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Precision, StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")

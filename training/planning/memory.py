@@ -11,10 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training.planning.activations import block_activations, kept_bytes, recomputed_bytes
-from training.planning.partition import Stage, block_parameters, outer_parameters, rank_parameters, stages
+from training.planning.partition import (
+    STAGES_PER_RANK,
+    Stage,
+    block_parameters,
+    outer_parameters,
+    pipeline_ranks,
+    rank_parameters,
+)
 from training.planning.shapes import Layout, MemoryEstimate, ModelShape
-
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,16 @@ def in_flight(layout: Layout, stage: int) -> float:
 def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
     """Bytes on the rank that needs the most."""
     estimates = [
-        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in stages(shape, layout.pp)
+        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in pipeline_ranks(shape, layout)
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True) -> MemoryEstimate:
-    """Bytes on a rank of one pipeline stage at the fullest of three moments.
+    """Bytes on a rank of one pipeline stage at the fullest of four moments.
 
-    At the loss all activations and the logits are there, in the first block that goes backward its gathered weights
-    and its gradients, at the end all gradients.
+    The end of the forward pass; the loss, with the logits; the first block that goes backward, with its weights and
+    their gradients; and the end of the backward pass, with all gradients.
     """
     parameters = rank_parameters(shape, layout, stage)
     if layout.strategy == "zero1":
@@ -91,9 +96,10 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     whole_gradients = OURS.gradient * parameters if is_gathered(layout) and layout.accumulation > 1 else 0.0
     carried = whole_gradients or (gradients if _carries_gradients(layout) else 0.0)
     held, one_block, outside, logits = _activation_bytes(shape, layout, stage, fused_attention=fused_attention)
-    kept, passing = _communication_bytes(shape, layout, stage)
+    forward, kept, passing = _communication_bytes(shape, layout, stage)
     computed = _width(layout) * block_parameters(shape, layout.tp)
     moments = (
+        (carried, held + outside, forward),
         (carried, held + outside + logits, kept),
         (carried + computed, held + outside + one_block, passing),
         (whole_gradients + gradients, outside + one_block, passing),
@@ -147,17 +153,23 @@ def _head_bytes(shape: ModelShape, layout: Layout) -> float:
     return 12 * shape.vocab / layout.tp + (8 + _width(layout)) * shape.hidden
 
 
-def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[float, float]:
-    """Bytes of weights in the computing dtype and of buffers: between the passes, and while a block goes backward."""
+def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[float, float, float]:
+    """Bytes of weights in the computing dtype and of buffers: in the forward pass, at the loss, in a backward pass."""
     width = _width(layout)
     block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)
     whole = stage.blocks * block + outer
-    if not is_gathered(layout):
-        # Autocast keeps a cast copy of each weight from its forward to its backward use, one for each micro-batch.
-        casts = 0.0 if width == 4 else 2 * whole * in_flight(layout, stage.place)
-        return casts, casts
-    reducing = OURS.gradient * block
-    if keeps_gathered(layout):
-        return width * whole, width * whole + reducing
-    # The group outside the blocks stays gathered, and the next block is fetched while one is at work.
-    return 0.0, width * (outer + 2 * block) + reducing
+    if is_gathered(layout):
+        reducing = OURS.gradient * block
+        if keeps_gathered(layout):
+            return width * whole, width * whole, width * whole + reducing
+        # The group outside the blocks stays gathered, and the next block is fetched while one is at work.
+        working = width * (outer + 2 * block)
+        return working, 0.0, working + reducing
+    if width == 4:
+        return 0.0, 0.0, 0.0
+    # Autocast copies each matrix once a forward pass; the graph keeps the copy unless it computes a block again.
+    words = shape.vocab * shape.hidden / layout.tp if stage.first else 0.0
+    copies = width * (whole - words)
+    if layout.activation_checkpointing == "none":
+        return (copies * in_flight(layout, stage.place),) * 3
+    return copies, width * (outer - words), width * (outer - words + block)

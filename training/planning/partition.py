@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from training.planning.shapes import Layout, ModelShape
 
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
+
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of the pipeline holds. ``place``: 0 = the first."""
+    """A stage, or all of a rank: its ``place``, its blocks, the embeddings (``first``) and the head (``last``)."""
 
     place: int
     blocks: int
@@ -17,24 +19,35 @@ class Stage:
     last: bool
 
 
-def stages(shape: ModelShape, pp: int) -> list[Stage]:
-    """Cut the blocks into ``pp`` stages so that the slowest takes as little as whole blocks allow.
+def stages(shape: ModelShape, count: int) -> list[Stage]:
+    """Cut the blocks into ``count`` stages so that the slowest takes as little as whole blocks allow.
 
     A language model's head costs the last stage about as much as several blocks: it gets fewer of them.
     """
-    if pp == 1:
+    if count == 1:
         return [Stage(0, shape.layers, first=True, last=True)]
     seq_len = 1024  # the ratio of head to block hardly depends on it
     head = shape.head_flops(seq_len) / shape.block_flops(seq_len)
 
     def slowest(of_last: int) -> float:
-        return max(-(-(shape.layers - of_last) // (pp - 1)), of_last + head)
+        return max(-(-(shape.layers - of_last) // (count - 1)), of_last + head)
 
-    of_last = min(range(1, shape.layers - pp + 2), key=lambda blocks: (slowest(blocks), -blocks))
-    share, more = divmod(shape.layers - of_last, pp - 1)
-    others = [share + (place < more) for place in range(pp - 1)]
-    counts = [*others, of_last]
-    return [Stage(i, blocks, first=i == 0, last=i == pp - 1) for i, blocks in enumerate(counts)]
+    of_last = min(range(1, shape.layers - count + 2), key=lambda blocks: (slowest(blocks), -blocks))
+    share, more = divmod(shape.layers - of_last, count - 1)
+    counts = [*(share + (place < more) for place in range(count - 1)), of_last]
+    return [Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts)]
+
+
+def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
+    """What each rank of the pipeline holds, all its stages together: in a loop every pp-th, in a V from both ends."""
+    per_rank = STAGES_PER_RANK[layout.schedule] if layout.pp > 1 else 1
+    cut = stages(shape, layout.pp * per_rank)
+    found = []
+    for rank in range(layout.pp):
+        own = [cut[rank], cut[-1 - rank]] if layout.schedule == "zbv" and layout.pp > 1 else cut[rank :: layout.pp]
+        blocks = sum(stage.blocks for stage in own)
+        found.append(Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own)))
+    return found
 
 
 def block_parameters(shape: ModelShape, tp: int) -> float:

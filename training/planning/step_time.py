@@ -13,8 +13,8 @@ from training.planning.calibration import OPTIMIZER_BYTES, WEIGHT_BYTES
 from training.planning.communication import transfers
 from training.planning.compute import Roofline
 from training.planning.hardware import Cluster
-from training.planning.memory import STAGES_PER_RANK, is_gathered, keeps_gathered
-from training.planning.partition import Stage, rank_parameters, stages
+from training.planning.memory import is_gathered, keeps_gathered
+from training.planning.partition import STAGES_PER_RANK, Stage, pipeline_ranks, rank_parameters
 from training.planning.shapes import Layout, ModelShape, StepTime, Transfer
 
 
@@ -34,7 +34,7 @@ class Passes:
 def estimate_step(shape: ModelShape, layout: Layout, cluster: Cluster) -> tuple[StepTime, list[Transfer]]:
     """Seconds of one optimizer step, and the collectives of the rank that takes the longest."""
     estimates = []
-    for stage in stages(shape, layout.pp):
+    for stage in pipeline_ranks(shape, layout):
         found = transfers(shape, layout, stage, cluster)
         estimates.append((_stage_time(shape, layout, stage, cluster, found), found))
     return max(estimates, key=lambda estimate: estimate[0].total)
