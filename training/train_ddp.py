@@ -18,8 +18,10 @@ from training.trainer import Trainer
 
 def train() -> int:
     """Parse, join the process group, train; returns the exit code."""
+    # DeepSpeed's launcher adds a flag for what the environment says too.
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with one_voice():
-        config = parse_config(sys.argv[1:], description=__doc__)
+        config = parse_config(arguments, description=__doc__)
     with ranks(config.device) as mine:
         model_folder = Trainer(config, mine).fit()
     return 0 if model_folder else config.stopped_exit_code

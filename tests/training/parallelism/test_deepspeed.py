@@ -1,6 +1,10 @@
 """DeepSpeed's engine on real ranks computes what one process computes, and its state is any other strategy's."""
 
 import copy
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.training.conftest import TRAINING, Run
 from tests.training.parallelism.ranks import here, run_on_ranks
 from training.batching import pad, rank_share
 from training.config import TrainConfig
 from training.distributed import Ranks
+from training.errors import UserError
 from training.model import NewsClassifier
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.deepspeed import DeepSpeedStrategy
@@ -147,3 +153,73 @@ def test_one_process_goes_on_from_the_state_of_every_stage() -> None:
         went_on = _alone({}, rank_0["state"], LAST)
         assert went_on["losses"][0] == pytest.approx(whole["losses"][2], rel=1e-5)
         assert _distance(went_on["state"]["model"], whole["state"]["model"]) < 1e-6
+
+
+def _meet_a_gradient_that_is_no_number(all_fields: list[Fields]) -> list[dict[str, Any]]:
+    met = []
+    for fields in all_fields:
+        strategy = DeepSpeedStrategy(_model(), _config(strategy="deepspeed", **fields), here(), "fp32")
+        before = copy.deepcopy(strategy.full_weights())
+        share = rank_share(_rows(), np.arange(7), strategy.place)
+        broken = [replace(batch, weights=batch.weights * math.inf) for batch in share]
+        norm = float(strategy.step(broken, 1, LEARNING_RATE).grad_norm)
+        after = copy.deepcopy(strategy.full_weights())
+        again = strategy.step(share, 2, LEARNING_RATE)
+        met.append({"before": before, "norm": norm, "after": after, "next": float(again.grad_norm)})
+    return met
+
+
+def test_gradients_that_are_no_numbers_leave_the_weights_alone() -> None:
+    for met in run_on_ranks(2, _meet_a_gradient_that_is_no_number, PLAIN[::2])[0]:
+        assert not math.isfinite(met["norm"])
+        assert _distance(met["after"], met["before"]) == 0
+        assert math.isfinite(met["next"])
+
+
+def _train_in_bf16(all_fields: list[Fields]) -> list[dict[str, Any]]:
+    strategies = (DeepSpeedStrategy(_model(), _config(**fields), here(), "bf16") for fields in all_fields)
+    return [_train(strategy, {}, STEPS) for strategy in strategies]
+
+
+def test_bf16_by_autocast_or_in_the_weights_stays_near_fp32(tmp_path: Path) -> None:
+    alone, file = _alone({}), tmp_path / "deepspeed.json"
+    file.write_text('{"bf16": {"enabled": true}}')
+    fields: Fields = {"strategy": "deepspeed"}
+    stages = [fields | {"deepspeed_stage": stage} for stage in (0, 2, 3)]
+    stages += [fields | {"deepspeed_stage": stage, "deepspeed_config": file} for stage in (2, 3)]
+    for rank_0, rank_1 in zip(*run_on_ranks(2, _train_in_bf16, stages), strict=True):
+        losses = [sum(shares) for shares in zip(rank_0["losses"], rank_1["losses"], strict=True)]
+        assert losses == pytest.approx(alone["losses"], rel=0.02)
+        assert {tensor.dtype for tensor in rank_0["state"]["model"].values()} == {torch.float32}
+
+
+def _refuse(file: Path) -> str:
+    with pytest.raises(UserError) as error:
+        DeepSpeedStrategy(_model(), _config(strategy="deepspeed", deepspeed_config=file), here(), "fp32")
+    return str(error.value)
+
+
+def test_what_deepspeed_does_not_understand_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "deepspeed.json"
+    file.write_text('{"zero_optimization": {"reduce_bucket_size": "many"}}')
+    for line in run_on_ranks(2, _refuse, file):
+        assert line.startswith(f"--deepspeed_config {file}: DeepSpeed refuses it: ")
+        assert "reduce_bucket_size" in line
+        assert "\n" not in line
+
+
+def test_its_own_launcher_trains_as_one_process_does(
+    start: Callable[..., Run],
+    launch: Callable[..., Run],
+    base_flags: Sequence[str],
+    tmp_path: Path,
+    metrics_of: Callable,
+) -> None:
+    flags = ("--epochs", "1", "--output_dir")
+    launch(1, "--batch_size", "8", *flags, tmp_path / "alone")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", TRAINING / "train_ddp.py"]
+    strategy = ("--strategy", "deepspeed", "--deepspeed_stage", "3", "--batch_size", "4")
+    run = start([*launcher, *base_flags, *strategy, *flags, tmp_path / "two"], env={"DS_ACCELERATOR": "cpu"})
+    assert (run.process.returncode, run.err) == (0, "")
+    alone, two = (metrics_of(tmp_path / f"{name}.run") for name in ("alone", "two"))
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in alone], rel=1e-4)
