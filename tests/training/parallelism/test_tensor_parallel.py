@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils import get_total_norm
 
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import FAMILIES, small_batch, small_model
@@ -22,10 +23,12 @@ from training.optimization import build_optimizer
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.gradients import global_norm, settle_partial_gradients
+from training.parallelism.stages import Stage, split_stages
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 DROPOUT = 0.1
 STEPS = 3
+SEED, FIRST_ROW = 11, 4  # where in the stream of dropout the rows lie
 # Llama's norms and rotations compute in fp32 whatever the type of the weights.
 TOLERANCE = {"distilbert": 1e-8, "bert": 1e-8, "llama": 1e-6}
 Found = dict[str, Any]
@@ -37,7 +40,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _backward(model: NewsClassifier, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask, labels = small_batch()
-    model.seed_dropout(seed=11, step=step, first_row=4)
+    model.seed_dropout(SEED, step, FIRST_ROW)
     logits = model(ids, mask)
     loss = F.cross_entropy(logits, labels)
     loss.backward()
@@ -171,6 +174,48 @@ def test_what_cannot_be_shared_out_is_refused_with_what_can(run_on_ranks: Callab
         "--tp 3: RobertaForSequenceClassification cannot be cut (only DistilBERT, BERT and Llama can); "
         "use --strategy zero3, which shares out any network",
     ]
+
+
+def _gradients_in_fp32(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
+    ids, mask, labels = small_batch()
+    states = ids
+    for stage in stages:
+        stage.places = iter([(SEED, 0, FIRST_ROW)])
+        states = stage(states, mask)
+    F.cross_entropy(states, labels).backward()
+    parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+    settle_partial_gradients(parameters.values())
+    return {name: _whole(parameter.grad) for name, parameter in parameters.items()}
+
+
+def _errors_in_fp32() -> dict[str, float]:
+    """How far all gradients together are from those that one process finds in fp64, relative to their norm."""
+    mesh = init_device_mesh("cpu", (here().world_size,), mesh_dim_names=("tp",))
+    errors = {}
+    for family in FAMILIES:
+        exact = small_model(family, DROPOUT, torch.float64)
+        _backward(exact, step=0)
+        alone = {name: parameter.grad for name, parameter in exact.named_parameters()}
+        for num_stages, sequence_parallel in itertools.product((1, 2), (False, True)):
+            stages = split_stages(small_model(family, DROPOUT), range(num_stages), num_stages, "")
+            for stage in stages:
+                apply_tensor_parallel(stage, mesh, sequence_parallel=sequence_parallel)
+            together = _gradients_in_fp32(stages)
+            difference = get_total_norm([together.pop(name) - gradient for name, gradient in alone.items()])
+            assert not together
+            name = f"{family} in {num_stages}{' along the sequence' * sequence_parallel}"
+            errors[name] = (difference / get_total_norm(alone.values())).item()
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_in_fp32_are_within_a_millionth_also_of_stages(
+    run_on_ranks: Callable[..., list[Any]], world_size: int
+) -> None:
+    for errors in run_on_ranks(world_size, _errors_in_fp32):
+        assert len(errors) == 12
+        assert {name: error for name, error in errors.items() if not error < 1e-6} == {}
 
 
 def _train_wrapped(family: str, sequence_parallel: bool) -> list[tuple[Found, list[float]]]:
