@@ -15,6 +15,7 @@ from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
 from training.optimization import build_optimizer
+from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
 from training.parallelism.state import full_model, full_optimizer, load_model, load_optimizer
 from training.parallelism.strategy import StepResult, row_losses
@@ -31,6 +32,8 @@ class BaseStrategy:
         self.config = config
         self.ranks = ranks
         self.precision = precision
+        if config.float8:
+            check_float8(config, ranks.device, precision)
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.stages = None  # the ranks that hold the other stages of a pipeline
         self.loss_scale = LossScale(enabled=precision == "fp16")

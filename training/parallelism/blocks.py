@@ -1,4 +1,4 @@
-"""What is done to each block alone, whatever the strategy: activation checkpointing, then compilation."""
+"""What is done to each block alone, whatever the strategy: float8, activation checkpointing, then compilation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from training.dropout import DropoutStream
 from training.errors import UserError
 from training.model import NewsClassifier
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
+from training.parallelism.float8 import apply_float8
 
 # Batches get one of few lengths where each new shape costs: a compilation, a pipeline's schedule.
 FEW_LENGTHS = 16
@@ -30,16 +31,18 @@ def apply_to_blocks(model: NewsClassifier, config: TrainConfig) -> None:
     Raises:
         UserError: the network has no repeated blocks.
     """
-    if config.activation_checkpointing == "none" and not config.compile:
+    if config.activation_checkpointing == "none" and not config.compile and not config.float8:
         return
     if not model.blocks:
-        raise UserError(f"--model {config.model}: no repeated blocks were found to checkpoint or compile")
+        raise UserError(f"--model {config.model}: no repeated blocks were found to checkpoint, compile or convert")
     treat_blocks(model.blocks, config, model.dropout_stream)
 
 
 def treat_blocks(blocks: Iterable[nn.Module], config: TrainConfig, stream: DropoutStream) -> None:
     """Checkpoint inside, compile outside: the compiler then sees what is computed twice."""
     for block in blocks:
+        if config.float8:
+            apply_float8(block)
         if config.activation_checkpointing != "none":
             apply_activation_checkpointing(block, config.activation_checkpointing, stream)
         if config.compile:
