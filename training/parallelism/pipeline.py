@@ -32,13 +32,18 @@ def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
     """See that the flags go with a pipeline of ``num_ranks``.
 
     Raises:
-        UserError: the schedule cannot run so many micro-batches, or cannot split a compiled block's backward pass.
+        UserError: the schedule cannot run so many micro-batches, or splits a backward pass that cannot be split.
     """
-    check_micro_batches(config.pp_schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation")
-    if config.compile and SCHEDULES[config.pp_schedule].splits_backward:
+    schedule = config.pp_schedule
+    check_micro_batches(schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation")
+    if not SCHEDULES[schedule].splits_backward:
+        return
+    if config.compile:
+        raise UserError(f"--compile and --pp_schedule {schedule}: it splits backward passes; use interleaved")
+    if config.activation_checkpointing == "selective":
         raise UserError(
-            f"--compile and --pp_schedule {config.pp_schedule}: a compiled block's backward pass cannot be split; "
-            "use interleaved"
+            f"--activation_checkpointing selective and --pp_schedule {schedule}: what is computed again would be "
+            "needed twice; use full, or --pp_schedule interleaved"
         )
 
 
