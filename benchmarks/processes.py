@@ -59,8 +59,12 @@ def end_with_children() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def run_ranks(arguments: Sequence[str], layout: Layout, *, pin: bool = True) -> list[dict[str, Any]]:
-    """Run ``python -m benchmarks.worker`` as every rank of a layout.
+def run_ranks(
+    arguments: Sequence[str], layout: Layout, *, pin: bool = True, module: str = "benchmarks.worker"
+) -> list[dict[str, Any]]:
+    """Run ``python -m benchmarks.worker``, or another module, as every rank of a layout.
+
+    Ranks beyond the cores share them, from the first on.
 
     Returns:
         The JSON line of each rank, in their order.
@@ -75,10 +79,15 @@ def run_ranks(arguments: Sequence[str], layout: Layout, *, pin: bool = True) -> 
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end, processes)
         for rank in range(layout.processes):
-            with on_cores(usable_cores()[rank * layout.threads : (rank + 1) * layout.threads] if pin else ()):
-                processes.append(_start(arguments, layout, rank, port, outputs[rank], errors[rank]))
+            with on_cores(_cores_of(rank, layout) if pin else ()):
+                processes.append(_start([module, *arguments], layout, rank, port, outputs[rank], errors[rank]))
         _wait(processes, errors, " ".join(arguments[1:]))
         return [json.loads(_lines(output)[-1]) for output in outputs]
+
+
+def _cores_of(rank: int, layout: Layout) -> list[int]:
+    cores = usable_cores()
+    return [cores[(rank * layout.threads + i) % len(cores)] for i in range(layout.threads)] if cores else []
 
 
 def _start(
@@ -95,7 +104,7 @@ def _start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    command = [sys.executable, "-m", "benchmarks.worker", *arguments]
+    command = [sys.executable, "-m", *arguments]
     return subprocess.Popen(command, env=environment, stdout=output, stderr=error, text=True)
 
 
