@@ -1,0 +1,104 @@
+"""Communication: the limits of the alpha-beta model, and what each strategy sends."""
+
+from dataclasses import replace
+
+import pytest
+
+from training.planning.communication import Group, groups, transfers
+from training.planning.hardware import GPUS, Cluster
+from training.planning.models import NAMED_SHAPES
+from training.planning.partition import pipeline_ranks
+from training.planning.shapes import Layout, ModelShape, Transfer
+
+CLUSTER = Cluster(GPUS["a100-80gb"], nodes=4, gpus_per_node=8)
+LLAMA = NAMED_SHAPES["llama-13b"]
+
+
+def sent(shape: ModelShape, layout: Layout) -> dict[tuple[str, str], Transfer]:
+    """What the first stage sends, by collective and dimension."""
+    found = transfers(shape, layout, pipeline_ranks(shape, layout)[0], CLUSTER)
+    return {(transfer.collective, transfer.dimension): transfer for transfer in found}
+
+
+def test_a_large_all_reduce_is_bound_by_the_link() -> None:
+    group = Group.over(8, 1, CLUSTER)
+    size = 100e9
+
+    assert group.all_reduce_seconds(size) == pytest.approx(2 * 7 / 8 * size / group.bandwidth, rel=1e-3)
+
+
+def test_a_small_all_reduce_is_bound_by_a_trees_latency() -> None:
+    group = Group.over(8, 1, CLUSTER)
+
+    assert group.all_reduce_seconds(1) == pytest.approx(2 * 3 * CLUSTER.link_latency, rel=1e-3)
+
+
+def test_one_rank_needs_no_communication() -> None:
+    group = Group.over(1, 1, CLUSTER)
+
+    assert group.all_reduce_seconds(1e9) == group.ring_seconds(1e9) == 0
+
+
+def test_a_group_over_nodes_uses_the_network_ports_of_all_its_members() -> None:
+    whole_nodes, one_each = Group.over(32, 1, CLUSTER), Group.over(4, 8, CLUSTER)
+
+    assert (whole_nodes.members, whole_nodes.nodes) == (8, 4)
+    assert (one_each.members, one_each.nodes) == (1, 4)
+    assert whole_nodes.bandwidth == 8 * one_each.bandwidth
+
+
+def test_tensor_parallel_groups_stay_within_a_node_and_stages_lie_farthest_apart() -> None:
+    found = groups(Layout("3d", pp=2, dp_shard=2, tp=8), CLUSTER)
+
+    assert found["tp"].nodes == 1
+    assert found["pp"].members == found["dp_shard"].members == 1
+
+
+def test_zero3_sends_one_and_a_half_times_what_ddp_sends() -> None:
+    # arXiv 1910.02054, section 7: 2 psi without, 3 psi with; ours gathers in 16 bits and reduces in 32.
+    fp32 = {"precision": "fp32"}
+    ddp = sent(LLAMA, Layout("ddp", dp_replicate=32, **fp32))
+    zero3 = sent(LLAMA, Layout("zero3", dp_shard=32, **fp32))
+
+    ratio = sum(t.bytes for t in zero3.values()) / sum(t.bytes for t in ddp.values())
+
+    # The parameters outside the blocks are gathered once.
+    assert ratio == pytest.approx(1.5, abs=0.02)
+
+
+def test_sharding_within_nodes_sends_only_the_shards_gradients_between_them() -> None:
+    hybrid = sent(LLAMA, Layout("zero3", dp_replicate=4, dp_shard=8))
+
+    assert hybrid["all-gather", "dp_shard"].between_nodes == 0
+    between = hybrid["all-reduce", "dp_replicate"].between_nodes
+    assert between == pytest.approx(2 * 3 / 4 * 4 * LLAMA.num_parameters / 8)
+
+
+def test_tensor_parallelism_reduces_twice_a_block_and_pass() -> None:
+    found = sent(LLAMA, Layout("tp", tp=8, accumulation=3))
+
+    # And once for the embeddings and once for the head, forward and backward.
+    assert found["all-reduce", "tp"].calls == 3 * (4 * LLAMA.layers + 4)
+
+
+def test_sequence_parallelism_sends_as_many_bytes() -> None:
+    layout = Layout("tp", tp=8)
+    plain = sent(LLAMA, layout)
+    cut = sent(LLAMA, replace(layout, sequence_parallel=True))
+
+    assert sum(t.bytes for t in cut.values()) == pytest.approx(sum(t.bytes for t in plain.values()))
+
+
+def test_micro_batches_before_the_last_reduce_nothing() -> None:
+    once, four = (sent(LLAMA, Layout("zero3", dp_shard=32, accumulation=count)) for count in (1, 4))
+
+    assert four["reduce-scatter", "dp_shard"].bytes == once["reduce-scatter", "dp_shard"].bytes
+    assert four["all-gather", "dp_shard"].bytes == 4 * once["all-gather", "dp_shard"].bytes
+
+
+def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back() -> None:
+    layout = Layout("pp", pp=4, accumulation=8, micro_batch=2, seq_len=1024)
+    stages = pipeline_ranks(LLAMA, layout)
+    calls = [sum(t.calls for t in transfers(LLAMA, layout, stage, CLUSTER)) for stage in stages]
+
+    assert calls == [8, 16, 16, 8]
