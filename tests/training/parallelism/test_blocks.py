@@ -1,0 +1,95 @@
+"""What is done to each block: its activations forgotten, its code compiled once for all lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.training.parallelism.small_models import VOCABULARY, small_model
+from training.config import TrainConfig
+from training.errors import UserError
+from training.model import NewsClassifier
+from training.parallelism.blocks import FEW_LENGTHS, apply_to_blocks, length_multiple
+
+
+def kept_bytes(mode: str) -> int:
+    """Bytes that the forward pass of a small model keeps for its backward pass, weights left out."""
+    model = small_model("distilbert", dropout=0.1)
+    apply_to_blocks(model, TrainConfig(activation_checkpointing=mode))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.ones(8, 32, dtype=torch.int64), torch.ones(8, 32, dtype=torch.int64))
+    return sum(kept.values())
+
+
+def test_full_checkpointing_keeps_far_less_than_none() -> None:
+    assert kept_bytes("full") < 0.25 * kept_bytes("none")
+
+
+def test_a_network_without_repeated_blocks_is_refused() -> None:
+    model = small_model("distilbert")
+    model.network.distilbert.transformer.layer = torch.nn.Identity()
+
+    with pytest.raises(UserError, match="no repeated blocks"):
+        apply_to_blocks(model, TrainConfig(activation_checkpointing="full"))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    yield
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.reset()
+
+
+def _run_lengths(model: NewsClassifier, lengths: range) -> None:
+    for length in lengths:
+        ids = torch.randint(1, VOCABULARY, (4, length))
+        model(ids, torch.ones_like(ids)).sum().backward()
+
+
+def test_compiled_blocks_are_not_compiled_anew_for_another_length(
+    fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = CompileCounter()
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compile_block(self, **how | {"backend": counter})
+    )
+    model = small_model("distilbert", dropout=0.1)
+    apply_to_blocks(model, TrainConfig(compile=True))
+
+    _run_lengths(model, range(8, 10))
+    graphs = counter.frame_count
+    _run_lengths(model, range(10, 40, 3))
+
+    assert graphs > 0
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "multiple"),
+    [
+        ({}, "cpu", 1),
+        ({}, "cuda", 8),
+        ({"compile": True}, "cpu", FEW_LENGTHS),
+        ({"strategy": "pp"}, "cpu", FEW_LENGTHS),
+        ({"strategy": "3d", "pp": 2}, "cuda", FEW_LENGTHS),
+        ({"strategy": "tp", "sequence_parallel": True}, "cpu", FEW_LENGTHS),
+    ],
+)
+def test_lengths_are_few_where_each_new_one_costs(fields: dict[str, object], device: str, multiple: int) -> None:
+    assert length_multiple(TrainConfig(**fields), device) == multiple

@@ -1,0 +1,65 @@
+"""Degrees follow from the strategy and the ranks, and what does not fit is refused with the whole product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from training.config import TrainConfig
+from training.errors import UserError
+from training.parallelism.dims import ParallelDims
+
+
+def dims(world_size: int, **fields: Any) -> tuple[int, int, int, int]:
+    return ParallelDims.from_config(TrainConfig(**fields), world_size).degrees
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "degrees"),
+    [
+        (4, {"strategy": "zero3"}, (1, 1, 4, 1)),
+        (8, {"strategy": "zero2", "dp_shard": 2}, (1, 4, 2, 1)),
+        (8, {"strategy": "zero3", "dp_shard": 1}, (1, 8, 1, 1)),
+        (4, {"strategy": "tp"}, (1, 1, 1, 4)),
+        (4, {"strategy": "tp", "tp": 2}, (1, 2, 1, 2)),
+        (4, {"strategy": "tp", "dp": 2}, (1, 2, 1, 2)),
+        (4, {"strategy": "pp"}, (4, 1, 1, 1)),
+        (8, {"strategy": "pp", "pp": 2}, (2, 4, 1, 1)),
+        (8, {"strategy": "3d", "pp": 2, "tp": 2}, (2, 1, 2, 2)),
+        (8, {"strategy": "3d", "pp": 2, "tp": 2, "dp_shard": 1}, (2, 2, 1, 2)),
+        (16, {"strategy": "3d", "pp": 2, "tp": 2, "dp_shard": 2}, (2, 2, 2, 2)),
+        (1, {"strategy": "zero3"}, (1, 1, 1, 1)),
+    ],
+)
+def test_degrees_left_open_follow_from_the_strategy(
+    world_size: int, fields: dict[str, Any], degrees: tuple[int, ...]
+) -> None:
+    assert dims(world_size, **fields) == degrees
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "line"),
+    [
+        (8, {"strategy": "3d", "pp": 2, "dp": 3, "tp": 2}, r"--pp \(2\) x --dp \(3\) x --tp \(2\) = 12.* 8 ranks"),
+        (6, {"strategy": "tp", "tp": 4}, r"--tp \(4\) = 4.* 6 ranks"),
+        (2, {"strategy": "pp", "pp": 4}, r"--pp \(4\).* 2 ranks"),
+        (4, {"strategy": "zero3", "dp_shard": 3}, r"--dp_shard 3: must divide .* which is 4"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_the_whole_product(
+    world_size: int, fields: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError, match=line):
+        dims(world_size, **fields)
+
+
+def test_ranks_that_share_a_replica_have_the_same_share_of_the_batch() -> None:
+    degrees = ParallelDims(pp=2, dp_replicate=2, dp_shard=1, tp=2)
+
+    assert [degrees.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_the_product_is_told_in_words() -> None:
+    assert str(ParallelDims(2, 1, 4, 2)) == "pipeline(2) x sharded(4) x tensor(2) = 16 ranks"
+    assert str(ParallelDims(1, 1, 1, 1)) == "one process = 1 rank"

@@ -1,0 +1,75 @@
+"""The norm of everything, whoever holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tests.training.parallelism.ranks import here, run_on_ranks
+from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
+
+
+def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
+
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
+
+
+def _mixed() -> tuple[float, float, float]:
+    """Plain, copied, shared out over one dimension and over two: of two stages with 2 x 1 ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    dp, stage = mesh["dp"], mesh["pp"].get_local_rank()
+    whole = [torch.arange(6.0).reshape(3, 2) + i + 10 * stage for i in range(3)]
+    placed = [
+        _with_gradient(whole[0].clone()),
+        _with_gradient(distribute_tensor(whole[1].clone(), dp, [Replicate()])),
+        _with_gradient(distribute_tensor(whole[2].clone(), dp, [Shard(0)])),
+        nn.Parameter(torch.zeros(1)),  # without a gradient
+    ]
+    norm = global_norm(placed, mesh["pp"].get_group())
+    squares = sum(part.square().sum() for part in whole)
+    dist.all_reduce(squares, group=mesh["pp"].get_group())
+    clip_gradients(placed, norm, limit=1.0)
+    return norm.item(), squares.sqrt().item(), global_norm(placed, mesh["pp"].get_group()).item()
+
+
+def test_a_value_held_by_several_ranks_counts_once_and_stages_add_up() -> None:
+    for norm, expected, clipped in run_on_ranks(4, _mixed):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(1.0, rel=1e-5)
+
+
+def _partial() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+
+    parameter.grad = DTensor.from_local(torch.full((3,), 1.0 + here().rank), mesh, [Partial()])
+    settle_partial_gradients([parameter])
+    return parameter.grad.to_local().tolist()
+
+
+def test_parts_of_a_copied_parameters_gradient_are_summed() -> None:
+    assert run_on_ranks(2, _partial) == [[3.0, 3.0, 3.0]] * 2
+
+
+def test_without_a_limit_gradients_stay_to_the_bit() -> None:
+    parameter = _with_gradient(torch.tensor([3.0, 4.0]))
+
+    clip_gradients([parameter], global_norm([parameter]), limit=float("inf"))
+
+    assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+def test_a_norm_under_the_limit_changes_nothing_and_one_over_it_all_alike() -> None:
+    small, large = _with_gradient(torch.tensor([0.3, 0.4])), _with_gradient(torch.tensor([30.0, 40.0]))
+
+    clip_gradients([small], global_norm([small]), limit=1.0)
+    clip_gradients([large], global_norm([large]), limit=1.0)
+
+    assert small.grad.tolist() == pytest.approx([0.3, 0.4])
+    assert large.grad.tolist() == pytest.approx([0.6, 0.8])

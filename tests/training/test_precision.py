@@ -1,0 +1,79 @@
+"""The loss scale grows, shrinks and goes on after a resume."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tests.training.parallelism.cases import ALONE, Case
+from tests.training.parallelism.small_runs import take_steps, whole_weights
+from training.parallelism import Strategy
+from training.precision import LossScale
+
+
+def scaled(scale: float) -> Strategy:
+    """One process in fp32 that scales its loss as fp16 does."""
+    strategy = Case(1, {}).strategy(ALONE)
+    strategy.loss_scale = LossScale(enabled=True)
+    strategy.loss_scale.scale = scale
+    return strategy
+
+
+def test_it_halves_at_once_and_doubles_after_many_good_steps() -> None:
+    scale = LossScale(enabled=True)
+
+    scale.update(finite=False)
+    for _ in range(LossScale.GROWS_AFTER):
+        scale.update(finite=True)
+    scale.update(finite=False)
+
+    assert scale.scale == LossScale.FIRST / 2 * 2 / 2
+
+
+def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
+    scale, resumed = LossScale(enabled=True), LossScale(enabled=True)
+    for _ in range(LossScale.GROWS_AFTER - 1):
+        scale.update(finite=True)
+
+    resumed.load_state_dict(scale.state_dict())
+    resumed.update(finite=True)
+    scale.update(finite=False)
+
+    assert resumed.scale == 2 * LossScale.FIRST
+    assert scale.state_dict() == {"scale": LossScale.FIRST / 2, "good_steps": 0}
+
+
+def test_without_fp16_it_is_one_and_stays_so() -> None:
+    scale = LossScale(enabled=False)
+
+    scale.update(finite=False)
+    scale.load_state_dict({"scale": 8.0, "good_steps": 3})
+
+    assert scale.scale == 1.0
+
+
+def test_a_scaled_loss_trains_to_the_same_weights() -> None:
+    found: list[Any] = []
+    for strategy in (scaled(1.0), scaled(2.0**10)):
+        losses = take_steps(strategy, [1, 2], ranks=ALONE)
+        found.append((losses, whole_weights(strategy)))
+
+    assert found[0][0] == found[1][0]
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], weight, rtol=1e-6, atol=1e-9)
+
+
+def test_a_step_whose_gradients_overflow_leaves_weights_and_moments_alone() -> None:
+    strategy = scaled(1.0)
+    take_steps(strategy, [1], ranks=ALONE)
+    before, norms = whole_weights(strategy), []
+    strategy.loss_scale.scale = math.inf
+
+    take_steps(strategy, [2], ranks=ALONE, norms=norms)
+
+    assert not math.isfinite(norms[0])
+    for name, weight in before.items():
+        assert torch.equal(whole_weights(strategy)[name], weight)
+    assert all(state["step"] == 1 for state in strategy.state_dict()["optimizer"].values())
