@@ -16,8 +16,8 @@ from training.planning.partition import (
     Stage,
     block_parameters,
     outer_parameters,
-    pipeline_ranks,
     rank_parameters,
+    telling_ranks,
 )
 from training.planning.shapes import Layout, MemoryEstimate, ModelShape
 
@@ -74,7 +74,7 @@ def in_flight(layout: Layout, stage: int) -> float:
 def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
     """Bytes on the rank that needs the most."""
     estimates = [
-        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in pipeline_ranks(shape, layout)
+        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in telling_ranks(shape, layout)
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 

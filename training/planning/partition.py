@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from training.planning.shapes import Layout, ModelShape
 
@@ -19,13 +20,14 @@ class Stage:
     last: bool
 
 
-def stages(shape: ModelShape, count: int) -> list[Stage]:
+@cache
+def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
     """Cut the blocks into ``count`` stages so that the slowest takes as little as whole blocks allow.
 
     A language model's head costs the last stage about as much as several blocks: it gets fewer of them.
     """
     if count == 1:
-        return [Stage(0, shape.layers, first=True, last=True)]
+        return (Stage(0, shape.layers, first=True, last=True),)
     seq_len = 1024  # the ratio of head to block hardly depends on it
     head = shape.head_flops(seq_len) / shape.block_flops(seq_len)
 
@@ -35,7 +37,7 @@ def stages(shape: ModelShape, count: int) -> list[Stage]:
     of_last = min(range(1, shape.layers - count + 2), key=lambda blocks: (slowest(blocks), -blocks))
     share, more = divmod(shape.layers - of_last, count - 1)
     counts = [*(share + (place < more) for place in range(count - 1)), of_last]
-    return [Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts)]
+    return tuple(Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts))
 
 
 def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
@@ -48,6 +50,12 @@ def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
         blocks = sum(stage.blocks for stage in own)
         found.append(Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own)))
     return found
+
+
+def telling_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
+    """Of a pipeline the first rank, the second and the last: no other holds more or takes longer than all of these."""
+    ranks = pipeline_ranks(shape, layout)
+    return [ranks[place] for place in sorted({0, 1 % layout.pp, layout.pp - 1})]
 
 
 def block_parameters(shape: ModelShape, tp: int) -> float:

@@ -1,0 +1,181 @@
+"""The planner's command: its answers, its files and its complaints."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.errors import UserError
+from training.planning.__main__ import ask, main
+from training.planning.answer import Answer, nothing_fits
+from training.planning.text import BEGIN, END, markdown, write_page
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+QUESTION = ("--model", "llama-13b", "--gpus", "32", "--nodes", "4", "--gpu", "a100-80gb")
+SMALL = ("--model", "distilbert-base", "--gpus", "2", "--gpu", "t4-16gb")
+
+
+PAGE = REPOSITORY / "docs" / "PLANNING.md"
+
+
+def documented() -> list[str]:
+    """The flags of the documented command."""
+    command = re.search(r"<!-- command: founding -->\n```bash\n(.*?)\n```", PAGE.read_text(), re.DOTALL)[1]
+    return command.replace("\\\n", " ").split()[3:]
+
+
+@pytest.fixture(scope="module")
+def founding() -> Answer:
+    """The project's founding question."""
+    return ask(documented())
+
+
+def test_the_fastest_that_fit_come_first(founding: Answer) -> None:
+    fits = [plan.fits for plan in founding.plans]
+    speeds = [plan.tokens_per_second for plan in founding.plans if plan.fits]
+
+    assert fits == sorted(fits, reverse=True)
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(plan.memory.total <= plan.available for plan in founding.plans if plan.fits)
+
+
+def test_a_whole_copy_of_13_billion_parameters_fits_no_gpu_of_80_gib(founding: Answer) -> None:
+    reasons = {plan.layout.strategy: plan.reason for plan in founding.plans}
+
+    assert re.fullmatch(r"needs 2\d\d\.\d GiB of 74\.1, 97\.0 of them for the optimizer", reasons["ddp"])
+    assert reasons["zero3"] == ""
+
+
+def test_no_layout_is_faster_than_a_gpu_that_loses_nothing(founding: Answer) -> None:
+    assert all(0 < plan.efficiency < 1 for plan in founding.plans)
+    alone = ask(("--model", "bert-base", "--gpus", "1", "--gpu", "a100-80gb")).best[0]
+    assert alone.efficiency == pytest.approx(1)
+
+
+def test_the_target_is_what_the_other_run_computes(founding: Answer) -> None:
+    # Six operations a parameter and token but for the attention: 21 days at 60% of 312 TFLOP/s.
+    assert founding.target_tokens == pytest.approx(0.6 * 312e12 * 21 * 86_400 / (6 * 6.74e9), rel=0.1)
+    assert founding.best[0].days(founding.target_tokens) < 21
+
+
+def test_every_table_that_is_printed_says_that_it_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    run(*SMALL)
+
+    printed = capsys.readouterr().out
+    titles = [line for line in map(str.rstrip, printed.splitlines()) if line[:1].isupper() and line.endswith(")")]
+    assert len(titles) >= 5
+    assert all(line.endswith("(simulated)") for line in titles)
+
+
+def run(*flags: str) -> None:
+    """The command, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["planning", *flags, "--no_dry_run"])
+        main()
+
+
+def test_json_and_the_report_hold_the_plans_that_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*SMALL, "--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html"))
+
+    record = json.loads((tmp_path / "plan.json").read_text())
+    page = (tmp_path / "plan.html").read_text()
+    launches = [plan["launch"] for plan in record["plans"] if plan["fits"]][:3]
+    assert record["simulated"] is True
+    assert all(launch in capsys.readouterr().out for launch in launches[:1])
+    assert all(launch in page for launch in launches)
+    assert "http" not in page.replace('http-equiv="', "")
+
+
+def test_a_hostile_models_name_stays_text_in_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<"
+    folder.mkdir()
+    config = {"model_type": "distilbert", "n_layers": 2, "dim": 64, "n_heads": 4, "hidden_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 100, "max_position_embeddings": 128}))
+
+    run(*SMALL[2:], "--model", str(folder), "--html", str(tmp_path / "plan.html"))
+
+    assert "<script" not in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--gpu", "a100"), "--gpu a100: not known; did you mean a100-"),
+        (("--gpus", "30", "--nodes", "4"), "--gpus 30 on --nodes 4: not divisible; take 28 GPUs"),
+        (("--gpus", "0"), "argument --gpus: 0: must be a whole number, at least 1 (see --help)"),
+        (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),
+        (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; take 4096"),
+        (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be shared out evenly over 32"),
+        (("--gpu", "v100-32gb", "--precision", "bf16"), "--precision bf16: v100-32gb has fp32, fp16"),
+        (("--target_tokens", "many"), "many: must be a number of tokens, such as 2e9"),
+        (("--target_run", "llama-7b"), "llama-7b: must be MODEL:DAYS:UTILISATION"),
+        (("--target_run", "llama-7b:21:60"), "the utilisation at most 1"),
+        (("--target_run", "llama-6b:21:0.6"), "--model llama-6b: neither a known model"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        ask((*QUESTION, *flags))
+
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_where_nothing_fits_the_smallest_lack_is_named() -> None:
+    found = ask(("--model", "gpt3-175b", "--gpus", "8", "--gpu", "t4-16gb"))
+
+    assert not found.best
+    lack = float(re.search(r"lacks ([\d.]+) GiB a GPU", str(nothing_fits(found)))[1])
+    assert lack == pytest.approx(min(plan.memory.total - plan.available for plan in found.plans) / 2**30, abs=0.05)
+
+
+def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file or directory"):
+        run(*SMALL, "--json", str(tmp_path / "missing" / "plan.json"))
+
+
+def test_a_page_without_marks_is_left_alone(tmp_path: Path, founding: Answer) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+
+    with pytest.raises(UserError, match="has no lines <!-- begin"):
+        write_page(page, founding, {})
+
+    assert page.read_text() == "# A page\n"
+
+
+def test_the_documented_answer_is_what_its_command_prints(tmp_path: Path, founding: Answer) -> None:
+    assert documented()[-3:] == ["--no_dry_run", "--page", "docs/PLANNING.md"]
+    copy = tmp_path / "PLANNING.md"
+    copy.write_text(re.sub(f"(?s)({BEGIN}).*({END})", r"\1\2", PAGE.read_text()))
+
+    write_page(copy, founding, {})
+
+    assert copy.read_text() == PAGE.read_text()
+
+
+def test_formulas_need_no_torch() -> None:
+    program = f"""
+import sys
+from training.planning.__main__ import ask
+from training.planning.text import markdown
+print(markdown(ask({SMALL!r}), {{}}))
+sys.exit("torch" in sys.modules or "transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert "simulated" in done.stdout
+
+
+def test_markdown_has_a_cell_for_every_column(founding: Answer) -> None:
+    rows = [line for line in markdown(founding, {}).splitlines() if line.startswith("|")]
+    tables = re.findall(r"(?:^\|.*\n?)+", markdown(founding, {}), re.MULTILINE)
+
+    assert len(rows) > 30
+    assert all(len({line.count("|") for line in table.splitlines()}) == 1 for table in tables)
