@@ -46,10 +46,9 @@ class Traffic:
 
     def __str__(self) -> str:
         if not self.sent:
-            return "nothing sent yet"
-        return (
-            f"{self.sent / 1e6:.3g} MB a step and rank, not {self.plain / 1e6:.3g} MB ({self.plain / self.sent:.1f}x)"
-        )
+            return ""
+        ratio = self.plain / self.sent
+        return f": {self.sent / 1e6:.3g} MB a step and rank, not {self.plain / 1e6:.3g} MB ({ratio:.1f}x less)"
 
 
 class Compression(Protocol):

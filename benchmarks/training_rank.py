@@ -1,0 +1,56 @@
+"""One rank of a whole training run: python -m benchmarks.training_rank SLOWDOWN FLAGS; run by ``benchmarks.processes``.
+
+The last rank is made SLOWDOWN times slower by real work: it computes each of its rows so many times, forward and
+backward, and trains on the first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import nn
+
+from training.config import parse_config
+from training.distributed import ranks
+from training.monitoring.run_log import read_metrics
+from training.trainer import Trainer
+
+
+def main() -> None:
+    """Train, and print what came of it as one line of JSON."""
+    slowdown, config = int(sys.argv[1]), parse_config(sys.argv[2:])
+    with ranks(config.device) as mine:
+        trainer = Trainer(config, mine)
+        if mine.rank == mine.world_size - 1 and slowdown > 1:
+            compute_repeatedly(trainer.strategy.parts[0], slowdown)
+        trainer.fit()
+        traffic = trainer.strategy.compression.traffic if trainer.strategy.compression else None
+        gradients = sum(parameter.numel() * 4 for parameter in trainer.strategy.parameters.values())
+        result = {
+            "global_batch": trainer.global_batch_size,
+            "steps_an_epoch": len(trainer.sampler),
+            "speeds": trainer.balance.speeds,
+            "plain": traffic.plain if traffic else gradients,
+            "sent": traffic.sent if traffic else gradients,
+            "records": read_metrics(config.run_dir) if mine.is_first else [],
+        }
+    print(json.dumps(result), flush=True)
+
+
+def compute_repeatedly(model: nn.Module, times: int) -> None:
+    """Make a model compute each row of a training batch so many times."""
+
+    def repeat(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.repeat(times, 1) for tensor in inputs) if module.training else inputs
+
+    def keep_first(module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+        return logits[: len(logits) // times] if module.training else logits
+
+    model.register_forward_pre_hook(repeat)
+    model.register_forward_hook(keep_first)
+
+
+if __name__ == "__main__":
+    main()
