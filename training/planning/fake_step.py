@@ -9,7 +9,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, repeat
 
@@ -18,7 +18,10 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # the shapes that collectives give
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -58,11 +61,13 @@ class FakeRank:
         self.data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
         self.memory = LiveMemory()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.fake:
+        with self.fake, _real_meshes():
             self.parts = self._lay_out(build_model(shape, as_on_gpus=device == "gpu"))
         self.parameters = list({id(p): p for part in self.parts.values() for p in part.parameters()}.values())
         for parameter in self.parameters:
             self.memory.count(parameter, "parameters")
+            if not self.is_fsdp:
+                parameter.register_post_accumulate_grad_hook(lambda p: self.memory.count(p.grad, "gradients"))
 
     def _lay_out(self, model: NewsClassifier) -> dict[int, nn.Module]:
         """As ``training.parallelism.mesh`` does it; this rank's stages, or the whole model, by their numbers."""
@@ -136,8 +141,8 @@ class FakeRank:
         if self.layout.pp > 1:
             ranks = order_of_actions(self.layout.schedule, self.layout.pp, self.layout.accumulation)
             actions = [(a.kind, a.stage, a.micro_batch) for a in ranks[self.pipeline_rank]]
-        else:  # the third micro-batch meets what the second met
-            actions = [(kind, 0, i) for i in range(min(self.layout.accumulation, 2)) for kind in "FB"]
+        else:  # a first, one like all between, and a last
+            actions = [(kind, 0, i) for i in range(min(self.layout.accumulation, 3)) for kind in "FB"]
         last = max(micro_batch for _, _, micro_batch in actions)
         # The halves of a backward pass: what is kept goes with the second.
         ends = "W" if SCHEDULES[self.layout.schedule].splits_backward and self.layout.pp > 1 else "B"
@@ -174,15 +179,46 @@ class FakeRank:
         with self._making("temporary"):
             out.backward(torch.empty_like(out))
         del out
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self.memory.count(parameter.grad, "gradients")
+        self._sort()
+
+    def _sort(self) -> None:
+        """Say of what has come to stay what it is for."""
+        held = {parameter.grad: "gradients" for parameter in self.parameters}
+        for weights in _fsdp_parameters(self.parts.values()):
+            # Micro-batches before the last leave whole gradients.
+            held |= {weights.unsharded_accumulated_grad: "gradients"}
+            held |= dict.fromkeys(weights.all_gather_outputs, "communication")
+        for tensor, kind in held.items():
+            if tensor is not None:
+                self.memory.count(tensor, kind)
 
     @contextmanager
     def _making(self, kind: Kind) -> Iterator[None]:
         before, self.memory.kind = self.memory.kind, kind
         yield
         self.memory.kind = before
+
+
+def _fsdp_parameters(parts: Iterable[nn.Module]) -> Iterator[FSDPParam]:
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            yield from group.fsdp_params
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Sharding what is cut already joins two meshes, which are of real numbers even among fake tensors."""
+    join = DeviceMesh._concatenate
+
+    def join_for_real(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(join_for_real)
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)
 
 
 def worst_rank(shape: ModelShape, layout: Layout, device: Device) -> dict[str, object]:
@@ -209,7 +245,11 @@ def main() -> None:
     """Read what is asked for from standard input, and answer on standard output."""
     resource.setrlimit(resource.RLIMIT_DATA, (HOST_BYTES_LIMIT, HOST_BYTES_LIMIT))
     asked = json.load(sys.stdin)
-    print(json.dumps(worst_rank(ModelShape(**asked["shape"]), Layout(**asked["layout"]), asked["device"])))
+    try:
+        found = worst_rank(ModelShape(**asked["shape"]), Layout(**asked["layout"]), asked["device"])
+    except Exception as error:  # whatever it is, the plan says it in one line
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

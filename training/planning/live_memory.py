@@ -130,6 +130,9 @@ class LiveMemory(TorchDispatchMode):
                     self.count(tensor, "communication")
         elif func is torch.ops.c10d._reduce_scatter_base_.default:
             self.count(args[0], "gradients")
+        elif func is torch.ops.c10d.allreduce_.default:  # of FSDP's copies; all other sums are functional
+            for tensor in args[0]:
+                self.count(tensor, "gradients")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

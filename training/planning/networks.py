@@ -82,13 +82,12 @@ def _llama_ends(layout: Placement) -> Plan:
     }
 
 
-# Language models are planned, not trained here: known in this process alone.
-ARCHITECTURES |= {
+_WITHOUT_MASKS: dict[str, Architecture] = {
     "DistilBertForSequenceClassification": _DistilBert(),
     "BertForSequenceClassification": _Bert(),
-    "LlamaForCausalLM": _LlamaLanguageModel(),
-    "GPT2LMHeadModel": _GPT2LanguageModel(),
 }
+# Language models are planned, not trained here.
+ARCHITECTURES |= {"LlamaForCausalLM": _LlamaLanguageModel(), "GPT2LMHeadModel": _GPT2LanguageModel()}
 FAMILIES |= {"LlamaForCausalLM": replace(FAMILIES["LlamaForSequenceClassification"], ends=_llama_ends)}
 
 
@@ -99,16 +98,22 @@ def build_model(shape: ModelShape, *, as_on_gpus: bool) -> NewsClassifier:
         as_on_gpus: keep for the backward pass what a GPU's kernels keep: of attention no scores, of dropout one byte
             a value, of LayerNorm fp32 under autocast. Without: what training keeps on a CPU.
     """
-    config = network_config(shape)
-    kind = AutoModelForCausalLM if shape.num_labels is None else AutoModelForSequenceClassification
-    model = NewsClassifier.__new__(NewsClassifier)
-    nn.Module.__init__(model)
-    model._adopt(kind.from_config(config), [str(i) for i in range(shape.num_labels or 0)])
+    model = model_of(shape)
+    model.architecture = _WITHOUT_MASKS.get(type(model.network).__name__, model.architecture)
     model.dropout_stream.draws = _no_draws
     if as_on_gpus:
         model.network.config._attn_implementation = FUSED_ATTENTION
         _compute_as_on_gpus(model.network)
     return model.train()
+
+
+def model_of(shape: ModelShape) -> NewsClassifier:
+    """A model of this shape with random weights, as training makes it."""
+    kind = AutoModelForCausalLM if shape.num_labels is None else AutoModelForSequenceClassification
+    model = NewsClassifier.__new__(NewsClassifier)
+    nn.Module.__init__(model)
+    model._adopt(kind.from_config(network_config(shape)), [str(i) for i in range(shape.num_labels or 0)])
+    return model
 
 
 def network_config(shape: ModelShape) -> PreTrainedConfig:

@@ -1,0 +1,143 @@
+"""A real step of a shape and a layout on this machine's processes: what it held, and how long it took.
+
+torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step --asked '{"shape": {...}, "layout": {...}}'
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.tables import Parser
+from training.batching import MicroBatch
+from training.config import TrainConfig
+from training.distributed import Ranks, ranks
+from training.parallelism import STRATEGIES
+from training.planning.networks import model_of
+from training.planning.shapes import Layout, ModelShape
+
+MEASURED = "the measured step"
+
+
+def config_of(layout: Layout) -> TrainConfig:
+    """The flags of a run with this layout."""
+    degrees = {"tp": layout.tp, "pp": layout.pp, "dp_shard": layout.dp_shard if layout.dp_replicate > 1 else 1}
+    return TrainConfig(
+        strategy=layout.strategy,
+        batch_size=layout.micro_batch,
+        gradient_accumulation=layout.accumulation,
+        precision=layout.precision,
+        activation_checkpointing=layout.activation_checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        pp_schedule=layout.schedule,
+        device="cpu",
+        **{name: degree for name, degree in degrees.items() if degree > 1},
+    )
+
+
+def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
+    """Random rows without padding."""
+    rows = layout.micro_batch
+
+    def batch(number: int) -> MicroBatch:
+        ids = torch.randint(1, shape.vocab, (rows, layout.seq_len))
+        labels = torch.randint(0, shape.num_labels, (rows,))
+        weights = torch.full((rows,), 1 / (rows * layout.accumulation * layout.dp))
+        first = number * rows
+        places = np.arange(first, first + rows)
+        return MicroBatch(ids, torch.ones_like(ids), labels, weights, places, first, ids.numel())
+
+    return [batch(number) for number in range(layout.accumulation)]
+
+
+def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
+    """Bytes on this rank: of weights, gradients and moments, counted; and the allocator's peak in the second step."""
+    gradients: list[int] = []
+    batches = micro_batches_of(shape, layout)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
+        parameters = list(strategy.parameters.values())
+        hook = register_optimizer_step_pre_hook(
+            lambda *_: gradients.append(_bytes(parameter.grad for parameter in parameters))
+        )
+        strategy.step(batches, 1, 1e-4)
+        gc.collect()  # the whole model that was shared out may wait in a cycle
+        with record_function(MEASURED):
+            strategy.step(batches, 2, 1e-4)
+        hook.remove()
+    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)
+    return {
+        "parameters": _bytes(parameters),
+        "gradients": gradients[-1],
+        "optimizer": _bytes(value for state in optimizer.state.values() for value in state.values()),
+        "peak": _allocated_peak(profiler),
+    }
+
+
+def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int = 7) -> float:
+    """The median time of a step on this rank, after two that do not count."""
+    batches = micro_batches_of(shape, layout)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
+    seconds = []
+    for step in range(1, steps + 3):
+        mine.barrier()
+        began = time.perf_counter()
+        strategy.step(batches, step, 1e-4)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[2:])
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor))
+    return sum(tensor.nbytes for tensor in local)
+
+
+def _allocated_peak(profiler: profile) -> int:
+    """The most that PyTorch's allocator had given out while the measured step ran."""
+    events = profiler.profiler.kineto_results.events()
+    step = next(event for event in events if event.name() == MEASURED)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = peak = 0
+    for moment, change in changes:
+        held += change
+        if step.start_ns() <= moment <= step.start_ns() + step.duration_ns():
+            peak = max(peak, held)
+    return peak
+
+
+def main() -> None:
+    """Measure, and print from rank 0 the worst of all ranks as JSON."""
+    parser = Parser("benchmarks.real_step", __doc__)
+    parser.add_argument("--asked", required=True, type=json.loads, help="shape and layout, as JSON")
+    parser.add_argument("--seconds", action="store_true", help="measure time instead of memory")
+    flags = parser.parse_args()
+    shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
+    torch.set_num_threads(1)
+    with ranks("cpu") as mine:
+        found = (
+            {"seconds": measure_seconds(shape, layout, mine)} if flags.seconds else measure_memory(shape, layout, mine)
+        )
+        worst = {name: _largest(value, mine) for name, value in found.items()}
+        if mine.is_first:
+            print(json.dumps(worst))
+
+
+def _largest(value: float, mine: Ranks) -> float:
+    tensor = torch.tensor([float(value)], dtype=torch.float64)
+    if mine.is_distributed:
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return tensor.item()
+
+
+if __name__ == "__main__":
+    main()
