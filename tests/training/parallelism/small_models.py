@@ -22,9 +22,9 @@ VOCABULARY = 97  # what no number of ranks divides
 LABELS = ["World", "Sports", "Business"]
 
 
-def small_config(family: str, dropout: float = 0.0, layers: int = 3) -> PreTrainedConfig:
+def small_config(family: str, dropout: float = 0.0, layers: int = 3, spread: float = 0.2) -> PreTrainedConfig:
     """Blocks of width 32, 4 heads; Llama's pairs of heads share keys and values (8 heads, 4 of keys)."""
-    common = {"vocab_size": VOCABULARY, "max_position_embeddings": 40, "initializer_range": 0.2}
+    common = {"vocab_size": VOCABULARY, "max_position_embeddings": 40, "initializer_range": spread}
     common |= {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
     if family == "distilbert":
         rates = {"dropout": dropout, "attention_dropout": dropout, "seq_classif_dropout": dropout}
@@ -37,14 +37,18 @@ def small_config(family: str, dropout: float = 0.0, layers: int = 3) -> PreTrain
 
 
 def small_model(
-    family: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, layers: int = 3
+    family: str,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 3,
+    spread: float = 0.2,
 ) -> NewsClassifier:
     """In training mode, of one seed; no bias is zero and no norm is one."""
     torch.manual_seed(7)
-    network = AutoModelForSequenceClassification.from_config(small_config(family, dropout, layers))
+    network = AutoModelForSequenceClassification.from_config(small_config(family, dropout, layers, spread))
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.add_(spread / 4 * torch.randn_like(parameter))
     saved = SavedModel(Path(), network.config.to_dict(), network.state_dict(), "", LABELS, 40, {})
     return NewsClassifier.from_saved(saved).to(dtype).train()
 

@@ -15,7 +15,7 @@ from tests.training.parallelism.small_runs import take_steps
 # How far from one process, relative to the norm of all; weights after four steps.
 TOLERANCES = {
     "fp32": {"loss": 1e-6, "gradients": 1e-6, "weights": 1e-6, "grad_norm": 1e-6, "evaluation": 1e-5},
-    "bf16": {"loss": 2e-2, "gradients": 5e-2, "weights": 1e-2, "grad_norm": 5e-2, "evaluation": 5e-2},
+    "bf16": {"loss": 2e-2, "gradients": 1e-1, "weights": 1e-2, "grad_norm": 5e-2, "evaluation": 5e-2},
 }
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
 DDP, ZERO1 = {"strategy": "ddp"}, {"strategy": "zero1"}
