@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from training.errors import OneLineParser, UserError, positive, run_command
@@ -13,6 +14,7 @@ from training.planning.dry_run import DryRun, NoDryRun, dry_run
 from training.planning.hardware import GPU, GPUS, Cluster, build_cluster, find_gpu
 from training.planning.layouts import MODES, STRATEGIES, Work
 from training.planning.models import NAMED_SHAPES, find_shape
+from training.planning.plan import Plan
 from training.planning.record import as_record
 from training.planning.report import write_report
 from training.planning.sections import describe
@@ -125,16 +127,19 @@ def _target(flags: argparse.Namespace, cluster: Cluster, work: Work) -> float | 
 
 
 def dry_runs_of(found: Answer) -> dict[int, DryRun | str]:
-    """A dry run of each of the best plans, or why there is none."""
-    runs: dict[int, DryRun | str] = {}
-    device = "cpu" if found.cluster.gpu.name == "cpu" else "gpu"
-    for place, plan in enumerate(found.best):
-        print(f"dry run of {describe(plan)} ...", file=sys.stderr, flush=True)
-        try:
-            runs[place] = dry_run(plan.shape, plan.layout, plan.layout.ranks, device)
-        except NoDryRun as error:
-            runs[place] = str(error)
-    return runs
+    """A dry run of each of the best plans, or why there is none; two at a time."""
+    if found.best:
+        print(f"dry runs of {', '.join(map(describe, found.best))} ...", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(enumerate(pool.map(_dry_run, found.best)))
+
+
+def _dry_run(plan: Plan) -> DryRun | str:
+    device = "cpu" if plan.cluster.gpu.name == "cpu" else "gpu"
+    try:
+        return dry_run(plan.shape, plan.layout, plan.layout.ranks, device)
+    except NoDryRun as error:
+        return str(error)
 
 
 def main() -> None:

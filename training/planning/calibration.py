@@ -1,4 +1,9 @@
-"""Calibration: what hardware reaches of its peak. Every constant that is neither a data sheet's nor a formula's."""
+"""Calibration: what hardware reaches of its peak. Every constant that is neither a data sheet's nor a formula's.
+
+These and the shares in ``hardware.py`` were set by hand, with Megatron-LM's table of A100s (arXiv 2104.04473) and
+TorchTitan's rows of 8 billion parameters (arXiv 2410.06511) in sight, and fitted to none. Every other published run in
+``benchmarks/planner_accuracy.md`` was held out.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ class Calibration:
     smallest of its three dimensions. ``memory_share``: of the memory bandwidth. ``encoder_passes``, ``decoder_passes``,
     ``inner_passes``: how often the element-wise kernels of a block read or write its hidden and its feed-forward's
     width, forward, in 16 bits; counted in transformers' modules, whose RMSNorm and rotary embedding take many kernels.
+    ``score_passes``: how often attention reads or writes each of its scores, forward; 0 = never, in a fused kernel;
+    6.5 = masked, softmaxed and dropped out in fp16, as was done before FlashAttention.
     ``overlap_share``: of computation, beside which collectives can run; ``contention``: seconds that each second of
     such a collective costs the computation. ``link_share``, ``network_share``: of a link's bandwidth, for large
     messages (nccl-tests: doc/PERFORMANCE.md explains the bus bandwidth that is meant).
@@ -24,6 +31,7 @@ class Calibration:
     encoder_passes: float = 20
     decoder_passes: float = 56
     inner_passes: float = 5
+    score_passes: float = 0
     overlap_share: float = 0.9
     contention: float = 0.1
     link_share: float = 0.75

@@ -43,10 +43,20 @@ class Roofline:
         into_ffn = (2 if shape.gated_ffn else 1) * self.matrix_seconds(tokens, shape.hidden, inner)
         return attention + into_ffn + self.matrix_seconds(tokens, inner, shape.hidden)
 
-    def attention_seconds(self, shape: ModelShape, rows: int, seq_len: int, tp: int) -> float:
-        """The attention of one block, forward: the half above a causal diagonal is not computed."""
-        flops = 4 * rows * seq_len**2 * shape.query_width / tp * (0.5 if shape.causal else 1)
-        return flops / (self.peak * self.gpu.attention_share)
+    def attention_seconds(self, shape: ModelShape, rows: int, seq_len: int, tp: int) -> tuple[float, float]:
+        """The attention of one block, forward and backward.
+
+        A fused kernel leaves out the half above a causal diagonal, and computes the scores again in its backward pass:
+        five products for the forward's two. Without one, every score goes to memory and back.
+        """
+        flops = 4 * rows * seq_len**2 * shape.query_width / tp
+        if not self.calibration.score_passes:
+            forward = flops * (0.5 if shape.causal else 1) / (self.peak * self.gpu.attention_share)
+            return forward, 2.5 * forward
+        scores = self.width * rows * seq_len**2 * shape.heads / tp
+        products = flops / (self.peak * self.gpu.matrix_share)
+        forward = products + self.bytes_seconds(self.calibration.score_passes * scores)
+        return forward, 2 * forward
 
     def elementwise_seconds(self, shape: ModelShape, tokens: float, layout: Layout) -> float:
         """Norms, residuals, activations, dropout and casts of one block, forward."""
@@ -63,12 +73,11 @@ class Roofline:
         """One block's forward and backward pass over one micro-batch, recomputation included."""
         tokens = layout.micro_batch * layout.seq_len
         products = self.products_seconds(shape, tokens, layout.tp)
-        attention = self.attention_seconds(shape, layout.micro_batch, layout.seq_len, layout.tp)
+        attention, attention_backward = self.attention_seconds(shape, layout.micro_batch, layout.seq_len, layout.tp)
         elementwise = self.elementwise_seconds(shape, tokens, layout)
-        again = {"none": 0.0, "selective": elementwise, "full": products + attention + elementwise}
         forward = products + attention + elementwise
-        # A fused attention kernel computes the scores again in its backward pass: 5 products for the forward's 2.
-        backward = 2 * products + 2.5 * attention + 2 * elementwise + again[layout.activation_checkpointing]
+        again = {"none": 0.0, "selective": elementwise, "full": forward}
+        backward = 2 * products + attention_backward + 2 * elementwise + again[layout.activation_checkpointing]
         launches = self.calibration.kernels_per_block * self.calibration.launch_seconds
         repeats = 1 if layout.activation_checkpointing == "none" else 2
         return max(forward, launches), max(backward, (1 + repeats) * launches)

@@ -207,5 +207,5 @@ def _running(answer: Answer) -> Section:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / GIB:,.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"
+    """Bytes as GiB, to three figures or a hundredth."""
+    return f"{size / GIB:,.2f}" if size < 10 * GIB else f"{size / GIB:,.1f}"

@@ -79,3 +79,14 @@ def test_the_processor_sets_the_pace_of_small_kernels() -> None:
     one, eight = (estimate_step(shape, Layout("ddp", micro_batch=rows, seq_len=16), ONE)[0] for rows in (1, 8))
 
     assert one.compute == pytest.approx(eight.compute)
+
+
+def test_scores_that_go_to_memory_cost_the_most_where_rows_are_long() -> None:
+    unfused = replace(ONE, calibration=replace(ONE.calibration, score_passes=6.5))
+    slower = []
+    for seq_len in (256, 4096):
+        layout = Layout("ddp", micro_batch=8192 // seq_len, seq_len=seq_len)
+        times = [estimate_step(LLAMA, layout, cluster)[0].compute for cluster in (unfused, ONE)]
+        slower.append(times[0] / times[1])
+
+    assert 1 < slower[0] < slower[1]
