@@ -26,6 +26,7 @@ FLAGS = {
     "gradient_clipping": "clip_norm",
     "zero_optimization.stage": "deepspeed_stage",
     "zero_optimization.offload_optimizer.device": "cpu_offload",
+    "zero_optimization.memory_efficient_linear": "activation_checkpointing",
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",
     "torch_autocast.enabled": "precision",
@@ -94,6 +95,9 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
+    if config.activation_checkpointing == "selective":
+        # Its linear adds the bias to the product in place, and so once more to a product that was kept.
+        zero["memory_efficient_linear"] = False
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if config.deepspeed_stage == 3:

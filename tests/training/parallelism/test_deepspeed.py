@@ -137,6 +137,14 @@ def test_offload_to_memory_changes_no_number() -> None:
         _assert_equal(*ranks, alone)
 
 
+def test_activation_checkpointing_changes_no_number() -> None:
+    kinds = [(2, "selective"), (3, "selective"), (3, "full")]
+    fields = [{"deepspeed_stage": stage, "activation_checkpointing": kind} for stage, kind in kinds]
+    alone = _alone({})
+    for ranks in zip(*run_on_ranks(2, _all_together, fields), strict=True):
+        _assert_equal(*ranks, alone)
+
+
 def test_every_stage_goes_on_from_the_state_of_one_process(tmp_path: Path) -> None:
     whole, state_file = _alone({}), tmp_path / "state.pt"
     torch.save(_alone({}, steps=FIRST)["state"], state_file)
