@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -103,16 +103,30 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _allocated_peak(profiler: profile) -> int:
-    """The most that PyTorch's allocator had given out while the measured step ran."""
-    events = profiler.profiler.kineto_results.events()
-    step = next(event for event in events if event.name() == MEASURED)
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for moment, change in changes:
-        held += change
-        if step.start_ns() <= moment <= step.start_ns() + step.duration_ns():
-            peak = max(peak, held)
+    """The most that PyTorch's allocator had given out, since the profiler began, while the measured step ran."""
+    events = sorted(
+        _all_events(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns
+    )
+    (step,) = [event for event in events if event.name == MEASURED]
+    held: dict[int, int] = {}
+    now = peak = 0
+    for event in events:
+        if event.name != "[memory]":
+            continue
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            held[address] = size
+        # What is freed may be older than the profiler.
+        now += size if size > 0 else -held.pop(address, 0)
+        if step.start_time_ns <= event.start_time_ns <= step.end_time_ns:
+            peak = max(peak, now)
     return peak
+
+
+def _all_events(roots: Iterable[Any]) -> Iterator[Any]:
+    for event in roots:
+        yield event
+        yield from _all_events(event.children)
 
 
 def main() -> None:

@@ -1,0 +1,133 @@
+"""Published training runs beside what the planner predicts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from benchmarks.tables import HERE, markdown_table
+from training.planning.hardware import GPUS, Cluster
+from training.planning.models import NAMED_SHAPES, gpt
+from training.planning.plan import Plan, make_plan
+from training.planning.shapes import Layout, ModelShape
+
+PUBLISHED = HERE / "published_training.yaml"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One published run. ``theirs``: tokens per second and GPU; ``memory``: their bytes, where they are published."""
+
+    row: dict[str, Any]
+    plan: Plan
+    theirs: float
+    memory: float | None
+
+    @property
+    def ours(self) -> float:
+        """Predicted tokens per second and GPU."""
+        return self.plan.tokens_per_second / self.plan.layout.ranks
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.ours / self.theirs - 1
+
+
+def compare(path: Path = PUBLISHED) -> dict[str, tuple[dict[str, Any], list[Comparison]]]:
+    """All runs of the file: each source's title, its description and its runs."""
+    sources = yaml.safe_load(path.read_text(encoding="utf-8"))["sources"]
+    return {source["title"]: (source, [_compare(source, row) for row in source["rows"]]) for source in sources}
+
+
+def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
+    shape = _shape(source, row)
+    gpu = replace(GPUS[source["gpu"]], **source.get("gpu_is", {}))
+    per_node = min(gpu.gpus_per_node, row["gpus"])
+    cluster = Cluster(gpu, row["gpus"] // per_node, per_node)
+    plans = [make_plan(shape, layout, cluster) for layout in _layouts(source, row)]
+    # The published run did fit, whatever the formulas say.
+    plan = max([plan for plan in plans if plan.fits] or plans, key=lambda plan: plan.tokens_per_second)
+    memory = row["memory_gib"] * GIB if "memory_gib" in row else None
+    return Comparison(row, plan, _their_tokens(source, row, shape), memory)
+
+
+def _shape(source: dict[str, Any], row: dict[str, Any]) -> ModelShape:
+    if source["family"] == "llama":
+        return NAMED_SHAPES[row["name"]]
+    size = {"vocab": source["vocab"], "max_positions": source["seq_len"]}
+    return gpt(row["name"], row["layers"], row["hidden"], row["heads"], **size)
+
+
+def _layouts(source: dict[str, Any], row: dict[str, Any]) -> Iterator[Layout]:
+    """The row's layout, in every way that the source leaves open."""
+    degrees = {name: row[name] for name in ("tp", "pp", "dp_replicate", "dp_shard") if name in row}
+    if row["strategy"] in ("zero2", "zero3"):
+        degrees["dp_shard"] = row["gpus"]
+    data_ranks = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1))
+    rows = row["rows_per_step"] // data_ranks if "rows_per_step" in row else None
+    fitting = [n for n in (1, 2, 4, 8, 16) if rows and rows % n == 0]
+    for micro_batch in [row["micro_batch"]] if row["micro_batch"] else fitting:
+        accumulation = rows // micro_batch if rows else row.get("accumulation", 1)
+        for mode in [row["activation_checkpointing"]] if row["activation_checkpointing"] else ("none", "selective"):
+            yield Layout(
+                row["strategy"],
+                micro_batch=micro_batch,
+                accumulation=accumulation,
+                seq_len=source["seq_len"],
+                precision=source.get("precision", "bf16"),
+                activation_checkpointing=mode,
+                sequence_parallel=row.get("sequence_parallel", False),
+                schedule=row.get("schedule", "1f1b"),
+                **degrees,
+            )
+
+
+def _their_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelShape) -> float:
+    if "tokens_per_gpu" in row:
+        return row["tokens_per_gpu"]
+    layers, hidden = shape.layers, shape.hidden
+    attention = source["seq_len"] / (6 * hidden)
+    recomputed = source["flops_formula"] == "megatron-recomputed"
+    factor, head = (96, 16) if recomputed else (72, 12)
+    flops = factor * layers * hidden**2 * (1 + attention + shape.vocab / (head * layers * hidden))
+    return row["teraflops_per_gpu"] * 1e12 / flops
+
+
+def published_section() -> str:
+    """The tables of all sources, and how near the predictions come."""
+    found = compare()
+    errors = [abs(run.error) for _, runs in found.values() for run in runs]
+    near = sum(error <= 0.25 for error in errors)
+    text = (
+        f"{near} of {len(errors)} predictions are within 25% of what was published; the median error is "
+        f"{median(errors):.0%}, the largest {max(errors):.0%}.\n"
+    )
+    for title, (source, runs) in found.items():
+        text += f"\n### {title}\n\nSource: {source['from']}.\n"
+        text += f"Assumed where it is silent: {source['assumed']}.\n" if "assumed" in source else ""
+        text += "\n" + markdown_table(_HEADER, [_table_row(run) for run in runs])
+    return text
+
+
+_HEADER = ("run", "GPUs", "layout", "tokens/s a GPU", "simulated", "error", "GiB", "simulated", "error")
+
+
+def _table_row(run: Comparison) -> list[str]:
+    layout = run.plan.layout
+    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "copies": layout.dp_replicate}
+    words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    words += [f"{layout.accumulation} x {layout.micro_batch} rows", f"checkpointing {layout.activation_checkpointing}"]
+    words += [word for word in ("compiled", "pure_bf16") if run.row.get(word)]
+    speed = [f"{run.theirs:,.0f}", f"{run.ours:,.0f}", f"{run.error:+.0%}"]
+    memory = ["–"] * 3
+    if run.memory:
+        simulated = run.plan.memory.total
+        memory = [f"{run.memory / GIB:.1f}", f"{simulated / GIB:.1f}", f"{simulated / run.memory - 1:+.0%}"]
+    return [run.row["name"], str(run.row["gpus"]), ", ".join(words), *speed, *memory]
