@@ -79,7 +79,7 @@ def answer(
 
 
 def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName]) -> list[Plan]:
-    """For each strategy and product of degrees the fastest plan that fits, or the one that lacks least."""
+    """For each strategy and product of degrees the fastest plan that fits, of equals the smallest; or what lacks least."""
     found = []
     for strategy in strategies:
         for layout in degrees(shape, cluster, strategy):
@@ -87,7 +87,7 @@ def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
             fitting = [batch for batch, total in needed.items() if total <= usable_memory(cluster)]
             if fitting:
                 plans = [make_plan(shape, batch, cluster) for batch in fitting]
-                found.append(max(plans, key=lambda plan: plan.tokens_per_second))
+                found.append(max(plans, key=lambda plan: (plan.tokens_per_second, -plan.memory.total)))
             elif needed:
                 found.append(make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster))
     return sorted(found, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))

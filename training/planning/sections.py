@@ -58,6 +58,22 @@ def work_line(answer: Answer) -> str:
     return f"{tokens:,} tokens a step ({work.rows:,} rows of {work.seq_len:,}) in {work.precision}"
 
 
+def summary(answer: Answer) -> str:
+    """The answer in a few sentences."""
+    said = f"{sum(plan.fits for plan in answer.plans)} of {len(answer.plans)} layouts fit."
+    if not answer.best:
+        return said
+    best = answer.best[0]
+    said += (
+        f" The fastest, {plan_name(best)}, makes {best.tokens_per_second:,.0f} tokens a second, an MFU of "
+        f"{best.mfu:.0%} and {best.efficiency:.0%} of the speed of as many GPUs that lose nothing."
+    )
+    if answer.target_tokens:
+        days = best.days(answer.target_tokens)
+        said += f" {answer.target_tokens / 1e9:,.2f} billion tokens take it {days:,.2f} days."
+    return f"{said} A checkpoint takes {answer.checkpoint.seconds:,.0f} s."
+
+
 def sections(answer: Answer, dry_runs: DryRuns) -> list[Section]:
     """Every table of an answer; those that would be empty are left out."""
     found = [

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from training.errors import UserError
 from training.planning.answer import Answer
-from training.planning.sections import DryRuns, Section, commands, sections, title, warnings, work_line
+from training.planning.sections import DryRuns, Section, commands, sections, summary, title, warnings, work_line
 from training.utils import write_whole
 
 PLAIN_WIDTH = 150
@@ -22,6 +22,7 @@ def print_answer(answer: Answer, dry_runs: DryRuns) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     console.print(f"{title(answer)}\n{work_line(answer)}; every figure is simulated", style="bold")
+    console.print(summary(answer))
     for section in sections(answer, dry_runs):
         console.print()
         console.print(_table(section))
@@ -47,7 +48,7 @@ def _table(section: Section) -> Table:
 
 def markdown(answer: Answer, dry_runs: DryRuns) -> str:
     """The answer as Markdown."""
-    lines = [f"**{title(answer)}**, {work_line(answer)}. Every figure is simulated.", ""]
+    lines = [f"**{title(answer)}**, {work_line(answer)}. Every figure is simulated.", "", summary(answer), ""]
     for section in sections(answer, dry_runs):
         lines += [f"{section.title} (simulated):", ""]
         lines += [f"| {' | '.join(row)} |" for row in (section.header, _rule(section), *section.rows)]
