@@ -14,15 +14,16 @@ from training.model import NewsClassifier
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.float8 import apply_float8
 
-# Batches get one of few lengths where each new shape costs: a compilation, a pipeline's schedule.
+# Batches get one of few lengths where each new one costs a compilation, or would not be cut evenly.
 FEW_LENGTHS = 16
 
 
 def length_multiple(config: TrainConfig, device: str) -> int:
     """What lengths are rounded up to, tokens; ``device``: ``cpu`` or ``cuda``."""
-    if config.compile or config.strategy == "pp" or config.pp > 1 or config.sequence_parallel:
+    if config.compile or config.sequence_parallel:
         return FEW_LENGTHS
-    return 1 if device == "cpu" else 8  # GPUs multiply matrices of such sides fastest
+    # GPUs multiply matrices of such sides fastest. On the CPU a row's dropout masks depend on its padded length.
+    return 1 if device == "cpu" else 8
 
 
 def apply_to_blocks(model: NewsClassifier, config: TrainConfig) -> None:

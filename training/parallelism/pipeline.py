@@ -7,7 +7,6 @@ al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473; docs.pytorch
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,9 +19,6 @@ from training.config import TrainConfig
 from training.errors import UserError
 from training.parallelism.schedules import SCHEDULES, check_micro_batches, stages_of
 from training.parallelism.stages import Stage
-
-# Every shape has its own schedule, which keeps buffers for what its micro-batches receive.
-KEPT_SHAPES = 8
 
 Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
@@ -70,7 +66,9 @@ class Pipeline:
         # Where each stage lies: its rank in the group.
         self.rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)}
         self.config = stages[0].network.config
-        self._schedules: OrderedDict[Shape, PipelineScheduleMulti] = OrderedDict()
+        # A shape has its own schedule, with room for all that its micro-batches receive: only the last one is kept.
+        self._shape: Shape | None = None
+        self._schedule: PipelineScheduleMulti | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
         self._row_losses: list[torch.Tensor] = []
 
@@ -87,7 +85,11 @@ class Pipeline:
             stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
         inputs = [torch.cat([batch.input_ids for batch in micro_batches])] if self.stages[0].is_first else []
         first = micro_batches[0].input_ids
-        self._schedule_of((len(micro_batches), *first.shape), first.device).step(
+        shape = (len(micro_batches), *first.shape)
+        if shape != self._shape:
+            self._schedule = None  # its room first
+            self._shape, self._schedule = shape, self._build_schedule(shape, first.device)
+        self._schedule.step(
             *inputs,
             attention_mask=torch.cat([batch.attention_mask for batch in micro_batches]),
             target=torch.arange(len(micro_batches)),
@@ -100,21 +102,14 @@ class Pipeline:
         self._row_losses[number.item()] = row_losses.detach()
         return share
 
-    def _schedule_of(self, shape: Shape, device: torch.device) -> PipelineScheduleMulti:
-        if shape in self._schedules:
-            self._schedules.move_to_end(shape)
-            return self._schedules[shape]
-        if len(self._schedules) == KEPT_SHAPES:
-            self._schedules.popitem(last=False)
+    def _build_schedule(self, shape: Shape, device: torch.device) -> PipelineScheduleMulti:
         count, rows, length = shape
         stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
         make = get_schedule_class(self.schedule.torch_name)
         # Gradients are not divided by the micro-batches: the rows' weights already are shares of the whole batch.
-        schedule = make(
+        return make(
             stages if self.schedule.is_looped else stages[0], count, loss_fn=self._share_of_loss, scale_grads=False
         )
-        self._schedules[shape] = schedule
-        return schedule
 
     def _pipeline_stage(self, stage: Stage, rows: int, length: int, device: torch.device) -> PipelineStage:
         # Told what comes and goes, torch need not find out by a trial run, whose dropout would be another.

@@ -86,8 +86,7 @@ def test_compiled_blocks_are_not_compiled_anew_for_another_length(
         ({}, "cpu", 1),
         ({}, "cuda", 8),
         ({"compile": True}, "cpu", FEW_LENGTHS),
-        ({"strategy": "pp"}, "cpu", FEW_LENGTHS),
-        ({"strategy": "3d", "pp": 2}, "cuda", FEW_LENGTHS),
+        ({"strategy": "pp"}, "cpu", 1),  # as one process, for its dropout
         ({"strategy": "tp", "sequence_parallel": True}, "cpu", FEW_LENGTHS),
     ],
 )
