@@ -115,7 +115,7 @@ def _parse() -> Namespace:
     parser.add_argument("--model", default="tiny", help="as for training")
     parser.add_argument("--kinds", nargs="+", default=["fp16", "bf16", "powersgd:4"], help="beside none")
     parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--epochs", type=positive, default=3)
+    parser.add_argument("--epochs", type=positive, default=8)
     parser.add_argument("--batch_size", type=positive, default=16, help="rows a rank")
     parser.add_argument("--max_train_rows", type=int, default=0, help="0 = all")
     parser.add_argument("--learning_rate", help="as for training")

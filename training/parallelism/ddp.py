@@ -21,7 +21,11 @@ from training.parallelism.strategy import StepResult
 
 
 class DDPStrategy(BaseStrategy):
-    """``DistributedDataParallel`` over all ranks; on one process without a group, the bare model."""
+    """``DistributedDataParallel`` over all ranks; on one process without a group, the bare model.
+
+    ``static_graph`` is off: it spares a search for unused parameters that is not made here, and forbids that the number
+    of micro-batches ever changes.
+    """
 
     def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
         """A copy on each rank."""
