@@ -1,6 +1,6 @@
 """A real step of a shape and a layout on this machine's processes: what it held, and how long it took.
 
-torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step --asked '{"shape": {...}, "layout": {...}}'
+torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step memory --asked '{"shape": {...}, "layout": {...}}'
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks.tables import Parser
 from training.batching import MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks, ranks
+from training.errors import run_command
 from training.parallelism import STRATEGIES
 from training.planning.networks import model_of
 from training.planning.shapes import Layout, ModelShape
@@ -129,29 +130,69 @@ def _all_events(roots: Iterable[Any]) -> Iterator[Any]:
         yield from _all_events(event.children)
 
 
+def measure_rates(mine: Ranks) -> dict[str, float]:
+    """What this rank reaches while all others do the same: the machine's entry in the planner's table.
+
+    Operations per second of a feed-forward's product and of attention's; bytes per second of a copy (read and written)
+    and of a ring's link in an all-reduce; seconds of an all-reduce of one number, for each of a ring's hops.
+    """
+    left, right = torch.randn(1024, 768), torch.randn(768, 3072)
+    queries, keys = torch.randn(96, 128, 64), torch.randn(96, 64, 128)
+    large, number = torch.randn(16 * 2**20), torch.zeros(1)
+    hops = 2 * (mine.world_size - 1)
+    copied = torch.empty_like(large)
+    rates = {
+        "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, mine),
+        "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, mine),
+        "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), mine),
+    }
+    if hops:
+        rates["latency"] = _seconds(lambda: mine.sum_(number), mine) / hops
+        rates["link"] = large.nbytes * hops / mine.world_size / _seconds(lambda: mine.sum_(large), mine)
+    return rates
+
+
+def _seconds(work: Callable[[], object], mine: Ranks, repeats: int = 15) -> float:
+    taken = []
+    for _ in range(repeats):
+        mine.barrier()
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return median(taken)
+
+
 def main() -> None:
     """Measure, and print from rank 0 the worst of all ranks as JSON."""
     parser = Parser("benchmarks.real_step", __doc__)
-    parser.add_argument("--asked", required=True, type=json.loads, help="shape and layout, as JSON")
-    parser.add_argument("--seconds", action="store_true", help="measure time instead of memory")
+    parser.add_argument("what", choices=("memory", "seconds", "rates"))
+    parser.add_argument("--asked", type=json.loads, metavar="JSON", help="shape and layout; not for rates")
     flags = parser.parse_args()
-    shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
     torch.set_num_threads(1)
     with ranks("cpu") as mine:
-        found = (
-            {"seconds": measure_seconds(shape, layout, mine)} if flags.seconds else measure_memory(shape, layout, mine)
-        )
-        worst = {name: _largest(value, mine) for name, value in found.items()}
+        if flags.what == "rates":
+            found, worst = measure_rates(mine), min
+        else:
+            shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
+            found, worst = _measure(flags.what, shape, layout, mine), max
+        everywhere = _of_all_ranks(found, mine)
         if mine.is_first:
-            print(json.dumps(worst))
+            print(json.dumps({name: worst(one[name] for one in everywhere) for name in found}))
 
 
-def _largest(value: float, mine: Ranks) -> float:
-    tensor = torch.tensor([float(value)], dtype=torch.float64)
-    if mine.is_distributed:
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.item()
+def _measure(what: str, shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
+    if what == "memory":
+        return measure_memory(shape, layout, mine)
+    return {"seconds": measure_seconds(shape, layout, mine)}
+
+
+def _of_all_ranks(found: dict[str, float], mine: Ranks) -> list[dict[str, float]]:
+    if not mine.is_distributed:
+        return [found]
+    everywhere: list[Any] = [None] * mine.world_size
+    torch.distributed.all_gather_object(everywhere, found)
+    return everywhere
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
