@@ -147,7 +147,6 @@ def main() -> None:
     flags = build_parser().parse_args()
     found = ask(sys.argv[1:])
     runs = {} if flags.no_dry_run else dry_runs_of(found)
-    print_answer(found, runs)
     try:
         if flags.json:
             write_json(flags.json, as_record(found, runs))
@@ -157,6 +156,7 @@ def main() -> None:
         raise UserError(f"{error.filename}: {error.strerror}") from error
     if flags.page:
         write_page(flags.page, found, runs)
+    print_answer(found, runs)
     if not found.best:
         raise nothing_fits(found)
 

@@ -79,7 +79,7 @@ def answer(
 
 
 def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName]) -> list[Plan]:
-    """For each strategy and product of degrees the fastest plan that fits, of equals the smallest; or what lacks least."""
+    """For each strategy and product of degrees the fastest plan that fits (of equals the smallest), or the closest."""
     found = []
     for strategy in strategies:
         for layout in degrees(shape, cluster, strategy):
