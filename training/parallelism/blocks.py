@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from training.config import TrainConfig
 from training.dropout import DropoutStream
@@ -47,7 +48,7 @@ def treat_blocks(blocks: Iterable[nn.Module], config: TrainConfig, stream: Dropo
         if config.activation_checkpointing != "none":
             apply_activation_checkpointing(block, config.activation_checkpointing, stream)
         if config.compile:
-            # Few lengths, one graph: rows and lengths are symbols in it.
-            block.compile(dynamic=True)
+            # Few lengths, one graph: rows and lengths are symbols in it. DTensors do not go with symbols.
+            block.compile(dynamic=not any(isinstance(parameter, DTensor) for parameter in block.parameters()))
     if config.compile:
         torch._dynamo.config.recompile_limit = 16

@@ -33,6 +33,7 @@ from training.architectures import architecture_of
 from training.dropout import RowDropout
 from training.errors import UserError
 from training.model import NewsClassifier
+from training.parallelism.blocks import FEW_LENGTHS
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
 
 Plan = dict[str, ParallelStyle]  # dotted names of modules
@@ -69,10 +70,16 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
         sequence_parallel: cut norms and dropout along the sequence too.
 
     Raises:
-        UserError: the family of networks is not known, or its heads or features cannot be shared out evenly.
+        UserError: the family of networks is not known, or its heads or features, or lengths along which to cut, cannot
+            be shared out evenly.
     """
     network = model.network
     family = _family_of(network, mesh.size())
+    if sequence_parallel and FEW_LENGTHS % mesh.size():
+        raise UserError(
+            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {FEW_LENGTHS}, which {mesh.size()} "
+            "ranks do not divide; leave it out, or use a power of 2"
+        )
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
     _apply(network, family.ends(layout), family.by_features, mesh)
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():

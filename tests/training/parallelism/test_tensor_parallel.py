@@ -5,22 +5,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import get_total_norm
+from transformers import DistilBertForSequenceClassification
 
+from inference.model_files import SavedModel
 from tests.training.parallelism.ranks import here
-from tests.training.parallelism.small_models import FAMILIES, small_batch, small_model
+from tests.training.parallelism.small_models import FAMILIES, LABELS, small_batch, small_config, small_model
+from training.config import TrainConfig
 from training.errors import UserError
 from training.model import NewsClassifier
 from training.optimization import build_optimizer
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
+from training.parallelism.blocks import treat_blocks
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.gradients import global_norm, settle_partial_gradients
 from training.parallelism.stages import Stage, split_stages
@@ -216,6 +222,50 @@ def test_gradients_in_fp32_are_within_a_millionth_also_of_stages(
     for errors in run_on_ranks(world_size, _errors_in_fp32):
         assert len(errors) == 12
         assert {name: error for name, error in errors.items() if not error < 1e-6} == {}
+
+
+def _complaint_of_three_heads() -> str:
+    config = small_config("distilbert")
+    config.n_heads = 3
+    config.dim, config.hidden_dim = 24, 48
+    network = DistilBertForSequenceClassification(config)
+    saved = SavedModel(Path(), config.to_dict(), network.state_dict(), "", LABELS, 40, {})
+    with pytest.raises(UserError) as refused:
+        apply_tensor_parallel(NewsClassifier.from_saved(saved), init_device_mesh("cpu", (3,)), sequence_parallel=True)
+    return str(refused.value)
+
+
+def test_ranks_that_do_not_divide_the_lengths_are_refused_along_the_sequence(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    assert run_on_ranks(3, _complaint_of_three_heads)[0] == (
+        "--sequence_parallel with --tp 3: lengths are multiples of 16, which 3 ranks do not divide; "
+        "leave it out, or use a power of 2"
+    )
+
+
+def _logits_compiled(family: str, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of one process, and of compiled blocks cut over the ranks; how many graphs those have."""
+    ids, mask, _ = small_batch()
+    model = _cut(family, sequence_parallel=sequence_parallel)
+    compile_block = nn.Module.compile
+    # What comes before the generated code is what cutting could break, and takes seconds, not minutes.
+    nn.Module.compile = lambda block, **how: compile_block(block, **how, backend="aot_eager")
+    treat_blocks(model.blocks, TrainConfig(compile=True), model.dropout_stream)
+    alone, together = small_model(family, DROPOUT, torch.float64).eval()(ids, mask), model.eval()(ids, mask)
+    together.sum().backward()
+    return alone.detach(), together.detach(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_compiled_after_the_cut_compute_the_same(
+    run_on_ranks: Callable[..., list[Any]], family: str, sequence_parallel: bool
+) -> None:
+    for alone, together, num_graphs in run_on_ranks(2, _logits_compiled, family, sequence_parallel):
+        torch.testing.assert_close(together, alone, rtol=TOLERANCE[family], atol=TOLERANCE[family])
+        assert num_graphs > 0
 
 
 def _train_wrapped(family: str, sequence_parallel: bool) -> list[tuple[Found, list[float]]]:
