@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from benchmarks.tables import HERE, markdown_table
+from training.planning.calibration import DEFAULT
 from training.planning.hardware import GPUS, Cluster
 from training.planning.models import NAMED_SHAPES, gpt
 from training.planning.plan import Plan, make_plan
@@ -50,7 +51,8 @@ def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
     shape = _shape(source, row)
     gpu = replace(GPUS[source["gpu"]], **source.get("gpu_is", {}))
     per_node = min(gpu.gpus_per_node, row["gpus"])
-    cluster = Cluster(gpu, row["gpus"] // per_node, per_node)
+    calibration = replace(DEFAULT, **source.get("calibration", {}))
+    cluster = Cluster(gpu, row["gpus"] // per_node, per_node, calibration=calibration)
     plans = [make_plan(shape, layout, cluster) for layout in _layouts(source, row)]
     # The published run did fit, whatever the formulas say.
     plan = max([plan for plan in plans if plan.fits] or plans, key=lambda plan: plan.tokens_per_second)
