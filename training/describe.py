@@ -27,7 +27,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     config, ranks, news, tokens = trainer.config, trainer.ranks, trainer.news, trainer.news.tokens
     shares = trainer.strategy.place.size
     rows_a_share = trainer.global_batch_size / shares / trainer.accumulation
-    who = "ranks" if shares == ranks.world_size else "groups of ranks"
+    who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_a_share:g} rows x {trainer.accumulation} accumulation"
     cut = tokens.train.num_cut + tokens.test.num_cut
     return {

@@ -52,9 +52,9 @@ def evaluate(
         batch = batches[first + place.rank] if has_batch else batches[-1][:1]
         chosen = index[batch]
         input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
-        part = logits_of(input_ids.to(ranks.device), attention_mask.to(ranks.device))
+        part = logits_of(input_ids.to(ranks.device), attention_mask.to(ranks.device)).float().cpu().numpy()
         if has_batch:
-            mine.append(part.float().cpu().numpy())
+            mine.append(part)
             on_batch(len(batch))
     logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
     for number, parts in ranks.gather((place.rank, mine if place.leads else [])):

@@ -34,7 +34,7 @@ def finish_run(trainer: Trainer) -> Path:
     config, best, tokens = trainer.config, trainer.best, trainer.news.tokens
     if trainer.console:
         trainer.console.epoch_table(trainer.epochs)
-    if trainer.ranks.is_distributed:
+    if config.compress != "none":
         trainer.say(f"Layout: {trainer.strategy.describe()}")
     trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     if best.step != trainer.step:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
@@ -11,3 +14,12 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
+    # Said once a block and rank: nobody here writes into what a block returned, and state is seldom gathered.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # Where it is installed, saving a model imports it, and it would name the processor. It sets its own level.
+    logging.getLogger("DeepSpeed").addFilter(_errors_only)
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

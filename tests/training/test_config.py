@@ -132,7 +132,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--epochs", "1.5"), r"^--epochs 1.5: must be a valid integer"),
         (("--learning_rate", "fast"), r"^--learning_rate fast: must be a number"),
         (("--learning_rate", "nan"), r"^--learning_rate nan: must be"),
-        (("--strategy", "pipeline"), r"^--strategy pipeline: must be 'ddp'$"),
+        (("--strategy", "pipeline"), r"^--strategy pipeline: must be 'ddp', 'zero1', .* or '3d'$"),
         (("--precision", "fp8"), r"^--precision fp8: must be 'auto', 'fp32', 'bf16' or 'fp16'$"),
         (("--compile", "perhaps"), r"^--compile perhaps: must be a valid boolean"),
         (("--epochs",), r"--epochs: expected one argument"),

@@ -101,7 +101,7 @@ class BaseStrategy:
         return (losses * weights).sum() * (self.place.size * self.loss_scale.scale)
 
     def _update(self, norm: torch.Tensor, learning_rate: float) -> bool:
-        """Step the optimizer, unless the norm is known to be no number; returns whether the loss scale explains that."""
+        """Step the optimizer unless the norm is known to be no number; returns whether the loss scale explains that."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # On the CPU the look is free, and spares the weights; on a GPU the Trainer looks a few steps later.

@@ -48,7 +48,16 @@ def apply_fsdp(
     fully_shard(part, **settings)
 
 
-def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool) -> None:
-    """Whether backward passes reduce the gradients over the data ranks: only a step's last micro-batch must."""
+def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False) -> None:
+    """Whether backward passes reduce the gradients over the data ranks: only a step's last micro-batch must.
+
+    Args:
+        parts: what :func:`apply_fsdp` has shared out.
+        wanted: before a backward pass.
+        between_copies_only: leave out the all-reduce between copies, and go on scattering inside each.
+    """
     for part in parts:
-        part.set_requires_gradient_sync(wanted)
+        if wanted or between_copies_only:
+            part.set_requires_all_reduce(wanted)
+        if not between_copies_only:
+            part.set_requires_gradient_sync(wanted)

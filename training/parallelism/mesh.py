@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from training.architectures import find_blocks
@@ -25,6 +26,7 @@ from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import stages_of
 from training.parallelism.stages import Stage, split_stages
 from training.parallelism.strategy import row_losses
+from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 
 class MeshStrategy(BaseStrategy):
@@ -72,6 +74,10 @@ class MeshStrategy(BaseStrategy):
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
         """As :meth:`Strategy.logits`."""
+        if self.config.sequence_parallel:
+            # Rows of any length come to an evaluation, and each rank takes as many of their tokens.
+            missing = -input_ids.shape[1] % self.dims.tp
+            input_ids, attention_mask = (F.pad(tensor, (0, missing)) for tensor in (input_ids, attention_mask))
         if self.dims.pp == 1:
             return super().logits(input_ids, attention_mask, precision)
         with self.evaluating():
@@ -79,9 +85,9 @@ class MeshStrategy(BaseStrategy):
 
     def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
+        if config.sequence_parallel and config.max_length % dims.tp:
+            raise UserError(f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}")
         if dims.tp > 1:
-            from training.parallelism.tensor_parallel import apply_tensor_parallel
-
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
         blocks = find_blocks(part)
         treat_blocks(blocks, config, model.dropout_stream)
@@ -107,12 +113,12 @@ class MeshStrategy(BaseStrategy):
         return self.parts[0](input_ids, attention_mask)
 
     def hold_sync(self) -> AbstractContextManager[None]:
-        """Gradients add up where they are."""
-        return self._without_sync() if self.dims.dp > 1 else nullcontext()
+        """Gradients add up in their shards, which spares the memory of whole ones; where none are, on each rank."""
+        return self._without_sync() if self.dims.dp_replicate > 1 else nullcontext()
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:
-        set_gradient_sync(self.parts, wanted=False)
+        set_gradient_sync(self.parts, wanted=False, between_copies_only=self.dims.dp_shard > 1)
         yield
         set_gradient_sync(self.parts, wanted=True)
 
