@@ -69,8 +69,9 @@ def measure() -> dict[str, Any]:
 
 
 def _real(what: str, ranks: int, shape: ModelShape | None = None, layout: Layout | None = None) -> dict[str, float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "benchmarks.real_step", what]
+    # One process alone has no group, and DDP no buckets.
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "benchmarks.real_step", what]
     if shape and layout:
         command += ["--asked", json.dumps({"shape": asdict(shape), "layout": asdict(layout)})]
     try:

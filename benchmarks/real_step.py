@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,7 @@ from training.parallelism import STRATEGIES
 from training.planning.networks import model_of
 from training.planning.shapes import Layout, ModelShape
 
-MEASURED = "the measured step"
+AT_UPDATE = "the optimizer begins"
 
 
 def config_of(layout: Layout) -> TrainConfig:
@@ -62,26 +62,34 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
 
 
 def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
-    """Bytes on this rank: of weights, gradients and moments, counted; and the allocator's peak in the second step."""
-    gradients: list[int] = []
+    """Bytes on this rank: of weights, gradients and moments, counted; and the peak of a step.
+
+    The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive when the optimizer
+    begins, and from there back and forth by what PyTorch's allocator gave out and took back, as the profiler saw it.
+    """
     batches = micro_batches_of(shape, layout)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
+    parameters = list(strategy.parameters.values())
+    at_update: dict[str, int] = {}
+
+    def note(*_: object) -> None:
+        with record_function(AT_UPDATE):
+            at_update["gradients"] = _bytes(parameter.grad for parameter in parameters)
+            at_update["alive"] = _alive()
+
+    for step in (1, 2):
+        strategy.step(batches, step, 1e-4)
+    gc.collect()  # the whole model that was shared out may wait in a cycle
+    hook = register_optimizer_step_pre_hook(note)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
-        parameters = list(strategy.parameters.values())
-        hook = register_optimizer_step_pre_hook(
-            lambda *_: gradients.append(_bytes(parameter.grad for parameter in parameters))
-        )
-        strategy.step(batches, 1, 1e-4)
-        gc.collect()  # the whole model that was shared out may wait in a cycle
-        with record_function(MEASURED):
-            strategy.step(batches, 2, 1e-4)
-        hook.remove()
+        strategy.step(batches, 3, 1e-4)
+    hook.remove()
     optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)
     return {
         "parameters": _bytes(parameters),
-        "gradients": gradients[-1],
+        "gradients": at_update["gradients"],
         "optimizer": _bytes(value for state in optimizer.state.values() for value in state.values()),
-        "peak": _allocated_peak(profiler),
+        "peak": at_update["alive"] + _above_update(profiler),
     }
 
 
@@ -103,31 +111,25 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in local)
 
 
-def _allocated_peak(profiler: profile) -> int:
-    """The most that PyTorch's allocator had given out, since the profiler began, while the measured step ran."""
-    events = sorted(
-        _all_events(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns
-    )
-    (step,) = [event for event in events if event.name == MEASURED]
-    held: dict[int, int] = {}
-    now = peak = 0
-    for event in events:
-        if event.name != "[memory]":
-            continue
-        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-        if size > 0:
-            held[address] = size
-        # What is freed may be older than the profiler.
-        now += size if size > 0 else -held.pop(address, 0)
-        if step.start_time_ns <= event.start_time_ns <= step.end_time_ns:
-            peak = max(peak, now)
-    return peak
+def _alive() -> int:
+    """Bytes of all tensors that Python knows of, each storage once."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in local if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _all_events(roots: Iterable[Any]) -> Iterator[Any]:
-    for event in roots:
-        yield event
-        yield from _all_events(event.children)
+def _above_update(profiler: profile) -> int:
+    """How far the allocator's peak lies above what was given out when the optimizer began, bytes."""
+    events = profiler.profiler.kineto_results.events()
+    update = min(event.start_ns() for event in events if event.name() == AT_UPDATE)
+    given_out = peak = at_update = 0
+    for moment, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        given_out += change
+        peak = max(peak, given_out)
+        if moment <= update:
+            at_update = given_out
+    return peak - at_update
 
 
 def measure_rates(mine: Ranks) -> dict[str, float]:

@@ -152,7 +152,8 @@ class FakeRank:
                 given[stage, micro_batch] = self._forward(stage)
             elif kind in (ends, "B"):
                 if self.is_fsdp:
-                    set_gradient_sync([self.parts[stage]], wanted=micro_batch == last)
+                    scatters = self.layout.dp_shard > 1 and self.layout.pp == 1
+                    set_gradient_sync([self.parts[stage]], wanted=micro_batch == last, between_copies_only=scatters)
                 self._backward(given.pop((stage, micro_batch)))
 
     def _forward(self, number: int) -> torch.Tensor:
