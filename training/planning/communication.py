@@ -131,7 +131,7 @@ def _data_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Clu
     calls = rounds * (units if keeps_gathered(layout) else 2 * units - 1)
     return [
         _transfer("all-gather", "dp_shard", group["dp_shard"], calls, rounds * gathered),
-        _transfer("reduce-scatter", "dp_shard", group["dp_shard"], units, 4 * parameters),
+        _transfer("reduce-scatter", "dp_shard", group["dp_shard"], rounds * units, rounds * 4 * parameters),
         _transfer("all-reduce", "dp_replicate", group["dp_replicate"], units, 4 * parameters / layout.dp_shard),
     ]
 

@@ -92,8 +92,7 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
         optimizer = max(optimizer, OURS.optimizer * shape.vocab * shape.hidden)
     else:
         weights, gradients, optimizer = zero_states(parameters, layout.dp_shard, 3)
-    # Micro-batches before the last add up whole gradients: nothing leaves the rank until then.
-    whole_gradients = OURS.gradient * parameters if is_gathered(layout) and layout.accumulation > 1 else 0.0
+    whole_gradients = OURS.gradient * parameters if _holds_whole_gradients(layout) else 0.0
     carried = whole_gradients or (gradients if _carries_gradients(layout) else 0.0)
     held, one_block, outside, logits = _activation_bytes(shape, layout, stage, fused_attention=fused_attention)
     forward, kept, passing = _communication_bytes(shape, layout, stage)
@@ -106,6 +105,11 @@ def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_att
     )
     fullest = max(moments, key=sum)
     return MemoryEstimate(weights, fullest[0], optimizer, fullest[1], fullest[2])
+
+
+def _holds_whole_gradients(layout: Layout) -> bool:
+    """Whether micro-batches before the last add up whole gradients: where none are shared out, and in a pipeline."""
+    return is_gathered(layout) and layout.accumulation > 1 and (layout.dp_shard == 1 or layout.pp > 1)
 
 
 def _carries_gradients(layout: Layout) -> bool:

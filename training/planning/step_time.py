@@ -89,7 +89,7 @@ def _exposed_data_parallel(
 ) -> float:
     """Seconds of data-parallel collectives that stick out behind the computation they run beside."""
     seconds = {transfer.collective: transfer.seconds for transfer in found if transfer.dimension.startswith("dp")}
-    reducing = seconds.get("reduce-scatter", 0.0) + seconds.get("all-reduce", 0.0)
+    reducing = seconds.get("all-reduce", 0.0)
 
     def exposed(communication: float, window: float) -> float:
         # The first block's weights, or the last one's gradients, have nothing to run beside.
@@ -100,11 +100,12 @@ def _exposed_data_parallel(
         # The broadcast of updated weights comes after the step.
         return exposed(reducing, passes.backward) + seconds.get("broadcast", 0.0)
     rounds = 1 if layout.pp > 1 else layout.accumulation
-    gathering = seconds.get("all-gather", 0.0) / rounds
-    if keeps_gathered(layout):
-        return rounds * exposed(gathering, passes.forward) + exposed(reducing, passes.backward)
-    forward, last = exposed(gathering / 2, passes.forward), exposed(gathering / 2 + reducing, passes.backward)
-    return rounds * forward + (rounds - 1) * exposed(gathering / 2, passes.backward) + last
+    gathering, scattering = (seconds.get(name, 0.0) / rounds for name in ("all-gather", "reduce-scatter"))
+    ahead, again = (gathering, 0.0) if keeps_gathered(layout) else (gathering / 2, gathering / 2)
+    # Copies are added up once, behind the last backward pass.
+    last = exposed(again + scattering + reducing, passes.backward)
+    each = exposed(ahead, passes.forward)
+    return rounds * each + (rounds - 1) * exposed(again + scattering, passes.backward) + last
 
 
 def _optimizer_seconds(shape: ModelShape, layout: Layout, stage: Stage, roofline: Roofline) -> float:

@@ -89,11 +89,14 @@ def test_sequence_parallelism_sends_as_many_bytes() -> None:
     assert sum(t.bytes for t in cut.values()) == pytest.approx(sum(t.bytes for t in plain.values()))
 
 
-def test_micro_batches_before_the_last_reduce_nothing() -> None:
-    once, four = (sent(LLAMA, Layout("zero3", dp_shard=32, accumulation=count)) for count in (1, 4))
+def test_each_micro_batch_gathers_and_scatters_and_copies_are_added_up_once() -> None:
+    layout = Layout("zero3", dp_replicate=4, dp_shard=8)
 
-    assert four["reduce-scatter", "dp_shard"].bytes == once["reduce-scatter", "dp_shard"].bytes
+    once, four = (sent(LLAMA, replace(layout, accumulation=count)) for count in (1, 4))
+
+    assert four["reduce-scatter", "dp_shard"].bytes == 4 * once["reduce-scatter", "dp_shard"].bytes
     assert four["all-gather", "dp_shard"].bytes == 4 * once["all-gather", "dp_shard"].bytes
+    assert four["all-reduce", "dp_replicate"].bytes == once["all-reduce", "dp_replicate"].bytes
 
 
 def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back() -> None:

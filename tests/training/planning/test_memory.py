@@ -76,12 +76,15 @@ def test_sharding_over_all_ranks_leaves_each_an_equal_share_of_the_states() -> N
     assert memory.optimizer == OURS.optimizer * LLAMA.num_parameters / 32
 
 
-def test_accumulating_micro_batches_under_sharding_holds_whole_gradients() -> None:
-    accumulating = replace(ZERO3, accumulation=2)
+@pytest.mark.parametrize(
+    ("layout", "share"), [(ZERO3, 1 / ZERO3.dp_shard), (replace(ZERO3, dp_replicate=32, dp_shard=1), 1)]
+)
+def test_gradients_are_carried_from_micro_batch_to_micro_batch_in_their_shards(layout: Layout, share: float) -> None:
+    accumulating = replace(layout, accumulation=2)
 
-    more = estimate_memory(LLAMA, accumulating).total - estimate_memory(LLAMA, ZERO3).total
+    more = estimate_memory(LLAMA, accumulating).total - estimate_memory(LLAMA, layout).total
 
-    assert more == pytest.approx(OURS.gradient * LLAMA.num_parameters, rel=0.1)
+    assert more == pytest.approx(OURS.gradient * LLAMA.num_parameters * share, rel=0.1)
 
 
 def test_one_forward_one_backward_holds_no_more_micro_batches_than_stages() -> None:
