@@ -1,0 +1,44 @@
+"""What a rank holds when the state is shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.scaling_worker import bytes_of_state
+from tests.training.parallelism.cases import Case
+from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.small_runs import take_steps
+
+
+def _held(case: Case, accumulation: int) -> tuple[dict[str, int], int]:
+    """Bytes of state as the optimizer steps, and the most bytes of gradients as a micro-batch ends."""
+    strategy = case.strategy(here(), **case.fields)
+    held: dict[str, int] = {}
+    between: list[int] = []
+    strategy.optimizer.register_step_pre_hook(lambda *_: held.update(bytes_of_state(strategy)))
+    backward = strategy.share_of_loss
+
+    def look(*arguments: Any) -> Any:
+        between.append(bytes_of_state(strategy)["gradients"])
+        return backward(*arguments)
+
+    strategy.share_of_loss = look
+    take_steps(strategy, [1, 2], accumulation=accumulation)
+    return held, max(between)
+
+
+def _both(fields: dict[str, Any], accumulation: int) -> tuple[float, float]:
+    """The share of DDP's bytes that a rank holds: of all state, and of gradients between micro-batches."""
+    shared, between = _held(Case(4, fields), accumulation)
+    whole, _ = _held(Case(4, {}), accumulation)
+    return sum(shared.values()) / sum(whole.values()), between / whole["gradients"]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_on_four_ranks_each_holds_less_than_30_percent_of_the_state(strategy: str) -> None:
+    for share, between in run_on_ranks(4, _both, {"strategy": strategy}, 2):
+        assert share < 0.3
+        # In their shards already: whole ones would be where no parameter's gradient is looked for.
+        assert 0.2 < between < 0.3
