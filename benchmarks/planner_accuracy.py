@@ -166,7 +166,8 @@ def page(results: dict[str, Any]) -> str:
         "The figures of others stand in `benchmarks/published_training.yaml`, each with its source. They ran other "
         "programs than ours:\nMegatron-LM overlaps tensor-parallel sums with products on H100s, which we do not "
         "model; llm-foundry's ALiBi models and\nTorchTitan's compiled ones differ in their element-wise kernels. "
-        f"This script fits nothing.\n\n{published_section()}"
+        "No constant\nis fitted to a row; whether they were set with a source in sight stands with it.\n\n"
+        f"{published_section()}"
     )
 
 

@@ -113,6 +113,7 @@ def published_section() -> str:
     )
     for title, (source, runs) in found.items():
         text += f"\n### {title}\n\nSource: {source['from']}.\n"
+        text += f"{source['constants']}\n"
         text += f"Assumed where it is silent: {source['assumed']}.\n" if "assumed" in source else ""
         text += "\n" + markdown_table(_HEADER, [_table_row(run) for run in runs])
     return text
