@@ -50,14 +50,14 @@ class MicroBatch:
 class DataPlace:
     """Which of ``size`` shares of each global batch a rank works on.
 
-    Ranks that hold parts of one replica work on the same share; one of them ``leads`` and speaks for it. A pipeline
-    has ``even_rows``: all micro-batches of a share have as many rows.
+    Ranks that hold parts of one replica work on the same share; one of them ``leads`` and speaks for it. Where a
+    replica lies over ``stages`` ranks of a pipeline, all micro-batches of a share have as many rows.
     """
 
     rank: int
     size: int
     leads: bool = True
-    even_rows: bool = False
+    stages: int = 1
 
 
 class LengthBucketSampler:
@@ -122,7 +122,7 @@ def rank_share(
     Args:
         rows: the split.
         batch: row numbers of the global batch.
-        place: which share; with its ``even_rows`` micro-batches are filled up with stand-ins.
+        place: which share; for a pipeline micro-batches are filled up with stand-ins.
         accumulation: micro-batches of a share.
         pad_to_multiple_of: lengths are rounded up to it, though not over ``max_length`` tokens.
         speeds: a number for each share, to which its rows are in proportion; None for even shares.
@@ -134,7 +134,7 @@ def rank_share(
     length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
     until = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
     start, stop = (until[place.rank : place.rank + 2] / until[-1] * len(batch)).round().astype(int).tolist()
-    if place.even_rows:
+    if place.stages > 1:
         size = max(1, -(-(stop - start) // accumulation))
         edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
     else:

@@ -29,6 +29,7 @@ def _field(default: Any, group: str, help: str, **limits: Any) -> Any:
 
 # The strategies that each of these flags is for; with another one it is refused, not ignored.
 FLAGS_OF_STRATEGIES = {
+    "dp": ("zero2", "zero3", "tp", "pp", "3d"),
     "dp_shard": ("zero2", "zero3", "3d"),
     "tp": ("tp", "3d"),
     "pp": ("pp", "3d"),
@@ -57,19 +58,19 @@ class TrainConfig(BaseModel):
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small DistilBERT made here from nothing, with no download")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only what enters each block (a third more work), selective also what matrix products gave (little more work)")
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs")
-    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Hopper and newer); needs the extra float8")
+    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
-    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x ranks x gradient_accumulation", ge=1)
+    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1)
     gradient_accumulation: int = _field(1, "optimization", "micro-batches before an optimizer step; 1 = off", ge=1)
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
-    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of ranks or its root")
+    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate falls to 0 after the warm-up")
     warmup: float = _field(0.06, "optimization", "share of all steps over which the learning rate rises; 0 = off", ge=0, lt=1)
     weight_decay: float = _field(0.01, "optimization", "AdamW's decay, not on biases and LayerNorm; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor has it, fp16 with a gradient scaler on older GPUs, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor has it, fp16 with a loss scale on older GPUs, else fp32")
     seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
 
@@ -142,7 +143,7 @@ class TrainConfig(BaseModel):
 OPERATIONAL_FIELDS = frozenset(
     {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
-    | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile"}
+    | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
 

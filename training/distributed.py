@@ -137,13 +137,14 @@ def one_voice() -> Iterator[None]:
 
 
 @contextmanager
-def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
+def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = False) -> Iterator[Ranks]:
     """The ranks of this run; the process group stands while the context does, and falls whatever happens.
 
     Args:
         device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
         use_process_group: join the group that torchrun's variables describe, or take the one that stands already
             (Ray Train forms it); without the variables, or when false, the process is alone.
+        also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
 
     Raises:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
@@ -163,7 +164,7 @@ def ranks(device: str, *, use_process_group: bool = True) -> Iterator[Ranks]:
         torch.set_num_threads(max(1, usable_cpus() // local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
-        _join_group(backend, chosen)
+        _join_group(backend, chosen, also_on_cpu=also_on_cpu)
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
     except ForeseenError as error:
@@ -195,10 +196,11 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     return chosen
 
 
-def _join_group(backend: str, device: torch.device) -> None:
+def _join_group(backend: str, device: torch.device, *, also_on_cpu: bool) -> None:
     bound = device if backend == "nccl" else None
+    both = "cpu:gloo,cuda:nccl" if bound and also_on_cpu else backend
     try:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+        dist.init_process_group(both, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
     except (ValueError, RuntimeError, dist.DistError) as error:
         raise UserError(
             f"the process group did not form ({str(error).splitlines()[0]}): start with "

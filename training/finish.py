@@ -26,7 +26,7 @@ MOST_WRONG = 20
 
 
 def finish_run(trainer: Trainer) -> Path:
-    """Test the best epoch's weights in fp32, as they will be served, and write the model folder and the report.
+    """Test the best epoch's weights, in fp32 where the strategy can, and write the model folder and the report.
 
     Returns:
         The model folder.
@@ -44,7 +44,7 @@ def finish_run(trainer: Trainer) -> Path:
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
     with counting as count:
         test, logits = evaluate(
-            partial(trainer.strategy.logits, precision="fp32"),
+            partial(trainer.strategy.logits, precision=trainer.strategy.test_precision),
             tokens.test,
             trainer.ranks,
             tokens.label_names,
@@ -62,6 +62,7 @@ def finish_run(trainer: Trainer) -> Path:
             "created": datetime.now(UTC).date().isoformat(),
             "train_rows": len(trainer.news.train_index),
             "test": test,
+            "test_precision": trainer.strategy.test_precision,
             "validation": best.validation,
         }
         try:
@@ -96,9 +97,11 @@ def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> 
     tokens = trainer.news.tokens
     cut, total = tokens.train.num_cut + tokens.test.num_cut, len(tokens.train) + len(tokens.test)
     notes = [*tokens.notes, f"{cut:,} of {total:,} texts were cut at {trainer.config.max_length} tokens."]
+    if trainer.strategy.test_precision != "fp32":
+        notes.append(f"The test ran in {trainer.strategy.test_precision}, in which shared-out weights are gathered.")
     notes.append(f"Layout: {trainer.strategy.describe()}.")
     if trainer.skipped_steps:
-        notes.append(f"The gradient scaler skipped {trainer.skipped_steps} steps.")
+        notes.append(f"The loss scale skipped {trainer.skipped_steps} steps.")
     return ReportData(
         title=trainer.config.output_dir.name,
         configuration=trainer.config.model_dump(mode="json"),

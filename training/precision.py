@@ -66,10 +66,10 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        """What a checkpoint keeps; nothing without fp16."""
+        return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take the state of a run in the same precision."""
-        if self.enabled:
+        """Go on from a checkpoint; one that was not trained in fp16 leaves the scale at its first value."""
+        if self.enabled and state:
             self.scale, self.good_steps = state["scale"], int(state["good_steps"])

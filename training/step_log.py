@@ -60,7 +60,7 @@ class StepLog:
             stop: whether this rank was asked to stop.
 
         Returns:
-            Metrics of each step, how many the gradient scaler skipped, and whether any rank was asked to stop.
+            Metrics of each step, how many the loss scale skipped, and whether any rank was asked to stop.
 
         Raises:
             TrainingFailure: a loss or a gradient is not finite and no scaler explains it.

@@ -22,7 +22,7 @@ def train() -> int:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with one_voice():
         config = parse_config(arguments, description=__doc__)
-    with ranks(config.device) as mine:
+    with ranks(config.device, also_on_cpu=config.cpu_offload) as mine:
         model_folder = Trainer(config, mine).fit()
     return 0 if model_folder else config.stopped_exit_code
 

@@ -62,7 +62,9 @@ class Trainer:
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
         self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()
-        self.strategy = ranks.together(lambda: STRATEGIES[config.strategy](model, config, ranks, self.precision))
+        self.step = 0
+        with self._explained(None):
+            self.strategy = ranks.together(lambda: STRATEGIES[config.strategy](model, config, ranks, self.precision))
         self.place = self.strategy.place
         # Last of what can be refused: it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, self.place, self.store, self.news.tokens.key, self.say)
@@ -73,7 +75,6 @@ class Trainer:
         self.sampler = LengthBucketSampler(lengths, self.global_batch_size, config.seed)
         self.total_steps = config.epochs * len(self.sampler)
         self.peak_learning_rate = scaled_learning_rate(config, self.place.size)
-        self.step = 0
         self.epochs: list[EpochMetrics] = []
         self.epoch_loss = AverageMeter()
         self.epoch_seconds = 0.0
@@ -82,7 +83,8 @@ class Trainer:
         self.started = time.perf_counter()
         self.interruption = Interruption()
         if resumed:
-            self._restore(resumed)
+            with self._explained(None):
+                self._restore(resumed)
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
@@ -290,7 +292,7 @@ class Trainer:
         size = f" with a micro-batch of {shape[0]} rows of {shape[1]} tokens" if shape else ""
         return TrainingFailure(
             f"rank {self.ranks.rank}: out of memory at step {self.step + 1}{size}; lower --batch_size and raise "
-            "--gradient_accumulation by the same factor, lower --max_length, or use --activation_checkpointing full"
+            "--gradient_accumulation by the same factor, or use --activation_checkpointing full or --strategy zero3"
         )
 
     def _describe_row(self, row: int) -> str:

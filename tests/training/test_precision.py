@@ -45,6 +45,14 @@ def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
     assert scale.state_dict() == {"scale": LossScale.FIRST / 2, "good_steps": 0}
 
 
+def test_a_checkpoint_of_another_precision_leaves_the_scale_at_its_first_value() -> None:
+    scale = LossScale(enabled=True)
+
+    scale.load_state_dict(LossScale(enabled=False).state_dict())
+
+    assert scale.scale == LossScale.FIRST
+
+
 def test_without_fp16_it_is_one_and_stays_so() -> None:
     scale = LossScale(enabled=False)
 

@@ -58,14 +58,14 @@ def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | 
     """Rows of a global batch, and into how many micro-batches a share of it is cut.
 
     A resumed run keeps its global batch on any number of ranks; the micro-batches stay at most ``batch_size`` rows,
-    and a pipeline has as many as it is asked to have, in multiples.
+    and a pipeline has as many as it is asked to have, or a multiple of its ranks, which every schedule takes.
     """
     if resumed is None:
         return config.batch_size * place.size * config.gradient_accumulation, config.gradient_accumulation
     size = resumed.state["global_batch_size"]
     accumulation = max(1, -(-size // (place.size * config.batch_size)))
-    if place.even_rows:
-        accumulation = -(-accumulation // config.gradient_accumulation) * config.gradient_accumulation
+    if place.stages > 1 and accumulation != config.gradient_accumulation:
+        accumulation = -(-accumulation // place.stages) * place.stages
     return size, accumulation
 
 

@@ -137,13 +137,13 @@ def find_damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's state onto the CPU.
+    """Read a checkpoint's state onto the CPU, page by page as it is used: ranks of one machine share the pages.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
-        return torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
+        return torch.load(path / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"checkpoint {path}: cannot be read ({str(error).splitlines()[0]})") from error
 

@@ -42,7 +42,7 @@ class Exporter:
         self._steps = self._counter("steps", "Optimizer steps of this process.")
         self._samples = self._counter("samples", "Rows that this rank has trained on.")
         self._tokens = self._counter("tokens", "Tokens that this rank has trained on, without padding.")
-        self._skipped = self._counter("skipped_steps", "Steps that the gradient scaler skipped.")
+        self._skipped = self._counter("skipped_steps", "Steps that the loss scale skipped.")
         self._step_seconds = self._histogram("step_seconds", "Seconds of an optimizer step.", _STEP_SECONDS)
         self._step = self._gauge("step", "Optimizer steps of the run, those before a resume included.", 0)
         self._total_steps = self._gauge("total_steps", "Optimizer steps that the run is to have.", 0)

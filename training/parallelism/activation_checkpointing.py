@@ -40,8 +40,9 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def forget(*args: Any, **kwargs: Any) -> Any:
-        place = stream.place
-        return checkpoint(partial(_at_place, forward, stream, place), *args, use_reentrant=False, **contexts, **kwargs)
+        # Compiled dropout does not draw from the stream, and a graph that held its place would serve one step.
+        again = forward if torch.compiler.is_compiling() else partial(_at_place, forward, stream, stream.place)
+        return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
     block.forward = forget
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from training.batching import DataPlace, MicroBatch
@@ -15,6 +16,7 @@ from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
 from training.optimization import build_optimizer
+from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
 from training.parallelism.state import full_model, full_optimizer, load_model, load_optimizer
@@ -33,7 +35,7 @@ class BaseStrategy:
         self.ranks = ranks
         self.precision = precision
         if config.float8:
-            check_float8(config, ranks.device, precision)
+            ranks.together(lambda: check_float8(config, ranks.device, precision))
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.stages = None  # the ranks that hold the other stages of a pipeline
         self.loss_scale = LossScale(enabled=precision == "fp16")
@@ -128,7 +130,18 @@ class BaseStrategy:
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
         """Logits with dropout off: (batch, num_labels)."""
         with self.evaluating(), autocast(precision, self.ranks.device):
-            return self.parts[0](input_ids, attention_mask)
+            return self.parts[0](*self.padded(input_ids, attention_mask))
+
+    def padded(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of an evaluation, of one of the lengths that training has."""
+        length, multiple = input_ids.shape[1], length_multiple(self.config, self.ranks.device.type)
+        missing = max(0, min(-(-length // multiple) * multiple, self.config.max_length) - length)
+        return F.pad(input_ids, (0, missing)), F.pad(attention_mask, (0, missing))
+
+    @property
+    def test_precision(self) -> str:
+        """What the last test can compute in: as the model will be served, if that is in its power."""
+        return "fp32"
 
     @property
     def keeps_whole(self) -> bool:

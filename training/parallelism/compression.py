@@ -19,8 +19,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from training.distributed import Ranks
+from training.precision import DTYPES
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DEFAULT_RANK = 4
 # The gradients of the first steps turn fastest, and are the worst to approximate.
 PLAIN_STEPS = 10
@@ -60,10 +60,10 @@ class Compression(Protocol):
         """Become the hook of ``replica``, whose buckets must have been put in their final order."""
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Tell the factor on all gradients of the coming step; None where there is no gradient scaler."""
+        """Tell the factor on all gradients of the coming step; None where there is no loss scale."""
 
     def undo_step(self) -> None:
-        """Forget the step: the gradient scaler skipped it."""
+        """Forget the step: the loss scale skipped it."""
 
     def state_dict(self, ranks: Ranks) -> dict[str, Any]:
         """What a checkpoint must keep, whole on rank 0; every rank calls it."""

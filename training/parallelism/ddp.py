@@ -30,7 +30,7 @@ class DDPStrategy(BaseStrategy):
     def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
         """A copy on each rank."""
         model.to(self.ranks.device).train()
-        apply_to_blocks(model, self.config)
+        apply_to_blocks(model, self.config, model.dropout_stream)
         self.replica: nn.Module = model
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"

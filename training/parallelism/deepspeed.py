@@ -33,11 +33,11 @@ class DeepSpeedStrategy:
     def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
         self.config = config
         self.ranks = ranks
-        self.precision = precision
+        self.precision = self.test_precision = precision
         self.place = DataPlace(ranks.rank, ranks.world_size)
         deepspeed, settings = ranks.together(lambda: self._prepare(model))
         self.model = model.to(ranks.device).train()
-        apply_to_blocks(model, config)
+        apply_to_blocks(model, config, model.dropout_stream)
         # A file may name an optimizer of DeepSpeed's own, which then takes the groups.
         own = "optimizer" in settings
         self.engine, *_ = deepspeed.initialize(

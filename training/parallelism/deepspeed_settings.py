@@ -35,7 +35,9 @@ FLAGS = {
 
 # What would change the rows, the layout or the mathematics behind the trainer's back.
 REFUSED = (
+    "amp",
     "autotuning",
+    "communication_data_type",
     "compression_training",
     "curriculum_learning",
     "data_efficiency",
@@ -43,6 +45,7 @@ REFUSED = (
     "gradient_allreduce_op",
     "managed_gradient_accumulation",
     "pipeline",
+    "progressive_layer_drop",
     "scheduler",
     "sequence_parallel_size",
     "tensor_parallel",
@@ -139,7 +142,9 @@ def _read(path: Path) -> Settings:
 
 def _adamw(path: Path, section: Any) -> Settings:
     """The section of an optimizer of DeepSpeed's own, with the same numbers as PyTorch's."""
-    kind = section.get("type") if isinstance(section, dict) else section
+    if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
+        raise UserError(f"--deepspeed_config {path}: optimizer and its params: must be objects with fields")
+    kind = section.get("type")
     if str(kind).lower() not in ("adam", "adamw"):
         raise UserError(f"--deepspeed_config {path}: optimizer.type is {kind}: only AdamW is trained with here")
     if set(section.get("params", {})) - {"torch_adam"}:

@@ -94,13 +94,13 @@ class ShardedState:
     def loss_scale(self) -> dict[str, float]:
         """Scale and good steps in a row, as :class:`training.precision.LossScale` keeps them."""
         if not self.engine.fp16_enabled():
-            return {"scale": 1.0, "good_steps": 0}
+            return {}
         scaler = self.engine.optimizer.loss_scaler
         return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
 
     def load_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Take the loss scale of a run in the same precision."""
-        if self.engine.fp16_enabled():
+        """Take the loss scale of a run in fp16, if it was one."""
+        if self.engine.fp16_enabled() and state:
             scaler = self.engine.optimizer.loss_scaler
             scaler.cur_scale = state["scale"]
             scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1

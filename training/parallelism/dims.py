@@ -32,7 +32,8 @@ class ParallelDims:
         """Degrees as asked for; those left at 0 follow from the strategy and the number of ranks.
 
         Raises:
-            UserError: their product is not the number of ranks, or ``dp_shard`` does not divide ``dp``.
+            UserError: their product is not the number of ranks, ``dp_shard`` does not divide ``dp``, or a flag is for a
+            kind of parallelism that is not there.
         """
         tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
         if config.strategy == "tp" and not config.tp:
@@ -45,6 +46,10 @@ class ParallelDims:
                 f"--pp ({pp}) x --dp ({dp}) x --tp ({tp}) = {pp * dp * tp}, and there are {world_size} ranks: "
                 "choose degrees whose product is the number of processes, or leave --dp at 0"
             )
+        if config.sequence_parallel and tp == 1:
+            raise UserError("--sequence_parallel: does nothing without --tp of 2 or more")
+        if pp == 1 and config.pp_schedule != TrainConfig.model_fields["pp_schedule"].default:
+            raise UserError(f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more")
         shard = config.dp_shard or (dp if config.strategy in ("zero2", "zero3", "3d") else 1)
         if dp % shard:
             raise UserError(f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}")

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from training.architectures import find_blocks
@@ -19,7 +18,7 @@ from training.batching import DataPlace, MicroBatch
 from training.errors import UserError
 from training.model import NewsClassifier
 from training.parallelism.base import BaseStrategy
-from training.parallelism.blocks import treat_blocks
+from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims
 from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
 from training.parallelism.pipeline import Pipeline, check_pipeline
@@ -46,7 +45,7 @@ class MeshStrategy(BaseStrategy):
         self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
         parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
         leads = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
-        self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, even_rows=dims.pp > 1)
+        self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, stages=dims.pp)
         for part in parts:
             self._lay_out_part(part, model)
         return parts
@@ -74,14 +73,10 @@ class MeshStrategy(BaseStrategy):
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
         """As :meth:`Strategy.logits`."""
-        if self.config.sequence_parallel:
-            # Rows of any length come to an evaluation, and each rank takes as many of their tokens.
-            missing = -input_ids.shape[1] % self.dims.tp
-            input_ids, attention_mask = (F.pad(tensor, (0, missing)) for tensor in (input_ids, attention_mask))
         if self.dims.pp == 1:
             return super().logits(input_ids, attention_mask, precision)
         with self.evaluating():
-            return self.pipeline.logits(input_ids, attention_mask, precision)
+            return self.pipeline.logits(*self.padded(input_ids, attention_mask), precision)
 
     def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
@@ -89,20 +84,24 @@ class MeshStrategy(BaseStrategy):
             raise UserError(f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}")
         if dims.tp > 1:
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
-        blocks = find_blocks(part)
-        treat_blocks(blocks, config, model.dropout_stream)
+        apply_to_blocks(part, config, model.dropout_stream)
         if dims.dp > 1:
             apply_fsdp(
                 part,
-                blocks,
+                find_blocks(part),
                 self.mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else self.mesh["dp_shard"],
                 # A stage sees many micro-batches a step: gathering its weights for each would cost too much.
                 reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,
                 precision=self.precision,
                 cpu_offload=config.cpu_offload,
             )
-        if not config.cpu_offload:
+        if dims.dp == 1 or not config.cpu_offload:
             part.to(self.ranks.device)
+
+    @property
+    def test_precision(self) -> str:
+        """Where state is shared out, its weights are gathered in the precision that trains."""
+        return self.precision if self.dims.dp > 1 else "fp32"
 
     def describe(self) -> str:
         """The degrees."""

@@ -79,9 +79,10 @@ def _like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return full.to(tensor.device, tensor.dtype, copy=True)
     # Every rank has read the whole: nothing has to be sent.
-    return distribute_tensor(
+    part = distribute_tensor(
         full.to(tensor.device, tensor.dtype, copy=True), tensor.device_mesh, tensor.placements, src_data_rank=None
     )
+    return part.to(tensor.device)  # offloaded, it lies beside the mesh's devices
 
 
 def _collect(tensors: dict[Any, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[Any, Any]:

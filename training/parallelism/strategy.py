@@ -35,6 +35,7 @@ class Strategy(Protocol):
     """A way to lay a model over the ranks."""
 
     place: DataPlace
+    test_precision: str  # the most exact that :meth:`logits` can compute in
 
     def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
         """Lay the model out over the ranks and make its optimizer.

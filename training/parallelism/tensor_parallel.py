@@ -33,7 +33,7 @@ from training.architectures import architecture_of
 from training.dropout import RowDropout
 from training.errors import UserError
 from training.model import NewsClassifier
-from training.parallelism.blocks import FEW_LENGTHS
+from training.parallelism.blocks import LENGTH_MULTIPLE
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
 
 Plan = dict[str, ParallelStyle]  # dotted names of modules
@@ -75,10 +75,10 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
     """
     network = model.network
     family = _family_of(network, mesh.size())
-    if sequence_parallel and FEW_LENGTHS % mesh.size():
+    if sequence_parallel and LENGTH_MULTIPLE % mesh.size():
         raise UserError(
-            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {FEW_LENGTHS}, which {mesh.size()} "
-            "ranks do not divide; leave it out, or use a power of 2"
+            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which "
+            f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2"
         )
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
     _apply(network, family.ends(layout), family.by_features, mesh)

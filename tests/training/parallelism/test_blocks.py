@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.parallelism.small_models import VOCABULARY, small_model
 from training.config import TrainConfig
 from training.errors import UserError
 from training.model import NewsClassifier
-from training.parallelism.blocks import FEW_LENGTHS, apply_to_blocks, length_multiple
+from training.parallelism.blocks import LENGTH_MULTIPLE, apply_to_blocks, length_multiple
 
 
 def kept_bytes(mode: str) -> int:
     """Bytes that the forward pass of a small model keeps for its backward pass, weights left out."""
     model = small_model("distilbert", dropout=0.1)
-    apply_to_blocks(model, TrainConfig(activation_checkpointing=mode))
+    apply_to_blocks(model, TrainConfig(activation_checkpointing=mode), model.dropout_stream)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -38,12 +41,42 @@ def test_full_checkpointing_keeps_far_less_than_none() -> None:
     assert kept_bytes("full") < 0.25 * kept_bytes("none")
 
 
+class _Products(TorchDispatchMode):
+    """Counts the linear layers and norms that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed(mode: str) -> tuple[int, int]:
+    """Linear layers and norms of the forward pass that the backward pass computes again."""
+    model = small_model("distilbert", dropout=0.1)
+    apply_to_blocks(model, TrainConfig(activation_checkpointing=mode), model.dropout_stream)
+    ids = torch.ones(8, 32, dtype=torch.int64)
+    loss = model(ids, ids).sum()
+    with _Products() as products:
+        loss.backward()
+    return products.counts["addmm"], products.counts["native_layer_norm"]
+
+
+def test_selective_checkpointing_computes_norms_again_and_no_products() -> None:
+    products, norms = zip(*(recomputed(mode) for mode in ("none", "selective", "full")), strict=True)
+
+    assert products[0] == products[1] == 0 < products[2]
+    assert norms[0] == 0 < norms[1] == norms[2]
+
+
 def test_a_network_without_repeated_blocks_is_refused() -> None:
     model = small_model("distilbert")
     model.network.distilbert.transformer.layer = torch.nn.Identity()
 
     with pytest.raises(UserError, match="no repeated blocks"):
-        apply_to_blocks(model, TrainConfig(activation_checkpointing="full"))
+        apply_to_blocks(model, TrainConfig(activation_checkpointing="full"), model.dropout_stream)
 
 
 @pytest.fixture
@@ -55,22 +88,29 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _run_lengths(model: NewsClassifier, lengths: range) -> None:
-    for length in lengths:
-        ids = torch.randint(1, VOCABULARY, (4, length))
-        model(ids, torch.ones_like(ids)).sum().backward()
-
-
-def test_compiled_blocks_are_not_compiled_anew_for_another_length(
-    fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _count_compilations(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     counter = CompileCounter()
     compile_block = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **how: compile_block(self, **how | {"backend": counter})
     )
+    return counter
+
+
+def _run_lengths(model: NewsClassifier, lengths: range) -> None:
+    for length in lengths:
+        model.seed_dropout(seed=1, step=length, first_row=0)
+        ids = torch.randint(1, VOCABULARY, (4, length))
+        model(ids, torch.ones_like(ids)).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_are_not_compiled_anew_for_another_length_or_step(
+    mode: str, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = _count_compilations(monkeypatch)
     model = small_model("distilbert", dropout=0.1)
-    apply_to_blocks(model, TrainConfig(compile=True))
+    apply_to_blocks(model, TrainConfig(compile=True, activation_checkpointing=mode), model.dropout_stream)
 
     _run_lengths(model, range(8, 10))
     graphs = counter.frame_count
@@ -85,9 +125,9 @@ def test_compiled_blocks_are_not_compiled_anew_for_another_length(
     [
         ({}, "cpu", 1),
         ({}, "cuda", 8),
-        ({"compile": True}, "cpu", FEW_LENGTHS),
+        ({"compile": True}, "cpu", LENGTH_MULTIPLE),
         ({"strategy": "pp"}, "cpu", 1),  # as one process, for its dropout
-        ({"strategy": "tp", "sequence_parallel": True}, "cpu", FEW_LENGTHS),
+        ({"strategy": "tp", "sequence_parallel": True}, "cpu", LENGTH_MULTIPLE),
     ],
 )
 def test_lengths_are_few_where_each_new_one_costs(fields: dict[str, object], device: str, multiple: int) -> None:

@@ -44,6 +44,8 @@ def test_degrees_left_open_follow_from_the_strategy(
         (8, {"strategy": "3d", "pp": 2, "dp": 3, "tp": 2}, r"--pp \(2\) x --dp \(3\) x --tp \(2\) = 12.* 8 ranks"),
         (6, {"strategy": "tp", "tp": 4}, r"--tp \(4\) = 4.* 6 ranks"),
         (2, {"strategy": "pp", "pp": 4}, r"--pp \(4\).* 2 ranks"),
+        (2, {"strategy": "3d", "sequence_parallel": True}, r"--sequence_parallel: does nothing without --tp"),
+        (2, {"strategy": "3d", "pp_schedule": "zbv"}, r"--pp_schedule zbv: does nothing without --pp"),
         (4, {"strategy": "zero3", "dp_shard": 3}, r"--dp_shard 3: must divide .* which is 4"),
     ],
 )

@@ -53,7 +53,8 @@ def _pipelined() -> list[Case]:
         for family in ("distilbert", "llama")
     ]
     cases += [Case(4, PP | {"pp_schedule": schedule}, accumulation=4, layers=8) for schedule in SCHEDULES]
-    cases += [Case(2, PP | FULL, accumulation=4), Case(2, PP | SELECTIVE, "bert", accumulation=2)]
+    cases += [Case(2, PP | FULL | {"pp_schedule": schedule}, accumulation=4) for schedule in ("1f1b", "zbv")]
+    cases += [Case(2, PP | SELECTIVE, "bert", accumulation=2)]
     cases += [Case(4, ALL | {"pp": 2} | more, accumulation=4) for more in ({}, {"dp_shard": 1})]
     cases += [Case(4, ALL | {"pp": 2, "tp": 2}, family, accumulation=2) for family in ("distilbert", "bert", "llama")]
     whole = {"pp": 2, "tp": 2}
