@@ -26,7 +26,7 @@ from training.errors import UserError
 from training.model import NewsClassifier
 from training.optimization import build_optimizer
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
-from training.parallelism.blocks import treat_blocks
+from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.gradients import global_norm, settle_partial_gradients
 from training.parallelism.stages import Stage, split_stages
@@ -251,7 +251,7 @@ def _logits_compiled(family: str, sequence_parallel: bool) -> tuple[torch.Tensor
     compile_block = nn.Module.compile
     # What comes before the generated code is what cutting could break, and takes seconds, not minutes.
     nn.Module.compile = lambda block, **how: compile_block(block, **how, backend="aot_eager")
-    treat_blocks(model.blocks, TrainConfig(compile=True), model.dropout_stream)
+    apply_to_blocks(model, TrainConfig(compile=True), model.dropout_stream)
     alone, together = small_model(family, DROPOUT, torch.float64).eval()(ids, mask), model.eval()(ids, mask)
     together.sum().backward()
     return alone.detach(), together.detach(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
