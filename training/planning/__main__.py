@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from training.errors import OneLineParser, UserError, positive, run_command
 from training.planning.answer import Answer, answer, nothing_fits, tokens_of_run
-from training.planning.dry_run import DryRun, NoDryRun, dry_run
+from training.planning.dry_run import SECONDS_LIMIT, DryRun, NoDryRun, dry_run
 from training.planning.hardware import GPU, GPUS, Cluster, build_cluster, find_gpu
+from training.planning.launch import SHORTEST
 from training.planning.layouts import MODES, STRATEGIES, Work
 from training.planning.models import NAMED_SHAPES, find_shape
 from training.planning.plan import Plan
@@ -19,8 +22,11 @@ from training.planning.record import as_record
 from training.planning.report import write_report
 from training.planning.sections import describe
 from training.planning.shapes import ModelShape, Precision
-from training.planning.text import print_answer, write_page
+from training.planning.text import print_answer, read_page, write_page
 from training.utils import write_json
+
+# What can be planned while someone waits; published runs stay below.
+MOST_GPUS, MOST_BATCH_TOKENS, MOST_DAYS = 8192, 2**28, 36_500
 
 
 def build_parser() -> OneLineParser:
@@ -79,8 +85,10 @@ def _run(text: str) -> tuple[str, float, float]:
         found = model, float(days), float(utilisation)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: must be MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6") from None
-    if not (found[1] > 0 and 0 < found[2] <= 1):
-        raise argparse.ArgumentTypeError(f"{text}: days must be above 0 and the utilisation at most 1")
+    if not (0 < found[1] <= MOST_DAYS and 0 < found[2] <= 1):
+        raise argparse.ArgumentTypeError(
+            f"{text}: the days must be above 0 and at most {MOST_DAYS}, the utilisation above 0 and at most 1"
+        )
     return found
 
 
@@ -90,12 +98,25 @@ def ask(arguments: Sequence[str]) -> Answer:
     Raises:
         UserError: a flag is wrong, or the flags do not go together.
     """
-    flags = build_parser().parse_args(arguments)
+    return _answer(build_parser().parse_args(arguments))
+
+
+def _answer(flags: argparse.Namespace) -> Answer:
+    _check_sizes(flags)
     shape = find_shape(flags.model)
     cluster = build_cluster(find_gpu(flags.gpu), flags.gpus, flags.nodes)
     work = _work(flags, shape, cluster)
     strategies = STRATEGIES if flags.strategy == "all" else (flags.strategy,)
     return answer(shape, cluster, work, strategies, _target(flags, cluster, work))
+
+
+def _check_sizes(flags: argparse.Namespace) -> None:
+    if flags.gpus > MOST_GPUS:
+        raise UserError(f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned")
+    if (flags.batch_tokens or 0) > MOST_BATCH_TOKENS:
+        raise UserError(f"--batch_tokens {flags.batch_tokens}: at most {MOST_BATCH_TOKENS} can be planned")
+    if (flags.seq_len or SHORTEST) < SHORTEST:
+        raise UserError(f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST} tokens or more")
 
 
 def _work(flags: argparse.Namespace, shape: ModelShape, cluster: Cluster) -> Work:
@@ -127,35 +148,56 @@ def _target(flags: argparse.Namespace, cluster: Cluster, work: Work) -> float | 
 
 
 def dry_runs_of(found: Answer) -> dict[int, DryRun | str]:
-    """A dry run of each of the best plans, or why there is none; two at a time."""
+    """A dry run of each of the best plans, or why there is none; two at a time, and all in the time for all."""
     if found.best:
         print(f"dry runs of {', '.join(map(describe, found.best))} ...", file=sys.stderr, flush=True)
+    ends = time.monotonic() + SECONDS_LIMIT
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(enumerate(pool.map(_dry_run, found.best)))
+        return dict(enumerate(pool.map(lambda plan: _dry_run(plan, ends), found.best)))
 
 
-def _dry_run(plan: Plan) -> DryRun | str:
+def _dry_run(plan: Plan, ends: float) -> DryRun | str:
     device = "cpu" if plan.cluster.gpu.name == "cpu" else "gpu"
     try:
-        return dry_run(plan.shape, plan.layout, plan.layout.ranks, device)
+        return dry_run(plan.shape, plan.layout, plan.layout.ranks, device, seconds=ends - time.monotonic())
     except NoDryRun as error:
         return str(error)
+
+
+def _check_targets(flags: argparse.Namespace) -> None:
+    """See that what is asked for can be written, before it takes time."""
+    for flag in ("json", "html", "page"):
+        path: Path | None = getattr(flags, flag)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UserError(f"--{flag} {path}: is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UserError(f"--{flag} {path}: there is no folder {path.parent}")
+        if not os.access(path.parent, os.W_OK):
+            raise UserError(f"--{flag} {path}: the folder cannot be written to")
+    if flags.page:
+        read_page(flags.page)
+
+
+def _write(flag: str, path: Path | None, write: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(f"--{flag} {path}: {error.strerror}") from error
 
 
 def main() -> None:
     """Answer, in every form that was asked for."""
     flags = build_parser().parse_args()
-    found = ask(sys.argv[1:])
+    _check_targets(flags)
+    found = _answer(flags)
     runs = {} if flags.no_dry_run else dry_runs_of(found)
-    try:
-        if flags.json:
-            write_json(flags.json, as_record(found, runs))
-        if flags.html:
-            write_report(flags.html, found, runs)
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from error
-    if flags.page:
-        write_page(flags.page, found, runs)
+    _write("json", flags.json, lambda path: write_json(path, as_record(found, runs)))
+    _write("html", flags.html, lambda path: write_report(path, found, runs))
+    _write("page", flags.page, lambda path: write_page(path, found, runs))
     print_answer(found, runs)
     if not found.best:
         raise nothing_fits(found)

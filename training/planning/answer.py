@@ -65,17 +65,34 @@ def answer(
     """Plan every layout of ``strategies``.
 
     Raises:
-        UserError: the global batch cannot be shared out by any of them.
+        UserError: none of them lies over so many GPUs, or shares out the global batch.
     """
     plans = best_plans(shape, cluster, work, strategies)
     if not plans:
-        raise UserError(
-            f"--batch_tokens {work.rows * work.seq_len}: {work.rows} rows of {work.seq_len} tokens cannot be shared "
-            f"out evenly over {cluster.gpus} GPUs by {', '.join(strategies)}; take a multiple of "
-            f"{cluster.gpus * work.seq_len}"
-        )
+        raise _no_layout(shape, cluster, work, strategies)
     scaling = _scaling(shape, cluster, work, strategies, plans)
     return Answer(shape, cluster, work, plans, scaling, estimate_checkpoint(shape, cluster), target_tokens)
+
+
+def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName]) -> UserError:
+    """What to change where not one layout exists: the strategy, the micro-batch or the global batch."""
+    names, rows = ", ".join(strategies), f"{work.rows} rows of {work.seq_len} tokens"
+    layouts = [layout for strategy in strategies for layout in degrees(shape, cluster, strategy)]
+    if not layouts:
+        return UserError(
+            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; leave it out to see others"
+        )
+    any_size = replace(work, micro_batch=None)
+    sizes = {batch.micro_batch for layout in layouts for batch in with_batches(shape, layout, any_size)}
+    if sizes:
+        fitting = ", ".join(map(str, sorted(sizes)))
+        return UserError(
+            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; take one of {fitting}"
+        )
+    return UserError(
+        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be shared out evenly over {cluster.gpus} GPUs by "
+        f"{names}; take a multiple of {cluster.gpus * work.seq_len}"
+    )
 
 
 def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[StrategyName]) -> list[Plan]:
@@ -133,7 +150,8 @@ def nothing_fits(answer: Answer) -> UserError:
     missing = (closest.memory.total - closest.available) / GIB
     return UserError(
         f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {describe(closest)}, "
-        f"lacks {missing:,.1f} GiB a GPU ({closest.reason}): take more GPUs, larger ones or a smaller --batch_tokens"
+        f"lacks {missing:,.1f} GiB a GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
+        "smaller --batch_tokens"
     )
 
 

@@ -17,8 +17,8 @@ from typing import Literal
 from training.planning.shapes import Layout, MemoryEstimate, ModelShape
 
 Device = Literal["gpu", "cpu"]
-SECONDS_LIMIT = 150
-HOST_BYTES_LIMIT = 16 * 2**30
+SECONDS_LIMIT = 150  # of all dry runs of an answer together
+HOST_BYTES_LIMIT = 7 * 2**30  # of each, and two run at a time
 
 
 class NoDryRun(Exception):
@@ -40,24 +40,29 @@ class DryRun:
     host_bytes: int
 
 
-def dry_run(shape: ModelShape, layout: Layout, world_size: int, device: Device = "gpu") -> DryRun:
+def dry_run(
+    shape: ModelShape, layout: Layout, world_size: int, device: Device = "gpu", seconds: float = SECONDS_LIMIT
+) -> DryRun:
     """Count the memory of the rank that needs most.
 
     Args:
         world_size: the layout's ranks.
         device: whose kernels say what is kept for the backward pass.
+        seconds: what it may take.
 
     Raises:
-        NoDryRun: it failed, or took more than 150 seconds or 16 GiB.
+        NoDryRun: it failed, or took more than ``seconds`` or 7 GiB.
     """
     if world_size != layout.ranks:
         raise NoDryRun(f"the layout is of {layout.ranks} ranks, not {world_size}")
+    if seconds <= 0:
+        raise NoDryRun("those before it took all the time there is")
     asked = json.dumps({"shape": asdict(shape), "layout": asdict(layout), "device": device})
     command = [sys.executable, "-m", "training.planning.fake_step"]
     try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=SECONDS_LIMIT)
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise NoDryRun(f"stopped after {SECONDS_LIMIT} seconds") from None
+        raise NoDryRun(f"stopped after {seconds:.0f} seconds") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise NoDryRun(last[:300])

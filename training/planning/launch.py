@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+
 from training.planning.hardware import Cluster
-from training.planning.models import HUB_NAMES
 from training.planning.shapes import Layout, ModelShape
 
-# The families that training/architectures.py takes apart; tensor and pipeline parallelism need that.
-DIVISIBLE_FAMILIES = ("distilbert", "bert", "llama")
+SHORTEST, LONGEST = 8, 8192  # texts that the trainer takes, in tokens
 
 
-def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str:
-    """The command line, the same on each node; ``$HEAD`` is the first node's name."""
-    return f"{_launcher(layout, cluster)} {' '.join(training_flags(shape, layout))}"
+def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str | None:
+    """The command line, the same on each node; ``$HEAD`` is the first node's name. None: see :func:`obstacle`."""
+    if obstacle(shape, layout):
+        return None
+    return f"{_launcher(layout, cluster)} {shlex.join(training_flags(shape, layout))}"
 
 
 def _launcher(layout: Layout, cluster: Cluster) -> str:
@@ -30,7 +32,7 @@ def _launcher(layout: Layout, cluster: Cluster) -> str:
 def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
     """The flags of a run, those left out that say nothing new."""
     flags = {
-        "model": HUB_NAMES.get(shape.name, shape.name),
+        "model": shape.source,
         "strategy": layout.strategy,
         **_degrees(layout),
         "batch_size": layout.micro_batch,
@@ -60,13 +62,22 @@ def _degrees(layout: Layout) -> dict[str, int | str]:
     return flags
 
 
+def obstacle(shape: ModelShape, layout: Layout) -> str:
+    """Why the trainer has no command for a plan, in a sentence; empty where it has."""
+    if not shape.source:
+        return (
+            f"No command: of {shape.name} there are dimensions alone. With --model FOLDER, which holds a config.json "
+            "and weights (safetensors), there is one."
+        )
+    if not SHORTEST <= layout.seq_len <= LONGEST:
+        return f"No command: the trainer takes texts of {SHORTEST} to {LONGEST} tokens."
+    return ""
+
+
 def cautions(shape: ModelShape, layout: Layout) -> list[str]:
-    """What stands between the plan and the command, in sentences."""
-    found = []
+    """What stands between the plan and the command, or between the plan and what the command does, in sentences."""
+    if said := obstacle(shape, layout):
+        return [said]
     if shape.num_labels is None:
-        found.append("The command trains a classifier on these blocks; the plan counts a language model's head too.")
-    if shape.family not in DIVISIBLE_FAMILIES and layout.tp * layout.pp > 1:
-        found.append(f"The trainer splits {', '.join(DIVISIBLE_FAMILIES)} over tp and pp, not {shape.family}.")
-    if layout.seq_len > 8192:
-        found.append("The trainer takes texts of up to 8192 tokens.")
-    return found
+        return ["The command trains a classifier on these blocks; the plan counts a language model's head too."]
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,22 @@ def gpt(
     )
 
 
+# Where training finds the networks that are known by name; the hub holds no GPT-3.
+HUB_NAMES = {
+    "distilbert-base": "distilbert-base-uncased",
+    "bert-base": "bert-base-uncased",
+    "bert-large": "bert-large-uncased",
+    "llama-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-70b": "meta-llama/Llama-2-70b-hf",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama3-70b": "meta-llama/Meta-Llama-3-70B",
+}
+
 # Sources: the papers' tables of dimensions: Sanh et al. 1910.01108, Devlin et al. 1810.04805, Touvron et al.
 # 2307.09288 (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3).
 NAMED_SHAPES = {
-    shape.name: shape
+    shape.name: replace(shape, source=HUB_NAMES.get(shape.name, ""))
     for shape in (
         _encoder("distilbert-base", 6, 768, family="distilbert"),
         _encoder("bert-base", 12, 768, family="bert", type_vocab=2),
@@ -96,18 +109,6 @@ NAMED_SHAPES = {
         _llama("llama3-70b", 80, 8192, 64, 28_672, kv_heads=8, vocab=128_256, max_positions=8192),
         gpt("gpt3-175b", 96, 12_288, 96),
     )
-}
-
-# What a run of ours is told by --model, where the hub holds such a network.
-HUB_NAMES = {
-    "distilbert-base": "distilbert-base-uncased",
-    "bert-base": "bert-base-uncased",
-    "bert-large": "bert-large-uncased",
-    "llama-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-13b": "meta-llama/Llama-2-13b-hf",
-    "llama-70b": "meta-llama/Llama-2-70b-hf",
-    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
-    "llama3-70b": "meta-llama/Meta-Llama-3-70B",
 }
 
 
@@ -142,69 +143,89 @@ def from_config_json(path: Path) -> ModelShape:
     except ValueError as error:
         raise UserError(f"--model {path}: not valid JSON ({error})") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise UserError(f"--model {path}: model_type {kind!r} is not known here; known: {', '.join(_READERS)}")
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    folder = path.parent if path.name == "config.json" else None
     try:
-        return _READERS[kind](name, config)
-    except KeyError as error:
-        raise UserError(f"--model {path}: has no {error}, which a {kind} needs") from error
+        shape = _READERS[kind](folder.resolve().name if folder else path.stem, config)
+    except ValueError as error:
+        raise UserError(f"--model {path}: {error}, which a {kind} needs") from error
+    has_weights = folder is not None and any(folder.glob("*.safetensors"))
+    return replace(shape, source=str(folder) if has_weights else "")
+
+
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A dimension; null is as good as left out.
+
+    Raises:
+        ValueError: there is none and no default, or it is no whole number above 0.
+    """
+    value = default if config.get(name) is None else config[name]
+    if value is None:
+        raise ValueError(f"has no {name!r}")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r} and no whole number above 0")
+    return value
+
+
+def _heads(config: dict[str, Any], name: str, hidden: str) -> dict[str, int]:
+    """The heads of a network in which each has keys and values of its own, and their width."""
+    heads, width = _size(config, name), _size(config, hidden)
+    if width % heads:
+        raise ValueError(f"{hidden} {width} is no multiple of {name} {heads}")
+    return {"heads": heads, "kv_heads": heads, "head_dim": width // heads}
 
 
 def _labels(config: dict[str, Any], default: int | None) -> int | None:
-    architecture = " ".join(config.get("architectures") or ())
-    if default is None and "SequenceClassification" not in architecture:
+    if default is None and "SequenceClassification" not in str(config.get("architectures")):
         return None
-    return config.get("num_labels") or len(config.get("id2label") or ()) or CLASSES
+    named = config.get("id2label")
+    return _size(config, "num_labels", len(named) if isinstance(named, dict) and named else CLASSES)
 
 
 def _read_distilbert(name: str, config: dict[str, Any]) -> ModelShape:
     return ModelShape(
         name,
         family="distilbert",
-        layers=config["n_layers"],
-        hidden=config["dim"],
-        heads=config["n_heads"],
-        kv_heads=config["n_heads"],
-        head_dim=config["dim"] // config["n_heads"],
-        intermediate=config["hidden_dim"],
-        vocab=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
+        layers=_size(config, "n_layers"),
+        hidden=_size(config, "dim"),
+        intermediate=_size(config, "hidden_dim"),
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
         num_labels=_labels(config, CLASSES),
+        **_heads(config, "n_heads", "dim"),
     )
 
 
 def _read_bert(name: str, config: dict[str, Any]) -> ModelShape:
-    heads = config["num_attention_heads"]
     return ModelShape(
         name,
         family=config["model_type"],
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=heads,
-        head_dim=config["hidden_size"] // heads,
-        intermediate=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        type_vocab=config["type_vocab_size"],
+        layers=_size(config, "num_hidden_layers"),
+        hidden=_size(config, "hidden_size"),
+        intermediate=_size(config, "intermediate_size"),
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
+        type_vocab=_size(config, "type_vocab_size"),
         num_labels=_labels(config, CLASSES),
+        **_heads(config, "num_attention_heads", "hidden_size"),
     )
 
 
 def _read_llama(name: str, config: dict[str, Any]) -> ModelShape:
-    heads = config["num_attention_heads"]
+    heads = _heads(config, "num_attention_heads", "hidden_size")
+    heads["kv_heads"] = _size(config, "num_key_value_heads", heads["heads"])
+    heads["head_dim"] = _size(config, "head_dim", heads["head_dim"])
+    if heads["heads"] % heads["kv_heads"]:
+        raise ValueError(f"num_attention_heads {heads['heads']} is no multiple of num_key_value_heads")
     return ModelShape(
         name,
         family="llama",
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
+        layers=_size(config, "num_hidden_layers"),
+        hidden=_size(config, "hidden_size"),
+        intermediate=_size(config, "intermediate_size"),
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
         gated_ffn=True,
         causal=True,
         tied_embeddings=bool(config.get("tie_word_embeddings")),
@@ -213,24 +234,24 @@ def _read_llama(name: str, config: dict[str, Any]) -> ModelShape:
         biases=False,
         learned_positions=False,
         dropout=False,
+        **heads,
     )
 
 
 def _read_gpt2(name: str, config: dict[str, Any]) -> ModelShape:
+    hidden = _size(config, "n_embd")
     return ModelShape(
         name,
         family="gpt2",
-        layers=config["n_layer"],
-        hidden=config["n_embd"],
-        heads=config["n_head"],
-        kv_heads=config["n_head"],
-        head_dim=config["n_embd"] // config["n_head"],
-        intermediate=config.get("n_inner") or 4 * config["n_embd"],
-        vocab=config["vocab_size"],
-        max_positions=config["n_positions"],
+        layers=_size(config, "n_layer"),
+        hidden=hidden,
+        intermediate=_size(config, "n_inner", 4 * hidden),
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "n_positions"),
         causal=True,
-        tied_embeddings=config.get("tie_word_embeddings", True),
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         num_labels=_labels(config, None),
+        **_heads(config, "n_head", "n_embd"),
     )
 
 

@@ -65,8 +65,8 @@ class Plan:
         return self.tokens_per_second / self.layout.ranks / ideal
 
     @property
-    def launch(self) -> str:
-        """The command that trains with this layout."""
+    def launch(self) -> str | None:
+        """The command that trains with this layout; None where the trainer has none."""
         return launch_command(self.shape, self.layout, self.cluster)
 
     def days(self, tokens: float) -> float:

@@ -89,8 +89,8 @@ def sections(answer: Answer, dry_runs: DryRuns) -> list[Section]:
 
 
 def commands(answer: Answer) -> list[tuple[str, str]]:
-    """The best three by name, and the command that launches each."""
-    return [(plan_name(plan), plan.launch) for plan in answer.best]
+    """Those of the best three that the trainer can launch, by name, and the command of each."""
+    return [(plan_name(plan), plan.launch) for plan in answer.best if plan.launch]
 
 
 def warnings(answer: Answer) -> list[str]:

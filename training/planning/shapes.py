@@ -24,6 +24,7 @@ class ModelShape:
     ``type_vocab``: rows of the token-type embedding. ``head_dim``: width of one attention head.
     ``norm_after``: the encoder's norms stand after each sum (BERT), so that its embedding ends with one too.
     ``dropout``: the network drops values in training, so that masks are kept for the backward pass.
+    ``source``: the hub name or folder that training loads the network from; empty where there are dimensions alone.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ModelShape:
     biases: bool = True
     learned_positions: bool = True
     dropout: bool = True
+    source: str = ""
 
     @property
     def norm_after(self) -> bool:
@@ -109,20 +111,15 @@ class ModelShape:
         """Whether the last block computes the first token alone."""
         return self.family in FIRST_TOKEN_FAMILIES and self.num_labels is not None
 
-    def block_flops(self, seq_len: int, *, causal_half: bool = False) -> float:
-        """Floating-point operations of one block's matrix work, forward, for one row.
-
-        Args:
-            seq_len: tokens of the row.
-            causal_half: leave out the half of the attention scores that a causal kernel never computes.
-        """
-        attention = 4 * seq_len * seq_len * self.query_width * (0.5 if causal_half and self.causal else 1)
+    def block_flops(self, seq_len: int) -> float:
+        """Floating-point operations of one block's matrix work, forward, for one row of ``seq_len`` tokens."""
+        attention = 4 * seq_len * seq_len * self.query_width
         return 2.0 * seq_len * (self.attention_weights + self.ffn_weights) + attention
 
-    def last_block_flops(self, seq_len: int, *, causal_half: bool = False) -> float:
+    def last_block_flops(self, seq_len: int) -> float:
         """The same of the last block."""
         if not self.reads_first_token_only:
-            return self.block_flops(seq_len, causal_half=causal_half)
+            return self.block_flops(seq_len)
         keys_and_values = 2 * self.hidden * self.key_value_width
         first_token = self.attention_weights - keys_and_values + self.ffn_weights
         return 2.0 * (seq_len * keys_and_values + first_token) + 4 * seq_len * self.query_width
@@ -133,16 +130,15 @@ class ModelShape:
             return 2.0 * seq_len * self.hidden * self.vocab
         return 2.0 * self.hidden * (self.num_labels + (self.hidden if self.norm_after else 0))
 
-    def forward_flops(self, seq_len: int, *, causal_half: bool = False) -> float:
+    def forward_flops(self, seq_len: int) -> float:
         """Floating-point operations of the matrix work of one row, forward.
 
-        The backward pass takes twice as many. Scores above the diagonal of a causal model count unless
-        ``causal_half``, as is usual where utilisation is reported.
+        The backward pass takes twice as many. Scores above the diagonal of a causal model count, as is usual where
+        utilisation is reported.
 
         Source: PaLM, arXiv 2204.02311, appendix B.
         """
-        blocks = (self.layers - 1) * self.block_flops(seq_len, causal_half=causal_half)
-        return blocks + self.last_block_flops(seq_len, causal_half=causal_half) + self.head_flops(seq_len)
+        return (self.layers - 1) * self.block_flops(seq_len) + self.last_block_flops(seq_len) + self.head_flops(seq_len)
 
 
 @dataclass(frozen=True)

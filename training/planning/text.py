@@ -28,7 +28,7 @@ def print_answer(answer: Answer, dry_runs: DryRuns) -> None:
         console.print(_table(section))
         for note in section.notes:
             console.print(note, style="dim")
-    if answer.best:
+    if commands(answer):
         console.print("\nTo launch the best", style="bold")
     for name, command in commands(answer):
         console.print(f"# {name}", style="dim")
@@ -62,18 +62,31 @@ def _rule(section: Section) -> list[str]:
     return ["---:" if section.is_figure(place) else "---" for place in range(len(section.header))]
 
 
+def read_page(path: Path) -> tuple[str, str]:
+    """What stands before and after the answer in a Markdown page, with the marks.
+
+    Raises:
+        UserError: the page cannot be read, or has no marks.
+    """
+    try:
+        page = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--page {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--page {path}: is no text in UTF-8") from error
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UserError(f"--page {path}: has no lines {BEGIN.strip()} and {END.strip()}")
+    return before + begin, end + after
+
+
 def write_page(path: Path, answer: Answer, dry_runs: DryRuns) -> None:
     """Put the answer between the marks of a Markdown page.
 
     Raises:
-        UserError: the page cannot be read or written, or has no marks.
+        OSError: the page cannot be written.
+        UserError: as :func:`read_page`.
     """
-    try:
-        page = path.read_text(encoding="utf-8")
-        before, begin, rest = page.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise UserError(f"--page {path}: has no lines {BEGIN.strip()} and {END}")
-        write_whole(path, (before + begin + markdown(answer, dry_runs) + end + after).encode())
-    except OSError as error:
-        raise UserError(f"--page {path}: {error.strerror}") from error
+    before, after = read_page(path)
+    write_whole(path, (before + markdown(answer, dry_runs) + after).encode())

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.real_step import measure_memory
 from tests.training.parallelism.ranks import here, run_on_ranks
-from training.planning.dry_run import NoDryRun, dry_run
+from training.planning.dry_run import HOST_BYTES_LIMIT, NoDryRun, dry_run
 from training.planning.fake_step import worst_rank
 from training.planning.live_memory import LiveMemory
 from training.planning.models import NAMED_SHAPES
@@ -123,6 +123,8 @@ def test_a_dry_run_has_a_process_of_its_own_and_says_why_there_is_none() -> None
         dry_run(roberta, Layout("pp", pp=2, accumulation=2, **SIZE), 2)
     with pytest.raises(NoDryRun, match="of 2 ranks, not 4"):
         dry_run(SHAPE, LAYOUTS["ddp"], 4)
+    with pytest.raises(NoDryRun, match="took all the time there is"):
+        dry_run(SHAPE, LAYOUTS["ddp"], 2, seconds=-1.0)
 
 
 @pytest.mark.slow
@@ -137,4 +139,4 @@ def test_a_dry_run_has_a_process_of_its_own_and_says_why_there_is_none() -> None
 def test_13_billion_parameters_on_32_ranks_take_little_of_this_machine(layout: Layout) -> None:
     found = dry_run(NAMED_SHAPES["llama-13b"], layout, 32)
     assert found.memory.parameters == pytest.approx(4 * 13.016e9 / 32, rel=0.1)
-    assert found.host_bytes < 16 * 2**30
+    assert found.host_bytes < HOST_BYTES_LIMIT

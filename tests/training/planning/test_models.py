@@ -1,5 +1,6 @@
 """Models: what is known of a network by its name or its config.json."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_the_last_block_of_a_classifier_is_counted_for_its_first_token_alone() -
         ("list.json", "[]", "model_type None is not known"),
         ("t5.json", '{"model_type": "t5"}', "model_type 't5' is not known"),
         ("half.json", '{"model_type": "llama"}', "has no 'num_attention_heads'"),
+        ("kinds.json", '{"model_type": ["llama"]}', r"model_type \['llama'\] is not known"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_one_clear_line(
@@ -135,3 +137,41 @@ def test_a_model_that_cannot_be_read_is_one_clear_line(
 
     assert str(raised.value).startswith(f"--model {model}: ")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0 and no whole number above 0"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2' and no whole number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 and no whole number above 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2 and no whole number above 0"),
+        ({"vocab_size": 1e5}, "vocab_size is 100000.0 and no whole number above 0"),
+        ({"hidden_size": 250}, "hidden_size 250 is no multiple of num_attention_heads 8"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of num_key_value_heads"),
+    ],
+)
+def test_a_dimension_that_is_none_is_one_clear_line(wrong: dict[str, object], complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    whole = {"model_type": "llama", **SMALL_LLAMA, "vocab_size": 1000, "max_position_embeddings": 128}
+    path.write_text(json.dumps(whole))
+    assert find_shape(str(path)).hidden == 256
+
+    path.write_text(json.dumps(whole | wrong))
+
+    with pytest.raises(UserError) as raised:
+        find_shape(str(path))
+    assert str(raised.value) == f"--model {path}: {complaint}, which a llama needs"
+
+
+def test_a_folder_is_a_network_to_train_once_it_holds_weights(tmp_path: Path) -> None:
+    """Whatever its name, which may be that of a known model."""
+    folder = tmp_path / "llama-13b"
+    LlamaConfig(**SMALL_LLAMA).save_pretrained(folder)
+    assert find_shape(str(folder)).source == ""
+    assert find_shape("llama-13b").source == "meta-llama/Llama-2-13b-hf"
+
+    (folder / "model.safetensors").touch()
+
+    assert find_shape(str(folder)).source == str(folder)
