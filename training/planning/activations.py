@@ -77,8 +77,8 @@ def _feed_forward(shape: ModelShape, width: int) -> tuple[float, int]:
     """Bytes between the feed-forward's matrices, and how many of those tensors are products."""
     if shape.gated_ffn:  # gate, its activation, up, and their product
         return 4 * width * shape.intermediate, 2
-    if shape.family == "gpt2":  # its tanh-approximated GELU is written out in fp32: x, x/2, x^3, tanh, 1 + tanh
-        return (3 * width + 12) * shape.intermediate, 1
+    if shape.family == "gpt2":  # its GELU is written out: x/2; in fp32 what is cubed, tanh, 1 + tanh; their product
+        return (2 * width + 12) * shape.intermediate, 1
     return 2 * width * shape.intermediate, 1
 
 

@@ -137,19 +137,25 @@ def _data_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Clu
 
 
 def _tensor_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
-    """Two all-reduces a block forward, two backward, as many again where the forward pass is repeated.
+    """Two all-reduces a block forward and two backward; one for the embeddings, one for a language model's head.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3; under sequence parallelism each is an all-gather and a
-    reduce-scatter of the same bytes, arXiv 2205.05198, section 4.2.2.
+    reduce-scatter of the same bytes, arXiv 2205.05198, section 4.2.2. Checkpointing of either kind repeats those of
+    the forward pass, since none is kept, but for the last sum where no norm comes behind it.
     """
     group = groups(layout, cluster)["tp"]
-    passes = 6 if layout.activation_checkpointing == "full" else 4
-    outside = 2 * (stage.first + (stage.last and shape.num_labels is None))
-    calls = layout.accumulation * (passes * stage.blocks + outside)
-    whole = calls * _hidden_bytes(shape, layout)
+    gathers = sums = 4
+    if layout.activation_checkpointing != "none":
+        gathers, sums = 6, 6 if shape.norm_after else 5
+    outside = stage.first + (stage.last and shape.num_labels is None)
+
+    def calls(collective: str, of_block: int) -> Transfer:
+        count = layout.accumulation * (of_block * stage.blocks + outside)
+        return _transfer(collective, "tp", group, count, count * _hidden_bytes(shape, layout))
+
     if not layout.sequence_parallel:
-        return [_transfer("all-reduce", "tp", group, calls, whole)]
-    return [_transfer(name, "tp", group, calls, whole) for name in ("all-gather", "reduce-scatter")]
+        return [calls("all-reduce", sums)]
+    return [calls("all-gather", gathers), calls("reduce-scatter", sums)]
 
 
 def _pipeline(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:

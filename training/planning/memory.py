@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from training.planning.activations import block_activations, kept_bytes, recomputed_bytes
 from training.planning.partition import (
+    SPLIT_SCHEDULES,
     STAGES_PER_RANK,
     Stage,
     block_parameters,
@@ -60,14 +61,15 @@ def in_flight(layout: Layout, stage: int) -> float:
     """How many micro-batches' activations a stage holds at once, in units of its blocks."""
     if layout.schedule == "gpipe" or layout.pp == 1:
         return layout.accumulation if layout.pp > 1 else 1
+    if layout.schedule in SPLIT_SCHEDULES:
+        # What is kept goes with the gradients of weights, which are put off: every rank keeps the same.
+        return min(layout.accumulation, layout.pp)
     depth = layout.pp - stage
-    if layout.schedule in ("interleaved", "zero_bubble"):
-        # Warm-up of the interleaved schedule, in passes through one of the rank's stages.
+    if layout.schedule == "interleaved":
+        # Warm-up, in passes through one of the rank's stages.
         chunks = STAGES_PER_RANK[layout.schedule]
         passes = 2 * (depth - 1) + (chunks - 1) * layout.pp + 1
         return min(layout.accumulation, passes / chunks)
-    if layout.schedule == "zbv":
-        depth = layout.pp  # the V gives every rank the same: arXiv 2401.10241, section 6
     return min(layout.accumulation, depth)
 
 

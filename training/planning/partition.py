@@ -8,6 +8,10 @@ from functools import cache
 from training.planning.shapes import Layout, ModelShape
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
+# They run the gradients of inputs and of weights apart.
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")
+# Of a whole block's matrix work, that of a last block which reads one token: as training/architectures.py has it.
+KEYS_AND_VALUES = 1 / 6
 
 
 @dataclass(frozen=True)
@@ -24,20 +28,28 @@ class Stage:
 def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
     """Cut the blocks into ``count`` stages so that the slowest takes as little as whole blocks allow.
 
-    A language model's head costs the last stage about as much as several blocks: it gets fewer of them.
+    A language model's head costs the last stage about as much as several blocks: it gets fewer of them. Blocks that are
+    over go to the later stages, as in ``training.parallelism.stages.balanced_split``, which cuts the trainer's models.
     """
     if count == 1:
         return (Stage(0, shape.layers, first=True, last=True),)
-    seq_len = 1024  # the ratio of head to block hardly depends on it
-    head = shape.head_flops(seq_len) / shape.block_flops(seq_len)
+    seq_len = 1024  # the ratios to a block hardly depend on it
+    language_head = shape.head_flops(seq_len) / shape.block_flops(seq_len) if shape.num_labels is None else 0.0
+    last_block = KEYS_AND_VALUES if shape.reads_first_token_only else 1.0
 
-    def slowest(of_last: int) -> float:
-        return max(-(-(shape.layers - of_last) // (count - 1)), of_last + head)
+    def costs(counts: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        found = [*counts[:-1], counts[-1] - 1 + last_block + language_head]
+        return max(found), sum(cost * cost for cost in found), counts
 
-    of_last = min(range(1, shape.layers - count + 2), key=lambda blocks: (slowest(blocks), -blocks))
-    share, more = divmod(shape.layers - of_last, count - 1)
-    counts = [*(share + (place < more) for place in range(count - 1)), of_last]
+    cuts = (_even(shape.layers - of_last, count - 1, of_last) for of_last in range(1, shape.layers - count + 2))
+    counts = min(cuts, key=costs)
     return tuple(Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts))
+
+
+def _even(blocks: int, count: int, of_last: int) -> tuple[int, ...]:
+    """Blocks shared out evenly, the shorter shares first; and those of the last stage."""
+    share, more = divmod(blocks, count)
+    return (*(share + (place >= count - more) for place in range(count)), of_last)
 
 
 def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
@@ -53,9 +65,9 @@ def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
 
 
 def telling_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
-    """Of a pipeline the first rank, the second and the last: no other holds more or takes longer than all of these."""
-    ranks = pipeline_ranks(shape, layout)
-    return [ranks[place] for place in sorted({0, 1 % layout.pp, layout.pp - 1})]
+    """The first rank of each kind: of ranks alike in blocks and ends, none keeps more or takes longer."""
+    kinds = {(rank.blocks, rank.first, rank.last): rank for rank in reversed(pipeline_ranks(shape, layout))}
+    return list(kinds.values())
 
 
 def block_parameters(shape: ModelShape, tp: int) -> float:

@@ -1,8 +1,9 @@
 """Step time: what a step takes on the slowest rank, and which of its collectives computation hides.
 
 Bubbles: GPipe, arXiv 1811.06965, section 2.3, and 1F1B, (p-1) micro-batches of m + p - 1; interleaved: that over the
-stages a rank holds, arXiv 2104.04473, section 2.2.2; zero-bubble: arXiv 2401.10241, tables 2 and 3. Overlap: FSDP,
-arXiv 2304.11277, section 3.3; DDP, arXiv 2006.15704, section 3.2.3.
+stages a rank holds, arXiv 2104.04473, section 2.2.2; zero-bubble: that of ZB-H1, arXiv 2401.10241, table 2, over the
+stages too, which is what torch's orders give. Overlap: FSDP, arXiv 2304.11277, section 3.3; DDP, arXiv 2006.15704,
+section 3.2.3.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from training.planning.communication import transfers
 from training.planning.compute import Roofline
 from training.planning.hardware import Cluster
 from training.planning.memory import is_gathered, keeps_gathered
-from training.planning.partition import STAGES_PER_RANK, Stage, rank_parameters, telling_ranks
+from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK, Stage, rank_parameters, telling_ranks
 from training.planning.shapes import Layout, ModelShape, StepTime, Transfer
 
 
@@ -47,7 +48,7 @@ def _stage_time(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluste
     return StepTime(
         compute=layout.accumulation * passes.total,
         communication=along + _exposed_data_parallel(layout, stage, cluster, found, passes),
-        bubble=_bubble(layout, passes, along / layout.accumulation),
+        bubble=bubble_seconds(layout, passes, along / layout.accumulation),
         optimizer=_optimizer_seconds(shape, layout, stage, roofline),
     )
 
@@ -63,25 +64,25 @@ def _passes(shape: ModelShape, layout: Layout, stage: Stage, roofline: Roofline)
     return Passes(blocks * forward + head_forward + weights / 2, blocks * backward + head_backward + weights / 2)
 
 
-def _bubble(layout: Layout, passes: Passes, along: float) -> float:
+def bubble_seconds(layout: Layout, passes: Passes, along: float) -> float:
     """Seconds that the slowest stage waits for the others to begin and to end.
 
     Args:
+        layout: its schedule, stages and micro-batches.
+        passes: of one micro-batch through all stages of a rank; half the backward pass is for weights.
         along: collectives of one micro-batch that its stage waits for.
     """
     if layout.pp == 1:
         return 0.0
-    # The backward pass is two halves, for inputs and for weights; zero-bubble schedules wait with the second.
-    weights = passes.backward / 2
-    whole = passes.total + along
-    waits = {
-        "gpipe": whole,
-        "1f1b": whole,
-        "interleaved": whole,
-        "zero_bubble": whole - weights,
-        "zbv": max(0.0, whole - 3 * weights),
-    }
-    return (layout.pp - 1) * waits[layout.schedule] / STAGES_PER_RANK[layout.schedule]
+    wait = passes.total
+    if layout.schedule in SPLIT_SCHEDULES:
+        # F + I - W with halves of the backward pass that are equal, and no less than the next rank takes for one.
+        wait = max(passes.forward, passes.backward / 2)
+    bubble = (layout.pp - 1) * (wait + along)
+    if layout.schedule == "zbv":
+        # Fewer micro-batches than 2p - 1 do not fill the V.
+        bubble = max(bubble, (2 * layout.pp - 1 - layout.accumulation) * (passes.backward + along))
+    return bubble / STAGES_PER_RANK[layout.schedule]
 
 
 def _exposed_data_parallel(

@@ -1,14 +1,24 @@
 """Communication: the limits of the alpha-beta model, and what each strategy sends."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.training.parallelism.small_models import small_batch, small_model
+from training.parallelism.activation_checkpointing import apply_activation_checkpointing
+from training.parallelism.tensor_parallel import apply_tensor_parallel
 from training.planning.communication import Group, groups, transfers
 from training.planning.hardware import GPUS, Cluster
+from training.planning.layouts import MODES
 from training.planning.models import NAMED_SHAPES
 from training.planning.partition import pipeline_ranks
-from training.planning.shapes import Layout, ModelShape, Transfer
+from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Transfer
 
 CLUSTER = Cluster(GPUS["a100-80gb"], nodes=4, gpus_per_node=8)
 LLAMA = NAMED_SHAPES["llama-13b"]
@@ -77,8 +87,53 @@ def test_sharding_within_nodes_sends_only_the_shards_gradients_between_them() ->
 def test_tensor_parallelism_reduces_twice_a_block_and_pass() -> None:
     found = sent(LLAMA, Layout("tp", tp=8, accumulation=3))
 
-    # And once for the embeddings and once for the head, forward and backward.
-    assert found["all-reduce", "tp"].calls == 3 * (4 * LLAMA.layers + 4)
+    # And once for the embeddings, forward, and once for the head, backward.
+    assert found["all-reduce", "tp"].calls == 3 * (4 * LLAMA.layers + 2)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """This process as one of two that take part in nothing but the counting."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def _calls_of_a_block(family: str, layout: Layout, mesh: DeviceMesh) -> dict[str, int]:
+    """What the first block of the trainer's network calls, forward and backward, by the planner's names."""
+    model = small_model(family)
+    apply_tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
+    block = model.blocks[0]
+    if layout.activation_checkpointing != "none":
+        apply_activation_checkpointing(block, layout.activation_checkpointing, model.dropout_stream)
+    length = 16 // layout.tp if layout.sequence_parallel else 16
+    hidden = torch.randn(4, length, 32, requires_grad=True)
+    context = model.architecture.context(model.network, hidden, small_batch()[1])
+    with CommDebugMode() as calls:
+        block(hidden, **context).sum().backward()
+    counts = {str(call).rpartition(".")[2]: count for call, count in calls.get_comm_counts().items()}
+    names = {
+        "all_reduce": "all-reduce",
+        "all_gather_into_tensor": "all-gather",
+        "reduce_scatter_tensor": "reduce-scatter",
+    }
+    return {names[call]: count for call, count in counts.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("family", "name"), [("llama", "llama-13b"), ("bert", "bert-large")])
+@pytest.mark.filterwarnings("ignore:Full backward hook")  # of the counting
+def test_a_block_calls_what_the_trainers_block_calls(
+    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: ActivationCheckpointing
+) -> None:
+    layout = Layout("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=mode)
+    shape = replace(NAMED_SHAPES[name], num_labels=4)
+    one, two = (sent(replace(shape, layers=layers), layout) for layers in (1, 2))
+
+    planned = {collective: two[collective, "tp"].calls - one[collective, "tp"].calls for collective, _ in two}
+
+    assert planned == _calls_of_a_block(family, layout, two_ranks)
 
 
 def test_sequence_parallelism_sends_as_many_bytes() -> None:

@@ -3,12 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from training.planning.activations import BlockActivations, kept_bytes
-from training.planning.memory import OURS, StateBytes, estimate_memory, zero_states
+from training.architectures import Architecture, Bert, DistilBert, Llama
+from training.parallelism.schedules import SCHEDULES
+from training.parallelism.stages import balanced_split
+from training.parallelism.timeline import simulate
+from training.planning.activations import BlockActivations, block_activations, kept_bytes
+from training.planning.memory import OURS, StateBytes, estimate_memory, estimate_stage, in_flight, zero_states
 from training.planning.models import NAMED_SHAPES
-from training.planning.partition import pipeline_ranks, rank_parameters, stages
-from training.planning.shapes import Layout
+from training.planning.networks import build_model
+from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK, pipeline_ranks, rank_parameters, stages
+from training.planning.shapes import Layout, ModelShape
+from training.precision import autocast
 
 LLAMA = NAMED_SHAPES["llama-13b"]
 ZERO3 = Layout("zero3", dp_shard=32)
@@ -55,6 +62,56 @@ def test_selective_recomputation_without_scores_is_the_papers_equation_6() -> No
     assert kept_bytes(everything_but_scores, layout) == pytest.approx(34 / 8)
 
 
+SIZE = {"layers": 2, "hidden": 256, "heads": 4, "head_dim": 64, "intermediate": 640, "vocab": 99, "max_positions": 32}
+DECODER = {"gated_ffn": True, "norm": "rmsnorm", "biases": False, "learned_positions": False, "dropout": False}
+SHAPES = {
+    "distilbert": ModelShape("small", "distilbert", kv_heads=4, num_labels=4, **SIZE),
+    "bert": ModelShape("small", "bert", kv_heads=4, type_vocab=2, num_labels=4, **SIZE),
+    "llama": ModelShape("small", "llama", kv_heads=2, causal=True, num_labels=4, **DECODER, **SIZE),
+    "gpt2": ModelShape("small", "gpt2", kv_heads=4, causal=True, **SIZE),
+}
+
+
+def _kept_by_a_block(shape: ModelShape, precision: str, *, gathered: bool) -> float:
+    """Bytes a token that autograd keeps of a real block, but weights and autocast's copies of them."""
+    model = build_model(shape, as_on_gpus=True)
+    if gathered:
+        model.to(torch.bfloat16)
+    hidden = torch.randn(2, 32, shape.hidden, dtype=next(model.parameters()).dtype).requires_grad_()
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    copies = {parameter.numel() for parameter in model.parameters() if parameter.ndim == 2}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() not in copies:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with autocast(precision, hidden.device):
+        context = model.architecture.context(model.network, hidden, torch.ones(2, 32, dtype=torch.int64))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model.blocks[0](hidden.clone(), **context)  # of a leaf, autocast would make no more than one copy
+    return sum(kept.values()) / (2 * 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "gathered"),
+    [
+        *((family, "fp32", False) for family in SHAPES),
+        *((family, "bf16", False) for family in ("distilbert", "bert")),
+        *((family, "bf16", True) for family in ("distilbert", "bert", "llama")),
+    ],
+)
+def test_a_block_keeps_what_autograd_keeps_of_a_real_one(family: str, precision: str, gathered: bool) -> None:
+    block = block_activations(SHAPES[family], 32, precision=precision, gathered=gathered)
+
+    counted = _kept_by_a_block(SHAPES[family], precision, gathered=gathered)
+
+    # A norm's statistics and a row's maximum are not planned.
+    assert kept_bytes(block, Layout("ddp")) == pytest.approx(counted, rel=0.02)
+
+
 def test_the_stages_of_a_pipeline_hold_every_parameter_once() -> None:
     for schedule in ("1f1b", "interleaved", "zbv"):
         layout = Layout("pp", pp=4, schedule=schedule)
@@ -67,6 +124,23 @@ def test_the_stage_with_a_language_models_head_gets_fewer_blocks() -> None:
     *others, last = stages(NAMED_SHAPES["llama3-8b"], 4)
 
     assert last.blocks < min(stage.blocks for stage in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("distilbert-base", DistilBert), ("bert-large", Bert), ("llama-13b", Llama)]
+)
+def test_the_trainer_cuts_its_classifiers_into_the_same_stages(name: str, family: type[Architecture]) -> None:
+    shape = replace(NAMED_SHAPES[name], num_labels=4)
+    costs = [1.0] * (shape.layers - 1) + [family.last_block_work]
+
+    for count in range(1, shape.layers + 1):
+        planned = [stage.blocks for stage in stages(shape, count)]
+        assert planned == [len(run) for run in balanced_split(costs, count)]
+
+
+def test_the_schedules_are_those_of_the_trainer() -> None:
+    assert {name: schedule.stages_per_rank for name, schedule in SCHEDULES.items()} == STAGES_PER_RANK
+    assert {name for name, schedule in SCHEDULES.items() if schedule.splits_backward} == set(SPLIT_SCHEDULES)
 
 
 def test_sharding_over_all_ranks_leaves_each_an_equal_share_of_the_states() -> None:
@@ -93,6 +167,32 @@ def test_one_forward_one_backward_holds_no_more_micro_batches_than_stages() -> N
 
     assert estimate_memory(LLAMA, layout).activations == few.activations
     assert estimate_memory(LLAMA, replace(layout, schedule="gpipe")).activations > 4 * few.activations
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 32), (8, 16)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_as_many_micro_batches_are_in_flight_as_torchs_order_keeps(
+    schedule: str, stages: int, micro_batches: int
+) -> None:
+    layout = Layout("pp", pp=stages, accumulation=micro_batches, schedule=schedule)
+    timeline = simulate(schedule, stages, micro_batches)
+
+    for rank in range(stages):
+        assert in_flight(layout, rank) == timeline.activations_kept(rank)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 6, 12])
+def test_no_rank_needs_more_than_those_that_tell(pp: int, schedule: str) -> None:
+    for name in ("llama-13b", "bert-large", "llama3-8b"):
+        shape = NAMED_SHAPES[name]
+        layout = Layout("pp", pp=pp, accumulation=24, micro_batch=2, schedule=schedule)
+        if pp * SCHEDULES[schedule].stages_per_rank > shape.layers:
+            continue
+
+        totals = [estimate_stage(shape, layout, rank).total for rank in pipeline_ranks(shape, layout)]
+
+        assert estimate_memory(shape, layout).total == max(totals)
 
 
 def test_more_checkpointing_holds_less() -> None:
