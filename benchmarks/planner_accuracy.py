@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.processes import ROOT
-from benchmarks.published_training import GIB, published_section
+from benchmarks.published_training import GIB, published_section, states_section
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, read_results, write_table
 from training.errors import UserError, run_command
 from training.planning.calibration import Calibration
@@ -148,8 +148,9 @@ def real_section(results: dict[str, Any]) -> str:
     )
     return (
         f"{fact_list(results['facts'])}- Rates of one process, measured in the same run: {rates}\n\n"
-        "Peak: what PyTorch's allocator had given out at most in the second step, by the profiler's memory events, on\n"
-        "the worst rank. The dry run knows nothing of these processes but the layout.\n\n"
+        "Peak: of the third step, on the worst rank: what is alive in tensors when the optimizer begins, and from\n"
+        "there back and forth what PyTorch's allocator gave out and took back, by the profiler's memory events. The\n"
+        "dry run knows nothing of these processes but the layout.\n\n"
         f"{markdown_table(MEMORY_HEADER, memory)}\n"
         "Steps: the median of seven. The simulated ones use the rates above.\n\n"
         f"{markdown_table(TIME_HEADER, times)}"
@@ -167,7 +168,7 @@ def page(results: dict[str, Any]) -> str:
         "programs than ours:\nMegatron-LM overlaps tensor-parallel sums with products on H100s, which we do not "
         "model; llm-foundry's ALiBi models and\nTorchTitan's compiled ones differ in their element-wise kernels. "
         "No constant\nis fitted to a row; whether they were set with a source in sight stands with it.\n\n"
-        f"{published_section()}"
+        f"{published_section()}\n{states_section()}"
     )
 
 

@@ -1,0 +1,45 @@
+"""The planner beside runs that others published."""
+
+from statistics import median
+
+import pytest
+
+from benchmarks.published_training import Comparison, compare, published_section, states_section
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Comparison]:
+    """Every published run."""
+    return [run for _, of_source in compare().values() for run in of_source]
+
+
+def test_predictions_hold_on_runs_that_the_constants_were_set_without(runs: list[Comparison]) -> None:
+    errors = [abs(run.error) for run in runs if run.held_out]
+
+    assert len(errors) > 30
+    assert median(errors) < 0.1
+    assert sum(error <= 0.25 for error in errors) > 0.8 * len(errors)
+    assert max(errors) < 0.4
+
+
+def test_a_run_that_fits_nowhere_is_the_smallest_and_says_so(runs: list[Comparison]) -> None:
+    misfits = [run for run in runs if not run.plan.fits]
+
+    assert f"by the formulas {len(misfits)} do not" in published_section()
+    assert published_section().count(" | no |") == len(misfits)
+    for run in misfits:
+        if run.row["activation_checkpointing"] is None:
+            assert run.plan.layout.activation_checkpointing == "selective"
+
+
+def test_runs_with_a_choice_of_ours_are_those_whose_source_is_silent(runs: list[Comparison]) -> None:
+    chosen = {run.row["name"] for run in runs if run.is_chosen}
+
+    assert {"GPT 1.7B", "GPT 462B"} < chosen
+    assert not any(name.startswith(("MPT", "llama")) for name in chosen)
+
+
+def test_the_states_of_zero_are_those_of_its_figure() -> None:
+    rows = [line.split(" | ") for line in states_section().splitlines() if line.startswith("| stage")]
+
+    assert [row[1] for row in rows] == [row[2].removesuffix(".0") for row in rows] == ["120", "31.4", "16.6", "1.9"]
