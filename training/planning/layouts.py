@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from training.planning.hardware import Cluster
-from training.planning.partition import STAGES_PER_RANK
+from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK
 from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Precision, StrategyName
 
 STRATEGIES: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+# The families that training/architectures.py takes apart; tensor and pipeline parallelism need that.
+DIVISIBLE_FAMILIES = ("distilbert", "bert", "llama")
+# The trainer pads to a multiple of this under sequence parallelism (training/parallelism/blocks.py).
+LENGTH_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -29,21 +34,27 @@ class Work:
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def degrees(shape: ModelShape, cluster: Cluster, strategy: StrategyName) -> Iterator[Layout]:
     """The layouts of a strategy over all GPUs, without a batch.
 
     Tensor-parallel ranks stay within a node and divide the heads; stages are at most the blocks. State is shared out
-    over all data ranks, or over those of a node with a copy on each node (hybrid sharding).
+    over all data ranks, or over those of a node with a copy on each node (hybrid sharding). One GPU alone shares
+    nothing out, which is ddp.
     """
     gpus = cluster.gpus
+    if gpus == 1 and strategy != "ddp":
+        return
     if strategy in ("ddp", "zero1"):
         yield Layout(strategy, dp_replicate=gpus)
         return
     if strategy in ("zero2", "zero3"):
         yield from _sharded(Layout(strategy), gpus, cluster)
+        return
+    if shape.family not in DIVISIBLE_FAMILIES:
         return
     for tp in _tensor_degrees(shape, cluster):
         for pp in divisors(gpus // tp):
@@ -80,7 +91,7 @@ def with_batches(shape: ModelShape, layout: Layout, work: Work) -> Iterator[Layo
     modes = MODES if work.activation_checkpointing is None else (work.activation_checkpointing,)
     for size in sizes:
         for mode in modes:
-            for sequence_parallel in {False, layout.tp > 1 and work.seq_len % layout.tp == 0}:
+            for sequence_parallel in {False, _cuts_sequence(layout.tp, work.seq_len)}:
                 batch = replace(
                     layout,
                     micro_batch=size,
@@ -93,11 +104,17 @@ def with_batches(shape: ModelShape, layout: Layout, work: Work) -> Iterator[Layo
                 yield from _with_schedules(shape, batch)
 
 
+def _cuts_sequence(tp: int, seq_len: int) -> bool:
+    return tp > 1 and seq_len % tp == 0 and LENGTH_MULTIPLE % tp == 0
+
+
 def _with_schedules(shape: ModelShape, layout: Layout) -> Iterator[Layout]:
     if layout.pp == 1:
         yield layout
         return
     for schedule, stages_per_rank in STAGES_PER_RANK.items():
+        if schedule in SPLIT_SCHEDULES and layout.activation_checkpointing != "none":
+            continue  # selective is refused; full runs a block again for each matrix whose gradient is put off
         # torch's looped schedules want micro-batches in whole rounds of the pipeline.
         rounds = layout.accumulation % layout.pp == 0 or stages_per_rank == 1
         if layout.pp * stages_per_rank <= shape.layers and rounds and layout.accumulation >= layout.pp:

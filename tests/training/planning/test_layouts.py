@@ -1,18 +1,32 @@
 """Layouts: every way to lay a model over GPUs, and the command that does it."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from training.config import parse_config
+from training.errors import UserError
+from training.model import NewsClassifier
 from training.parallelism.dims import ParallelDims
+from training.parallelism.pipeline import check_pipeline
+from training.parallelism.schedules import SCHEDULES, stages_of
+from training.parallelism.stages import split_stages
+from training.parallelism.tensor_parallel import apply_tensor_parallel
 from training.planning.answer import best_plans
 from training.planning.hardware import GPUS, Cluster
-from training.planning.launch import cautions, launch_command
-from training.planning.layouts import STRATEGIES, Work, degrees, with_batches
-from training.planning.models import NAMED_SHAPES
-from training.planning.shapes import Layout
+from training.planning.launch import LONGEST, SHORTEST, cautions, launch_command, training_flags
+from training.planning.layouts import STRATEGIES, Work, degrees, divisors, with_batches
+from training.planning.models import NAMED_SHAPES, gpt
+from training.planning.networks import model_of
+from training.planning.plan import Plan
+from training.planning.shapes import Layout, ModelShape
 
 CLUSTER = Cluster(GPUS["a100-80gb"], nodes=2, gpus_per_node=8)
 LLAMA = NAMED_SHAPES["llama-13b"]
@@ -61,20 +75,109 @@ def test_a_pipeline_has_micro_batches_enough() -> None:
     assert all(batch.accumulation >= batch.pp for batch in batches)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_trainer_accepts_every_command_and_lays_it_out_as_planned(strategy: str) -> None:
-    plans = best_plans(LLAMA, CLUSTER, WORK, [strategy])
+SIX_GPUS = Cluster(GPUS["a100-80gb"], nodes=1, gpus_per_node=6)
+ALONE = Cluster(GPUS["a100-80gb"], nodes=1, gpus_per_node=1)
+BERT = NAMED_SHAPES["bert-base"]
+ROBERTA = replace(BERT, name="roberta", family="roberta", type_vocab=1, max_positions=514)
+GPT = replace(gpt("gpt2", 12, 768, 12), source="gpt2")
+SHORT = Work(rows=240, seq_len=240, precision="bf16")
 
+
+@pytest.fixture(scope="module")
+def fake_ranks() -> Iterator[None]:
+    """A process group of eight that sends nothing."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, SIX_GPUS, ALONE], ids=lambda cluster: cluster.name)
+@pytest.mark.parametrize(
+    ("shape", "work"),
+    [(NAMED_SHAPES["distilbert-base"], SHORT), (BERT, SHORT), (LLAMA, WORK), (ROBERTA, SHORT), (GPT, SHORT)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_trainer_accepts_every_command_and_lays_it_out_as_planned(
+    shape: ModelShape, work: Work, cluster: Cluster, fake_ranks: None
+) -> None:
+    work = replace(work, rows=work.rows * 3 // 2 if cluster is SIX_GPUS else work.rows)
+    plans = [plan for plan in best_plans(shape, cluster, work, STRATEGIES) if plan.fits]
+
+    assert plans or (shape, cluster) == (LLAMA, ALONE)
+    with torch.device("meta"):
+        model = model_of(replace(shape, num_labels=4))
     for plan in plans:
-        layout, words = plan.layout, shlex.split(plan.launch)
-        config = parse_config(words[words.index("training/train_ddp.py") + 1 :], environment={})
-        dims = ParallelDims.from_config(config, layout.ranks)
-        if strategy not in ("ddp", "zero1"):  # which know no mesh
-            assert dims.degrees == (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
-        assert config.batch_size * config.gradient_accumulation * layout.dp == WORK.rows
-        assert config.activation_checkpointing == layout.activation_checkpointing
-        assert config.sequence_parallel == layout.sequence_parallel
-        assert config.max_length == WORK.seq_len
+        _hold_to_the_trainer(plan, model, work)
+
+
+def _hold_to_the_trainer(plan: Plan, model: NewsClassifier, work: Work) -> None:
+    layout, (launcher, flags) = plan.layout, plan.launch.split(".py ")
+    config = parse_config(shlex.split(flags), environment={})
+    dims = ParallelDims.from_config(config, layout.ranks)
+    assert config.batch_size * config.gradient_accumulation * layout.dp == work.rows
+    assert config.activation_checkpointing == layout.activation_checkpointing
+    assert config.sequence_parallel == layout.sequence_parallel
+    assert config.max_length == work.seq_len
+    if config.strategy in ("ddp", "zero1"):  # which know no mesh
+        assert (dims.pp, dims.tp) == (1, 1)
+        return
+    assert launcher.startswith("torchrun")  # a mesh needs processes
+    assert dims.degrees == (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    if dims.pp > 1:
+        check_pipeline(config, dims.pp)
+        held = stages_of(config.pp_schedule, 0, dims.pp)
+        split_stages(model, held[:1], dims.pp * len(held), plan.launch)
+    if dims.tp > 1:
+        assert not (config.sequence_parallel and config.max_length % dims.tp)
+        with torch.device("meta"):
+            block = model_of(replace(plan.shape, layers=1, num_labels=4))
+        ranks = DeviceMesh("cpu", list(range(dims.tp)))
+        apply_tensor_parallel(block, ranks, sequence_parallel=config.sequence_parallel)
+
+
+def test_a_split_backward_pass_is_never_planned_with_what_it_refuses() -> None:
+    batches = [batch for layout in degrees(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
+
+    for batch in batches:
+        flags = training_flags(LLAMA, batch)
+        check_pipeline(parse_config(flags, environment={}), batch.pp)
+
+
+def test_a_split_backward_pass_computes_nothing_again() -> None:
+    batches = [batch for layout in degrees(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
+
+    modes = {batch.activation_checkpointing for batch in batches if SCHEDULES[batch.schedule].splits_backward}
+
+    assert modes == {"none"}
+
+
+def test_one_gpu_alone_is_ddp() -> None:
+    assert [strategy for strategy in STRATEGIES if list(degrees(LLAMA, ALONE, strategy))] == ["ddp"]
+
+
+@pytest.mark.parametrize("shape", [ROBERTA, GPT], ids=lambda shape: shape.name)
+def test_what_the_trainer_cannot_take_apart_is_neither_cut_nor_staged(shape: ModelShape) -> None:
+    layouts = [layout for strategy in STRATEGIES for layout in degrees(shape, CLUSTER, strategy)]
+
+    assert {layout.strategy for layout in layouts} == {"ddp", "zero1", "zero2", "zero3"}
+    assert {(layout.tp, layout.pp) for layout in layouts} == {(1, 1)}
+
+
+def test_sequences_are_cut_only_as_the_trainer_pads_them() -> None:
+    layouts = degrees(BERT, SIX_GPUS, "tp")
+    batches = [batch for layout in layouts for batch in with_batches(BERT, layout, SHORT)]
+
+    assert {(batch.tp, batch.sequence_parallel) for batch in batches} == {
+        (2, False),
+        (2, True),
+        (3, False),
+        (6, False),
+    }
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 15_120])
+def test_divisors_are_all_and_ascending(number: int) -> None:
+    assert divisors(number) == [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +194,31 @@ def test_the_launcher_is_that_of_the_machines(gpus: int, nodes: int, start: str)
     assert launch_command(LLAMA, Layout("ddp", dp_replicate=gpus), cluster).startswith(start)
 
 
-def test_what_the_trainer_cannot_do_is_said() -> None:
-    gpt = NAMED_SHAPES["gpt3-175b"]
+def test_a_path_with_spaces_is_one_word_of_the_command() -> None:
+    shape = replace(LLAMA, source="my models/it's mine")
 
-    said = " ".join(cautions(gpt, Layout("tp", tp=8, seq_len=16_384)))
+    words = shlex.split(launch_command(shape, Layout("ddp", dp_replicate=4), CLUSTER))
 
-    assert "classifier" in said
-    assert "not gpt2" in said
-    assert "8192" in said
-    assert not cautions(NAMED_SHAPES["bert-base"], Layout("tp", tp=4))
+    assert words[words.index("--model") + 1] == "my models/it's mine"
+
+
+def test_where_there_is_no_command_the_reason_is_said() -> None:
+    gpt3, layout = NAMED_SHAPES["gpt3-175b"], Layout("zero3", dp_shard=16)
+    long = replace(layout, seq_len=16_384)
+
+    assert launch_command(gpt3, layout, CLUSTER) is launch_command(LLAMA, long, CLUSTER) is None
+    assert "of gpt3-175b there are dimensions alone" in " ".join(cautions(gpt3, layout))
+    assert "texts of 8 to 8192 tokens" in " ".join(cautions(LLAMA, long))
+
+
+def test_the_trainer_takes_the_lengths_that_the_planner_says() -> None:
+    for length, is_taken in ((SHORTEST - 1, False), (SHORTEST, True), (LONGEST, True), (LONGEST + 1, False)):
+        with nullcontext() if is_taken else pytest.raises(UserError, match="max_length"):
+            parse_config(("--max_length", str(length)), environment={})
+
+
+def test_a_head_that_is_planned_and_not_trained_is_said() -> None:
+    layout = Layout("tp", tp=4)
+
+    assert "classifier" in " ".join(cautions(LLAMA, layout))
+    assert not cautions(BERT, layout)
