@@ -50,20 +50,26 @@ def main() -> None:
         workload = make_workload(
             Path(folder), options.size, options.dataset, options.tokenizer, options.steps * GLOBAL_BATCH, say
         )
+        facts = circumstances(MODULE) | {
+            "Model": f"DistilBERT of {options.size} size, random weights, fp32, global batch {GLOBAL_BATCH}",
+            "Data": f"{workload.dataset}, {options.steps} steps a round after three to warm up",
+        }
         for number in range(1, options.rounds + 1):
-            for name, count in jobs[number % len(jobs) :] + jobs[: number % len(jobs)]:
+            turn = number * len(jobs) // options.rounds % len(jobs)
+            for name, count in jobs[turn:] + jobs[:turn]:
                 result = measure(workload.folder, name, count, options.steps)
                 rounds.setdefault(f"{name} {count}", []).append(result)
                 rate = result["rows"] / result["seconds"]
                 say(f"round {number}/{options.rounds}: {name} on {count}: {rate:.1f} samples/s")
-    facts = circumstances(MODULE) | {
-        "Model": f"DistilBERT of {options.size} size, random weights, fp32, global batch {GLOBAL_BATCH}",
-        "Data": f"{workload.dataset}, {options.steps} steps a round after three to warm up",
-    }
-    write_table(options.output, page(facts, rounds, jobs))
-    write_table(options.output.with_suffix(".json"), json.dumps({"facts": facts, "rounds": rounds}, indent=1) + "\n")
-    options.output.with_suffix(".png").write_bytes(draw(rates(rounds), memory(rounds), len(usable_cores())))
+            write(options.output, facts, rounds, jobs)
     say(f"wrote {options.output}")
+
+
+def write(output: Path, facts: dict[str, str], rounds: Rounds, jobs: list[tuple[str, int]]) -> None:
+    """The page, and beside it the rounds as JSON and the figure."""
+    write_table(output, page(facts, rounds, jobs))
+    write_table(output.with_suffix(".json"), json.dumps({"facts": facts, "rounds": rounds}, indent=1) + "\n")
+    output.with_suffix(".png").write_bytes(draw(rates(rounds), memory(rounds), len(usable_cores())))
 
 
 def measure(folder: Path, strategy: str, count: int, steps: int) -> dict[str, Any]:

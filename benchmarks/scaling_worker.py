@@ -1,4 +1,4 @@
-"""One rank of one layout: python -m benchmarks.scaling_worker FOLDER FIELDS; started by ``benchmarks.scaling``."""
+"""One rank of one layout: python -m benchmarks.scaling_worker FOLDER FIELDS STEPS; ``benchmarks.scaling`` starts it."""
 
 from __future__ import annotations
 
