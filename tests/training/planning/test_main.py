@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from training.errors import UserError
-from training.planning.__main__ import ask, main
+from training.planning.__main__ import ask, dry_runs_of, main
 from training.planning.answer import Answer, nothing_fits
 from training.planning.text import BEGIN, END, markdown, write_page
 
@@ -111,10 +111,21 @@ def test_a_hostile_models_name_stays_text_in_the_report(tmp_path: Path) -> None:
         (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),
         (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; take 4096"),
         (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be shared out evenly over 32"),
+        (
+            ("--micro_batch", "3"),
+            "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; take one of",
+        ),
+        (("--strategy", "tp", "--gpus", "1", "--nodes", "1"), "--strategy tp: has no layout of llama-13b on 1 x 1"),
+        (("--strategy", "3d", "--gpus", "2", "--nodes", "1"), "--strategy 3d: has no layout of llama-13b on 1 x 2"),
+        (("--gpus", "20000"), "--gpus 20000: at most 8192 can be planned"),
+        (("--batch_tokens", "2048000000000000"), "--batch_tokens 2048000000000000: at most 268435456"),
+        (("--seq_len", "7"), "--seq_len 7: the trainer takes rows of 8 tokens or more"),
         (("--gpu", "v100-32gb", "--precision", "bf16"), "--precision bf16: v100-32gb has fp32, fp16"),
         (("--target_tokens", "many"), "many: must be a number of tokens, such as 2e9"),
         (("--target_run", "llama-7b"), "llama-7b: must be MODEL:DAYS:UTILISATION"),
-        (("--target_run", "llama-7b:21:60"), "the utilisation at most 1"),
+        (("--target_run", "llama-7b:21:60"), "the utilisation above 0 and at most 1"),
+        (("--target_run", "llama-7b:inf:0.6"), "the days must be above 0 and at most 36500"),
+        (("--target_run", "llama-7b:21:nan"), "the utilisation above 0 and at most 1"),
         (("--target_run", "llama-6b:21:0.6"), "--model llama-6b: neither a known model"),
     ],
 )
@@ -130,13 +141,42 @@ def test_where_nothing_fits_the_smallest_lack_is_named() -> None:
     found = ask(("--model", "gpt3-175b", "--gpus", "8", "--gpu", "t4-16gb"))
 
     assert not found.best
+    assert "simulated" in str(nothing_fits(found))
     lack = float(re.search(r"lacks ([\d.]+) GiB a GPU", str(nothing_fits(found)))[1])
     assert lack == pytest.approx(min(plan.memory.total - plan.available for plan in found.plans) / 2**30, abs=0.05)
 
 
-def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file or directory"):
-        run(*SMALL, "--json", str(tmp_path / "missing" / "plan.json"))
+@pytest.mark.parametrize("flag", ["--json", "--html", "--page"])
+@pytest.mark.parametrize(
+    ("place", "complaint"), [("missing/plan", "there is no folder"), ("", "is a folder; name a file")]
+)
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_planned(
+    flag: str, place: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as raised:
+        run("--model", "no such model", *SMALL[2:], flag, str(tmp_path / place))
+
+    assert str(raised.value).startswith(f"{flag} {tmp_path / place}: {complaint}")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_page_that_is_no_text_is_one_clear_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(b"\xff\xfe")
+
+    with pytest.raises(UserError, match=f"--page {page}: is no text in UTF-8"):
+        run(*SMALL, "--page", str(page))
+
+
+def test_a_model_of_dimensions_alone_is_planned_without_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("--model", "gpt3-175b", "--gpus", "64", "--gpu", "h100-80gb", "--json", str(tmp_path / "plan.json"))
+
+    printed = capsys.readouterr().out
+    assert "of gpt3-175b there are dimensions alone" in printed
+    assert "training/train" not in printed
+    assert all(plan["launch"] is None for plan in json.loads((tmp_path / "plan.json").read_text())["plans"])
 
 
 def test_a_page_without_marks_is_left_alone(tmp_path: Path, founding: Answer) -> None:
@@ -149,14 +189,29 @@ def test_a_page_without_marks_is_left_alone(tmp_path: Path, founding: Answer) ->
     assert page.read_text() == "# A page\n"
 
 
-def test_the_documented_answer_is_what_its_command_prints(tmp_path: Path, founding: Answer) -> None:
-    assert documented()[-3:] == ["--no_dry_run", "--page", "docs/PLANNING.md"]
-    copy = tmp_path / "PLANNING.md"
-    copy.write_text(re.sub(f"(?s)({BEGIN}).*({END})", r"\1\2", PAGE.read_text()))
+def documented_answer() -> str:
+    """What the command wrote into the page."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
-    write_page(copy, founding, {})
 
-    assert copy.read_text() == PAGE.read_text()
+def test_the_documented_answer_is_what_its_command_prints(founding: Answer) -> None:
+    assert documented()[-2:] == ["--page", "docs/PLANNING.md"]
+    formulas = re.sub(r"\|  \| dry run \|.*\n|.*the formula is .* off the dry run.*\n+", "", documented_answer())
+
+    assert re.sub(r"\n{2,}", "\n\n", formulas) == re.sub(r"\n{2,}", "\n\n", markdown(founding, {}))
+
+
+def test_the_documented_answer_sets_a_dry_run_beside_each_formula(founding: Answer) -> None:
+    assert documented_answer().count("| dry run |") == documented_answer().count("off the dry run") == 3
+    assert len(founding.best) == 3
+
+
+@pytest.mark.slow
+def test_the_documented_dry_runs_are_what_they_count(founding: Answer) -> None:
+    def figures(text: str) -> list[str]:
+        return re.findall(r"\|  \| dry run \|.*", text)
+
+    assert figures(markdown(founding, dry_runs_of(founding))) == figures(documented_answer())
 
 
 def test_formulas_need_no_torch() -> None:
