@@ -15,6 +15,7 @@ from training.planning.shapes import MemoryEstimate
 # By the plan's place among the best; in words where there was none.
 DryRuns = Mapping[int, "DryRun | str"]
 MOST_ROWS = 12
+ROUNDING = 0.005  # what whole percents do not show
 PARTS = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -94,8 +95,14 @@ def commands(answer: Answer) -> list[tuple[str, str]]:
 
 
 def warnings(answer: Answer) -> list[str]:
-    """What stands between the best three and their commands, each sentence once."""
-    return list(dict.fromkeys(text for plan in answer.best for text in cautions(plan.shape, plan.layout)))
+    """How to read the best three, and what stands between them and their commands, each sentence once."""
+    found = [text for plan in answer.best for text in cautions(plan.shape, plan.layout)]
+    if any(plan.efficiency > 1 + ROUNDING for plan in answer.best):
+        found.append(
+            "An efficiency above 100%: with so few tokens a GPU alone spends its time on reading weights, and one of "
+            "these reads a part of them."
+        )
+    return list(dict.fromkeys(found))
 
 
 def plan_name(plan: Plan) -> str:

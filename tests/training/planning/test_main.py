@@ -55,6 +55,14 @@ def test_no_layout_is_faster_than_a_gpu_that_loses_nothing(founding: Answer) -> 
     assert alone.efficiency == pytest.approx(1)
 
 
+def test_parts_that_are_faster_than_a_whole_are_explained(founding: Answer) -> None:
+    few_tokens = ask(("--model", "llama-7b", "--gpus", "8", "--gpu", "a100-80gb", "--seq_len", "8"))
+
+    assert few_tokens.best[0].efficiency > 1.1
+    assert "An efficiency above 100%" in markdown(few_tokens, {})
+    assert "above 100%" not in markdown(founding, {})
+
+
 def test_the_target_is_what_the_other_run_computes(founding: Answer) -> None:
     # Six operations a parameter and token but for the attention: 21 days at 60% of 312 TFLOP/s.
     assert founding.target_tokens == pytest.approx(0.6 * 312e12 * 21 * 86_400 / (6 * 6.74e9), rel=0.1)
