@@ -23,7 +23,7 @@ MODEL_FOLDER = "model"
 TORCH_BUILDS = ("cuda", "cpu")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # Named, so that what tools and people leave among the sources stays behind.
-_SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt"}
+_SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt", ".yaml", ".json"}
 
 
 class DeploymentError(UserError):

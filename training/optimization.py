@@ -15,7 +15,8 @@ from training.config import TrainConfig
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: no decay on biases and norms' weights; one mesh a group, since none may be mixed."""
     groups: dict[tuple[bool, Any], dict[str, Any]] = {}
-    for parameter in sorted(parameters, key=lambda parameter: parameter.dim() <= 1):
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    for parameter in sorted(trained, key=lambda parameter: parameter.dim() <= 1):
         decays = parameter.dim() > 1
         group = {"params": [], "weight_decay": weight_decay if decays else 0.0}
         groups.setdefault((decays, getattr(parameter, "device_mesh", None)), group)["params"].append(parameter)

@@ -71,7 +71,7 @@ def test_weight_decay_leaves_biases_and_layer_norms_alone() -> None:
         if isinstance(module, nn.LayerNorm) or name == "bias"
     }
 
-    decayed, others = build_optimizer(model, weight_decay=0.1).param_groups
+    decayed, others = build_optimizer(model.parameters(), weight_decay=0.1).param_groups
 
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert set(others["params"]) == spared
@@ -81,7 +81,7 @@ def test_weight_decay_leaves_biases_and_layer_norms_alone() -> None:
 def test_decay_shrinks_weights_without_a_gradient_and_keeps_biases() -> None:
     model = nn.Linear(3, 2)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = build_optimizer(model, weight_decay=0.5)
+    optimizer = build_optimizer(model.parameters(), weight_decay=0.5)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -97,7 +97,7 @@ def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(3, 2)
     model.weight.requires_grad_(False)
 
-    groups = build_optimizer(model, weight_decay=0.5).param_groups
+    groups = build_optimizer(model.parameters(), weight_decay=0.5).param_groups
 
     assert [parameter is model.bias for group in groups for parameter in group["params"]] == [True]
 
@@ -106,10 +106,10 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_the_learning_rate_is_scaled_by_the_ranks_as_asked(scale_lr: str, factor: float) -> None:
     config = TrainConfig(learning_rate=1e-4, scale_lr=scale_lr)
 
-    assert scaled_learning_rate(config, world_size=4) == pytest.approx(factor * 1e-4)
-    assert scaled_learning_rate(config, world_size=1) == pytest.approx(1e-4)
+    assert scaled_learning_rate(config, data_ranks=4) == pytest.approx(factor * 1e-4)
+    assert scaled_learning_rate(config, data_ranks=1) == pytest.approx(1e-4)
 
 
 def test_an_unset_learning_rate_depends_on_the_model() -> None:
-    assert scaled_learning_rate(TrainConfig(), world_size=8) == 2e-5
-    assert scaled_learning_rate(TrainConfig(model="tiny"), world_size=8) == 1e-3
+    assert scaled_learning_rate(TrainConfig(), data_ranks=8) == 2e-5
+    assert scaled_learning_rate(TrainConfig(model="tiny"), data_ranks=8) == 1e-3
