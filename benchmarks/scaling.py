@@ -61,13 +61,13 @@ def main() -> None:
                 rounds.setdefault(f"{name} {count}", []).append(result)
                 rate = result["rows"] / result["seconds"]
                 say(f"round {number}/{options.rounds}: {name} on {count}: {rate:.1f} samples/s")
-            write(options.output, facts, rounds, jobs)
+            write(options.output, facts, rounds)
     say(f"wrote {options.output}")
 
 
-def write(output: Path, facts: dict[str, str], rounds: Rounds, jobs: list[tuple[str, int]]) -> None:
+def write(output: Path, facts: dict[str, str], rounds: Rounds) -> None:
     """The page, and beside it the rounds as JSON and the figure."""
-    write_table(output, page(facts, rounds, jobs))
+    write_table(output, page(facts, rounds))
     write_table(output.with_suffix(".json"), json.dumps({"facts": facts, "rounds": rounds}, indent=1) + "\n")
     output.with_suffix(".png").write_bytes(draw(rates(rounds), memory(rounds), len(usable_cores())))
 
@@ -80,33 +80,37 @@ def measure(folder: Path, strategy: str, count: int, steps: int) -> dict[str, An
     return {name: max(result[name] for result in results) for name in results[0]}
 
 
+def in_order(rounds: Rounds) -> list[tuple[str, int]]:
+    """Strategies as they are listed, each by its number of processes."""
+    jobs = [(job.split()[0], int(job.split()[1])) for job in rounds]
+    return sorted(jobs, key=lambda job: (list(STRATEGIES).index(job[0]), job[1]))
+
+
 def rates(rounds: Rounds) -> dict[str, dict[int, float]]:
     """Median samples/s by strategy and number of processes."""
     found: dict[str, dict[int, float]] = {}
-    for job, results in rounds.items():
-        name, count = job.split()
-        found.setdefault(name, {})[int(count)] = median(result["rows"] / result["seconds"] for result in results)
+    for name, count in in_order(rounds):
+        results = rounds[f"{name} {count}"]
+        found.setdefault(name, {})[count] = median(result["rows"] / result["seconds"] for result in results)
     return found
 
 
 def memory(rounds: Rounds) -> dict[str, dict[int, dict[str, int]]]:
     """Bytes of a rank's weights, gradients and moments, by strategy and number of processes."""
     found: dict[str, dict[int, dict[str, int]]] = {}
-    for job, results in rounds.items():
-        name, count = job.split()
-        found.setdefault(name, {})[int(count)] = {
-            kind: results[0][kind] for kind in ("parameters", "gradients", "optimizer")
-        }
+    for name, count in in_order(rounds):
+        first = rounds[f"{name} {count}"][0]
+        found.setdefault(name, {})[count] = {kind: first[kind] for kind in ("parameters", "gradients", "optimizer")}
     return found
 
 
-def page(facts: dict[str, str], rounds: Rounds, jobs: list[tuple[str, int]]) -> str:
+def page(facts: dict[str, str], rounds: Rounds) -> str:
     """The page in Markdown."""
     rate, held, cores = rates(rounds), memory(rounds), len(usable_cores())
     alone = rate["ddp"][1]
     whole = sum(held["ddp"][1].values())
     rows = []
-    for name, count in sorted(jobs, key=lambda job: (list(STRATEGIES).index(job[0]), job[1])):
+    for name, count in in_order(rounds):
         measured = [result["rows"] / result["seconds"] for result in rounds[f"{name} {count}"]]
         times = rate[name][count] / alone
         efficiency = f"{times / count:.0%}" if count <= cores else "cores shared"
@@ -118,7 +122,7 @@ def page(facts: dict[str, str], rounds: Rounds, jobs: list[tuple[str, int]]) -> 
         )
     return (
         "# Scaling over processes and strategies\n\n"
-        f"{fact_list(facts)}\n{markdown_table(HEADER, rows)}\n"
+        f"{fact_list(facts | {'Rounds': str(min(map(len, rounds.values())))})}\n{markdown_table(HEADER, rows)}\n"
         "![Throughput and memory of a rank](scaling.png)\n\n"
         "A process has one core; the global batch is the same for all. Bytes are those of the fullest rank when its "
         "optimizer steps. Over more processes than cores only the bytes mean something.\n"
