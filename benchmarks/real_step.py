@@ -93,8 +93,12 @@ def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, 
     }
 
 
-def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int = 7) -> float:
-    """The median time of a step on this rank, after two that do not count."""
+def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int = 7) -> dict[str, float]:
+    """The median time of a step on this rank, after two that do not count; and the machine's rates around it.
+
+    A machine that others share is not equally fast all day: what a step is held to is measured before and after it.
+    """
+    before = measure_rates(mine)
     batches = micro_batches_of(shape, layout)
     strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
     seconds = []
@@ -103,7 +107,8 @@ def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int =
         began = time.perf_counter()
         strategy.step(batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
-    return median(seconds[2:])
+    after = measure_rates(mine)
+    return {"seconds": median(seconds[2:])} | {name: (before[name] + after[name]) / 2 for name in before}
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
@@ -164,28 +169,24 @@ def _seconds(work: Callable[[], object], mine: Ranks, repeats: int = 15) -> floa
     return median(taken)
 
 
+MEASURES = {"memory": measure_memory, "seconds": measure_seconds}
+RATES = ("flops", "attention_flops", "memory", "link")  # the more the better
+
+
 def main() -> None:
     """Measure, and print from rank 0 the worst of all ranks as JSON."""
     parser = Parser("benchmarks.real_step", __doc__)
-    parser.add_argument("what", choices=("memory", "seconds", "rates"))
-    parser.add_argument("--asked", type=json.loads, metavar="JSON", help="shape and layout; not for rates")
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("asked", type=json.loads, metavar="JSON", help="shape and layout")
     flags = parser.parse_args()
-    torch.set_num_threads(1)
     with ranks("cpu") as mine:
-        if flags.what == "rates":
-            found, worst = measure_rates(mine), min
-        else:
-            shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
-            found, worst = _measure(flags.what, shape, layout, mine), max
+        torch.set_num_threads(1)
+        shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
+        found = MEASURES[flags.what](shape, layout, mine)
         everywhere = _of_all_ranks(found, mine)
         if mine.is_first:
-            print(json.dumps({name: worst(one[name] for one in everywhere) for name in found}))
-
-
-def _measure(what: str, shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
-    if what == "memory":
-        return measure_memory(shape, layout, mine)
-    return {"seconds": measure_seconds(shape, layout, mine)}
+            worst = {name: min if name in RATES else max for name in found}
+            print(json.dumps({name: worst[name](one[name] for one in everywhere) for name in found}))
 
 
 def _of_all_ranks(found: dict[str, float], mine: Ranks) -> list[dict[str, float]]:
