@@ -42,8 +42,13 @@ class Architecture:
         return network.get_submodule(self.embeddings)(input_ids)
 
     def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """What every block is given beside the hidden states; ``attention_mask``: (batch, seq), 1 for a token."""
-        raise NotImplementedError
+        """What every block is given beside the hidden states: in an encoder, which keys are padding.
+
+        Args:
+            hidden: (batch, seq, hidden).
+            attention_mask: (batch, seq), 1 for a token.
+        """
+        return {"attention_mask": key_mask(attention_mask)}
 
     def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Logits, (batch, num_labels), from what the last block gave."""
@@ -73,10 +78,6 @@ class DistilBert(Architecture):
     head = ("pre_classifier", "classifier")
     last_block_work = KEYS_AND_VALUES
 
-    def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """The mask of keys."""
-        return {"attention_mask": key_mask(attention_mask)}
-
     def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """From the first token."""
         return network.classifier(network.dropout(F.relu(network.pre_classifier(hidden[:, 0]))))
@@ -95,10 +96,6 @@ class Bert(Architecture):
     blocks = "bert.encoder.layer"
     head = ("bert.pooler", "classifier")
     last_block_work = KEYS_AND_VALUES
-
-    def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """The mask of keys."""
-        return {"attention_mask": key_mask(attention_mask)}
 
     def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """From the first token, pooled."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -37,7 +38,7 @@ class BaseStrategy:
         if config.float8:
             ranks.together(lambda: check_float8(config, ranks.device, precision))
         self.place = DataPlace(ranks.rank, ranks.world_size)
-        self.stages = None  # the ranks that hold the other stages of a pipeline
+        self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of a pipeline
         self.loss_scale = LossScale(enabled=precision == "fp16")
         self.parts: list[nn.Module] = self.lay_out(model)
         self.parameters = {
@@ -68,7 +69,7 @@ class BaseStrategy:
         """Forward and backward over all micro-batches, clip, and one optimizer step."""
         losses = self.run(micro_batches, step)
         settle_partial_gradients(self.parameters.values())
-        norm = global_norm(self.parameters.values(), self.stages) / self.loss_scale.scale
+        norm = global_norm(self.parameters.values(), self.stage_group) / self.loss_scale.scale
         clip_gradients(
             self.parameters.values(), norm, limit=self.config.clip_norm or math.inf, scale=self.loss_scale.scale
         )
@@ -92,7 +93,7 @@ class BaseStrategy:
         with autocast(self.precision, self.ranks.device):
             logits = self.forward(batch.input_ids, batch.attention_mask)
         losses = row_losses(logits, batch.labels, self.config.label_smoothing)
-        (self.share_of_loss(losses, batch.weights)).backward()
+        self.share_of_loss(losses, batch.weights).backward()
         return losses.detach()
 
     def share_of_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,7 @@ class BaseStrategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and loss scale; whole on rank 0."""
-        gathering = {"keep": self.keeps_whole, "stages": self.stages}
+        gathering = {"keep": self.keeps_whole, "stages": self.stage_group}
         return {
             "model": full_model(self.parts, **gathering),
             "optimizer": full_optimizer(self.parameters, self.optimizer, **gathering),
@@ -166,7 +167,7 @@ class BaseStrategy:
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """The model's weights on the CPU of rank 0."""
-        return full_model(self.parts, keep=self.keeps_whole, stages=self.stages)
+        return full_model(self.parts, keep=self.keeps_whole, stages=self.stage_group)
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Take whole weights."""

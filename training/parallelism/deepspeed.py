@@ -5,7 +5,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from training.batching import MicroBatch
+from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks, name_accelerator
 from training.errors import UserError
@@ -24,7 +23,7 @@ from training.optimization import build_optimizer, parameter_groups
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
-from training.parallelism.strategy import DataPlace, StepResult, row_losses
+from training.parallelism.strategy import StepResult, row_losses
 
 
 class DeepSpeedStrategy:
@@ -147,7 +146,7 @@ class DeepSpeedStrategy:
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, quiet, for the kind of device that the run is on.
+    """DeepSpeed for the kind of device that the run is on.
 
     Raises:
         UserError: it is not installed.
@@ -161,7 +160,6 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         raise UserError(
             f'--strategy deepspeed: DeepSpeed is not there ({error}); pip install "distrinews[deepspeed]"'
         ) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # For inference on CPUs alone; to build it takes a compiler and most of a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

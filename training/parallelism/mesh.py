@@ -56,9 +56,9 @@ class MeshStrategy(BaseStrategy):
         where = f"--pp {degree} --pp_schedule {config.pp_schedule}"
         indices = stages_of(config.pp_schedule, place, degree)
         stages = split_stages(model, indices, degree * len(indices), where)
-        self.stages = self.mesh["pp"].get_group()
+        self.stage_group = self.mesh["pp"].get_group()
         sequence_parts = self.dims.tp if config.sequence_parallel else 1
-        self.pipeline = Pipeline(stages, self.stages, config.pp_schedule, self._loss, sequence_parts)
+        self.pipeline = Pipeline(stages, self.stage_group, config.pp_schedule, self._loss, sequence_parts)
         return stages
 
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
