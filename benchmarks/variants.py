@@ -155,7 +155,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
         result = strategy.step(micro_batches, step, learning_rate)
         tokens = int(rows.lengths[batch].sum())
         log.add(StepRecord(step, 1, learning_rate, len(batch), tokens, rows_of(micro_batches), result))
-        metrics, _, _ = log.flush(0.0, stop=False)
+        metrics, _ = log.flush(0.0, stop=False)
         epoch.loss.update(metrics[0].loss, len(batch))
     epoch.stop()
     return epoch

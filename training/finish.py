@@ -31,13 +31,13 @@ def finish_run(trainer: Trainer) -> Path:
     Returns:
         The model folder.
     """
-    config, best, tokens = trainer.config, trainer.best, trainer.news.tokens
+    config, best, tokens = trainer.config, trainer.state.best, trainer.news.tokens
     if trainer.console:
-        trainer.console.epoch_table(trainer.epochs)
+        trainer.console.epoch_table(trainer.state.epochs)
     if config.compress != "none":
         trainer.say(f"Layout: {trainer.strategy.describe()}")
     trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
-    if best.step != trainer.step:
+    if best.step != trainer.state.step:
         weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
         trainer.strategy.load_weights(weights)
     console, place = trainer.console, trainer.strategy.place
@@ -81,7 +81,7 @@ def finish_run(trainer: Trainer) -> Path:
                 "whole, make room and start the same command again"
             ) from error
         trainer.console.finish(
-            seconds=trainer.seconds,
+            seconds=trainer.state.seconds,
             best_epoch=best.epoch,
             validation_accuracy=best.validation["accuracy"],
             test=test,
@@ -100,8 +100,8 @@ def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> 
     if trainer.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {trainer.strategy.test_precision}, in which shared-out weights are gathered.")
     notes.append(f"Layout: {trainer.strategy.describe()}.")
-    if trainer.skipped_steps:
-        notes.append(f"The loss scale skipped {trainer.skipped_steps} steps.")
+    if trainer.state.skipped_steps:
+        notes.append(f"The loss scale skipped {trainer.state.skipped_steps} steps.")
     return ReportData(
         title=trainer.config.output_dir.name,
         configuration=trainer.config.model_dump(mode="json"),
@@ -109,7 +109,7 @@ def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> 
         test=test,
         wrong_texts=_most_wrong(trainer, logits),
         notes=notes,
-        seconds=trainer.seconds,
+        seconds=trainer.state.seconds,
         model_folder=str(trainer.config.output_dir),
     )
 

@@ -52,7 +52,7 @@ class StepLog:
         """Leave out of the throughput what was no training: an evaluation, a save."""
         self.since = time.perf_counter()
 
-    def flush(self, seconds: float, stop: bool) -> tuple[list[StepMetrics], int, bool]:
+    def flush(self, seconds: float, stop: bool) -> tuple[list[StepMetrics], bool]:
         """Agree on the steps since the last flush.
 
         Args:
@@ -60,7 +60,7 @@ class StepLog:
             stop: whether this rank was asked to stop.
 
         Returns:
-            Metrics of each step, how many the loss scale skipped, and whether any rank was asked to stop.
+            Metrics of each step, and whether any rank was asked to stop.
 
         Raises:
             TrainingFailure: a loss or a gradient is not finite and no scaler explains it.
@@ -78,10 +78,12 @@ class StepLog:
         self.since = time.perf_counter()
         rows, tokens = sum(r.rows for r in records) / elapsed, sum(r.tokens for r in records) / elapsed
         metrics = [
-            StepMetrics(r.step, r.epoch, loss, r.learning_rate, norm, rows, tokens, seconds)
+            StepMetrics(
+                *(r.step, r.epoch, loss, r.learning_rate, norm, rows, tokens, seconds, r.rows, r.result.scaler_skipped)
+            )
             for r, loss, norm in zip(records, losses, norms, strict=True)
         ]
-        return metrics, sum(record.result.scaler_skipped for record in records), stops > 0
+        return metrics, stops > 0
 
     def _fail(self, record: StepRecord, loss: float, norm: float) -> None:
         bad = ~record.result.row_losses.isfinite().cpu().numpy()

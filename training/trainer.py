@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from training.balance import Balance
 from training.batching import LengthBucketSampler, rank_share
@@ -24,15 +21,19 @@ from training.describe import describe_run
 from training.distributed import Ranks, seed_everything
 from training.errors import TrainingFailure
 from training.evaluation import evaluate
+from training.failures import explained
 from training.finish import finish_run
 from training.interruption import Interruption
-from training.monitoring import Console, EpochMetrics, Exporter, RunLog
+from training.monitoring import Console, EpochMetrics, Exporter, RunLog, SavedCheckpoint
+from training.phases import Phases
+from training.observers import build_observers
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
 from training.parallelism.blocks import length_multiple
 from training.precision import choose_precision
 from training.prepare import prepare_model, prepare_news
 from training.quiet import quiet_libraries
+from training.run_state import RunState
 from training.step_log import StepLog, StepRecord, rows_of
 from training.utils import AverageMeter, only_run_in, write_whole
 
@@ -53,6 +54,7 @@ class Trainer:
         self.config = config
         self.ranks = ranks
         self.console = Console() if ranks.is_first else None
+        self.phases = Phases()
         self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
@@ -62,9 +64,9 @@ class Trainer:
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens)
         self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()
-        self.step = 0
-        with self._explained(None):
+        with explained(ranks, step=1):
             self.strategy = ranks.together(lambda: STRATEGIES[config.strategy](model, config, ranks, self.precision))
+        self.strategy.phases = self.phases
         self.place = self.strategy.place
         # Last of what can be refused: it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, self.place, self.store, self.news.tokens.key, self.say)
@@ -75,15 +77,10 @@ class Trainer:
         self.sampler = LengthBucketSampler(lengths, self.global_batch_size, config.seed)
         self.total_steps = config.epochs * len(self.sampler)
         self.peak_learning_rate = scaled_learning_rate(config, self.place.size)
-        self.epochs: list[EpochMetrics] = []
-        self.epoch_loss = AverageMeter()
-        self.epoch_seconds = 0.0
-        self.skipped_steps = 0
-        self.seconds_before = 0.0
-        self.started = time.perf_counter()
+        self.state = RunState()
         self.interruption = Interruption()
         if resumed:
-            with self._explained(None):
+            with explained(ranks, step=1):
                 self._restore(resumed)
 
     def fit(self) -> Path | None:
@@ -96,122 +93,117 @@ class Trainer:
             TrainingFailure: a non-finite loss, no memory, a lost rank, a full disk.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(self.exporter))
             if self.ranks.is_first:
                 self.config.run_dir.mkdir(parents=True, exist_ok=True)
             self.ranks.together(
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
             stack.enter_context(self.interruption)
-            stack.enter_context(contextlib.closing(self.exporter))
-            self.exporter.starts(self.step, self.total_steps, self.epochs)
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
-                self.log = stack.enter_context(contextlib.closing(RunLog(self.config.run_dir, self.step)))
+                self.log = RunLog(self.config.run_dir, self.state.step, self.config.log_every)
+            self.observers = stack.enter_context(contextlib.closing(build_observers(self)))
+            self.observers.run_starts(self.state.step, self.total_steps, self.state.epochs)
+            if self.console:
                 self.console.banner(describe_run(self))
-            if self.step < self.total_steps and not self._train():
-                self.say(f"Stopped at step {self.step}, all saved. To go on, start the same command again.")
+            if self.state.step < self.total_steps and not self._train():
+                self.say(f"Stopped at step {self.state.step}, all saved. To go on, start the same command again.")
                 return None
-            return finish_run(self)
+            with self.phases("finish"):
+                return finish_run(self)
 
     def say(self, text: str) -> None:
         """Print one line on rank 0."""
         if self.console:
             self.console.say(text)
 
-    @property
-    def seconds(self) -> float:
-        """Time spent on this run so far, earlier sessions included."""
-        return self.seconds_before + time.perf_counter() - self.started
-
-    @property
-    def best(self) -> EpochMetrics:
-        """The epoch with the best validation accuracy so far."""
-        return [epoch for epoch in self.epochs if epoch.is_best][-1]
+    def describe_row(self, row: int) -> str:
+        """How a training row begins, where this rank has its text; else nothing."""
+        return f'; row {row} reads "{self.news.texts.train.texts[row][:80]}"' if self.news.texts else ""
 
     def _train(self) -> bool:
         """Run the steps that are left; returns whether all were run."""
-        self.step_log = StepLog(self.ranks, self._describe_row)
-        samples_done = (self.step // len(self.sampler)) * len(self.news.train_index)
-        samples_done += self.step % len(self.sampler) * self.global_batch_size
+        self.step_log = StepLog(self.ranks, self.describe_row)
+        step, steps_an_epoch = self.state.step, len(self.sampler)
+        samples_done = step // steps_an_epoch * len(self.news.train_index)
+        samples_done += step % steps_an_epoch * self.global_batch_size
         progress = (
-            self.console.progress(total_steps=self.total_steps, first_step=self.step, samples_done=samples_done)
+            self.console.progress(total_steps=self.total_steps, first_step=step, samples_done=samples_done)
             if self.console
             else contextlib.nullcontext()
         )
         with progress as self.bar:
-            while self.step < self.total_steps:
-                if not self._train_epoch(epoch=self.step // len(self.sampler) + 1):
+            while self.state.step < self.total_steps:
+                if not self._train_epoch(epoch=self.state.step // steps_an_epoch + 1):
                     return False
         return True
 
     def _train_epoch(self, epoch: int) -> bool:
+        state, config = self.state, self.config
         self.sampler.set_epoch(epoch)
-        resumed_at, began = self.step % len(self.sampler), time.perf_counter()
-        seconds_before = self.epoch_seconds if resumed_at else 0.0
+        resumed_at, began = state.step % len(self.sampler), time.perf_counter()
+        seconds_before = state.epoch_seconds if resumed_at else 0.0
         if not resumed_at:
-            self.epoch_loss = AverageMeter()
+            state.epoch_loss = AverageMeter()
         for batch in islice(self.sampler, resumed_at, None):
             self._train_step(epoch, self.news.train_index[batch])
-            self.epoch_seconds = seconds_before + time.perf_counter() - began
-            is_last = self.step % len(self.sampler) == 0
-            saves = bool(self.config.save_every) and self.step % self.config.save_every == 0
+            state.epoch_seconds = seconds_before + time.perf_counter() - began
+            is_last = state.step % len(self.sampler) == 0
+            saves = bool(config.save_every) and state.step % config.save_every == 0
             stop = False
-            if is_last or saves or self.ranks.device.type == "cpu" or self.step % self.config.log_every == 0:
-                stop = self._flush()
+            if is_last or saves or self.ranks.device.type == "cpu" or state.step % config.log_every == 0:
+                stop = self._agree()
             if not is_last and (saves or stop):
                 self._save()
             if stop and not is_last:
                 return False
         self._end_epoch(epoch)
-        return not stop or self.step == self.total_steps
+        return not stop or state.step == self.total_steps
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
-        tokens = self.news.tokens.train
-        micro_batches = rank_share(
-            tokens,
-            batch,
-            self.place,
-            self.accumulation,
-            pad_to_multiple_of=length_multiple(self.config, self.ranks.device.type),
-            max_length=self.config.max_length,
-            speeds=self.balance.speeds,
-        )
-        step = self.step + 1
+        tokens, step = self.news.tokens.train, self.state.step + 1
+        self.observers.step_begins(step)
+        with self.phases("data"):
+            micro_batches = rank_share(
+                tokens,
+                batch,
+                self.place,
+                self.accumulation,
+                pad_to_multiple_of=length_multiple(self.config, self.ranks.device.type),
+                max_length=self.config.max_length,
+                speeds=self.balance.speeds,
+            )
+            moved = [batch.to(self.ranks.device) for batch in micro_batches]
         learning_rate = learning_rate_at(
             step, self.total_steps, self.peak_learning_rate, self.config.warmup, self.config.schedule
         )
-        with self._explained(micro_batches[0].input_ids.shape):
-            moved = [batch.to(self.ranks.device) for batch in micro_batches]
+        with self.phases("step"), explained(self.ranks, step, micro_batches[0].input_ids.shape):
             result = self.strategy.step(moved, step, learning_rate)
             self.balance.step_done(micro_batches)
-        if self.place.leads:
-            self.exporter.trained_on(micro_batches)
+        self.observers.step_ends(step, micro_batches, result)
         num_tokens = int(tokens.lengths[batch].sum())
         self.step_log.add(
             StepRecord(step, epoch, learning_rate, len(batch), num_tokens, rows_of(micro_batches), result)
         )
-        self.step = step
+        self.state.step = self.phases.step = step
 
-    def _flush(self) -> bool:
+    def _agree(self) -> bool:
         """Agree with all ranks on the last steps; returns whether one was asked to stop."""
-        rows = [record.rows for record in self.step_log.records]
-        with self._explained(None):
-            metrics, skipped, stop = self.step_log.flush(self.seconds, self.interruption.asked)
-        self.skipped_steps += skipped
-        self.exporter.skipped(skipped)
-        for step, count in zip(metrics, rows, strict=True):
-            self.epoch_loss.update(step.loss, count)
-            self.exporter.step_done(step, seconds=count / step.samples_per_second)
-            if self.log and (step.step % self.config.log_every == 0 or step.step in (1, self.total_steps)):
-                self.log.step(step)
+        with self.phases("agree"), explained(self.ranks, self.state.step + 1):
+            metrics, stop = self.step_log.flush(self.state.seconds, self.interruption.asked)
+        for step in metrics:
+            self.state.epoch_loss.update(step.loss, step.rows)
+            self.state.skipped_steps += step.skipped
+        self.observers.steps_agreed(metrics)
         if self.console and metrics:
             self.bar.update(metrics[-1])
         return stop
 
     def _end_epoch(self, epoch: int) -> None:
-        tokens = self.news.tokens
-        with self._explained(None):
+        tokens, state = self.news.tokens, self.state
+        with self.phases("evaluate"), explained(self.ranks, state.step + 1):
             validation, _ = evaluate(
                 partial(self.strategy.logits, precision=self.precision),
                 tokens.train,
@@ -226,74 +218,33 @@ class Trainer:
                 "lower --learning_rate, then start again",
                 quiet=not self.ranks.is_first,
             )
-        is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in self.epochs)
-        metrics = EpochMetrics(epoch, self.step, self.epoch_loss.average, self.epoch_seconds, validation, is_best)
-        self.epochs.append(metrics)
-        self.exporter.epoch_done(metrics)
-        if self.log:
-            self.log.epoch(metrics)
+        is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in state.epochs)
+        metrics = EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)
+        state.epochs.append(metrics)
+        self.observers.epoch_ends(metrics)
+        if self.console:
             self.bar.epoch_table([metrics])
         self._save()
 
     def _save(self) -> None:
         began = time.perf_counter()
-        best_step = self.best.step if self.epochs else None
-        strategy = self.strategy.state_dict()
-        if self.ranks.is_first:
-            state = {
-                "step": self.step,
-                "strategy": strategy,
-                # Order of rows, dropout and learning rate are functions of seed and step: no generator's state is kept.
-                "seed": self.config.seed,
-                "config": self.config.model_dump(mode="json"),
-                "global_batch_size": self.global_batch_size,
-                "peak_learning_rate": self.peak_learning_rate,
-                "data_key": self.news.tokens.key,
-                "epochs": [asdict(epoch) for epoch in self.epochs],
-                "epoch_loss": [self.epoch_loss.total, self.epoch_loss.count],
-                "epoch_seconds": self.epoch_seconds,
-                "skipped_steps": self.skipped_steps,
-                "seconds": self.seconds,
-            }
-            self.store.save(self.step, state, best_step)
-        self.exporter.saved(time.perf_counter() - began)
+        with self.phases("save"):
+            strategy = self.strategy.state_dict()
+            if self.ranks.is_first:
+                state = self.state.to_plain() | {
+                    "strategy": strategy,
+                    "config": self.config.model_dump(mode="json"),
+                    "global_batch_size": self.global_batch_size,
+                    "peak_learning_rate": self.peak_learning_rate,
+                    "data_key": self.news.tokens.key,
+                }
+                self.store.save(self.state.step, state, self.state.best.step if self.state.best else None)
+        seconds = time.perf_counter() - began
+        self.observers.checkpoint_saved(SavedCheckpoint(self.state.step, seconds, seconds, 0))
         self.step_log.restart_clock()
 
     def _restore(self, resumed: Resumed) -> None:
-        state = resumed.state
-        self.step = state["step"]
-        self.strategy.load_state_dict(state["strategy"])
-        self.peak_learning_rate = state["peak_learning_rate"]
-        self.epochs = [EpochMetrics(**epoch) for epoch in state["epochs"]]
-        self.epoch_loss.total, self.epoch_loss.count = state["epoch_loss"]
-        self.epoch_seconds = state["epoch_seconds"]
-        self.skipped_steps = state["skipped_steps"]
-        self.seconds_before = state["seconds"]
-
-    @contextlib.contextmanager
-    def _explained(self, shape: torch.Size | None) -> Iterator[None]:
-        """Turn the errors of a step that a person can act on into one line."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(shape) from error
-        except RuntimeError as error:
-            text = str(error)
-            if "can't allocate memory" in text:
-                raise self._out_of_memory(shape) from error
-            if any(sign in text for sign in ("Connection closed by peer", "Connection reset", "gloo", "NCCL")):
-                raise TrainingFailure(
-                    f"rank {self.ranks.rank}: another rank went away at step {self.step + 1}; its own error says why. "
-                    "The last checkpoint stays: start the same command again to go on"
-                ) from error
-            raise
-
-    def _out_of_memory(self, shape: torch.Size | None) -> TrainingFailure:
-        size = f" with a micro-batch of {shape[0]} rows of {shape[1]} tokens" if shape else ""
-        return TrainingFailure(
-            f"rank {self.ranks.rank}: out of memory at step {self.step + 1}{size}; lower --batch_size and raise "
-            "--gradient_accumulation by the same factor, or use --activation_checkpointing full or --strategy zero3"
-        )
-
-    def _describe_row(self, row: int) -> str:
-        return f'; row {row} reads "{self.news.texts.train.texts[row][:80]}"' if self.news.texts else ""
+        self.state.take(resumed.state)
+        self.phases.step = self.state.step
+        self.strategy.load_state_dict(resumed.state["strategy"])
+        self.peak_learning_rate = resumed.state["peak_learning_rate"]

@@ -2,7 +2,7 @@
 
 from training.monitoring.console import Console
 from training.monitoring.exporter import Exporter
-from training.monitoring.records import EpochMetrics, ReportData, StepMetrics, WrongText
+from training.monitoring.records import EpochMetrics, ReportData, SavedCheckpoint, StepMetrics, WrongText
 from training.monitoring.report import write_report
 from training.monitoring.run_log import RunLog, read_metrics
 
@@ -12,6 +12,7 @@ __all__ = [
     "Exporter",
     "ReportData",
     "RunLog",
+    "SavedCheckpoint",
     "StepMetrics",
     "WrongText",
     "read_metrics",

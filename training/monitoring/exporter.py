@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.process_collector import ProcessCollector
 
 from training.errors import UserError
-from training.monitoring.records import EpochMetrics, StepMetrics
+from training.monitoring.observer import Observer
+from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from training.batching import MicroBatch
     from training.config import TrainConfig
     from training.distributed import Ranks
+    from training.parallelism import StepResult
 
 # Half the page otherwise: when each series began.
 disable_created_metrics()
@@ -26,7 +28,7 @@ _STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _CHECKPOINT_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Exporter:
+class Exporter(Observer):
     """Metrics of one rank, in a registry of their own; with ``--metrics_port`` 0 there is no page of them.
 
     Counters begin at 0 with the process. Rows and tokens are this rank's own and add up over ranks; all else about
@@ -38,6 +40,7 @@ class Exporter:
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.registry = CollectorRegistry()
+        self.leads = True  # of the ranks that hold parts of one replica, one counts its rows
         ProcessCollector(registry=self.registry)
         self._steps = self._counter("steps", "Optimizer steps of this process.")
         self._samples = self._counter("samples", "Rows that this rank has trained on.")
@@ -61,43 +64,44 @@ class Exporter:
         self._watch_memory(ranks.device)
         self._stop_listening = _listen(config.metrics_port, ranks.local_rank, self.registry)
 
-    def starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Say where the run stands before its first step here: steps and epochs of earlier sessions."""
+    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
+        """Show what earlier processes have done."""
         self._step.set(step)
         self._total_steps.set(total_steps)
         self._last_step.set_to_current_time()
         self._last_checkpoint.set_to_current_time()
         for epoch in epochs[-1:]:
-            self.epoch_done(epoch)
+            self.epoch_ends(epoch)
 
-    def trained_on(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
         """Count this rank's share of a global batch."""
+        if not self.leads:
+            return
         self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in micro_batches))
         self._tokens.inc(sum(batch.num_tokens for batch in micro_batches))
 
-    def step_done(self, metrics: StepMetrics, seconds: float) -> None:
-        """Count a step that the ranks have agreed on."""
-        self._steps.inc()
-        self._step_seconds.observe(seconds)
-        self._step.set(metrics.step)
-        self._epoch.set(metrics.epoch)
-        self._loss.set(metrics.loss)
-        self._grad_norm.set(metrics.grad_norm)
-        self._learning_rate.set(metrics.learning_rate)
-        self._last_step.set_to_current_time()
+    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
+        """Count steps, and show the last one."""
+        for metrics in steps:
+            self._steps.inc()
+            self._skipped.inc(metrics.skipped)
+            self._step_seconds.observe(metrics.step_seconds)
+        for metrics in steps[-1:]:
+            self._step.set(metrics.step)
+            self._epoch.set(metrics.epoch)
+            self._loss.set(metrics.loss)
+            self._grad_norm.set(metrics.grad_norm)
+            self._learning_rate.set(metrics.learning_rate)
+            self._last_step.set_to_current_time()
 
-    def skipped(self, steps: int) -> None:
-        """Count steps that left the weights alone."""
-        self._skipped.inc(steps)
-
-    def epoch_done(self, metrics: EpochMetrics) -> None:
+    def epoch_ends(self, epoch: EpochMetrics) -> None:
         """Show an epoch's validation."""
-        self._validation_loss.set(metrics.validation["loss"])
-        self._validation_accuracy.set(metrics.validation["accuracy"])
+        self._validation_loss.set(epoch.validation["loss"])
+        self._validation_accuracy.set(epoch.validation["accuracy"])
 
-    def saved(self, seconds: float) -> None:
+    def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Count a checkpoint."""
-        self._checkpoint_seconds.observe(seconds)
+        self._checkpoint_seconds.observe(saved.seconds)
         self._last_checkpoint.set_to_current_time()
 
     def close(self) -> None:

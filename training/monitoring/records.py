@@ -7,7 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One logged optimizer step; `seconds` counts from the run's start, time before a resume included."""
+    """One optimizer step that all ranks agree on.
+
+    `seconds` counts from the run's start, time before a resume included; `rows` are those of the global batch; `skipped`
+    says that the weights were left alone.
+    """
 
     step: int
     epoch: int
@@ -17,6 +21,13 @@ class StepMetrics:
     samples_per_second: float
     tokens_per_second: float
     seconds: float
+    rows: int = 0
+    skipped: bool = False
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the step took, in the mean of those agreed upon with it."""
+        return self.rows / self.samples_per_second
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,16 @@ class EpochMetrics:
     seconds: float
     validation: dict[str, Any]
     is_best: bool
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that stands: how long training waited for it, how long it took in all, and its size."""
+
+    step: int
+    blocked_seconds: float
+    seconds: float
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 from training.utils import write_whole
 
@@ -18,19 +19,36 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATION_SCALARS = ("loss", "accuracy", "macro_f1", "calibration_error")
 
 
-class RunLog:
+class RunLog(Observer):
     """Writes each record to `metrics.jsonl` and to TensorBoard events, both in `run_dir`.
 
     Whatever stands there after `resume_step` is dropped first, so that the curves of a resumed
-    run have one line a step; 0 starts afresh. `metrics.jsonl` is whole after every record.
+    run have one line a step; 0 starts afresh. `metrics.jsonl` is whole after every record. Of the steps that it is
+    told, it keeps each `log_every`-th, the first and the last.
     """
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
+    def __init__(self, run_dir: Path, resume_step: int, log_every: int = 1) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(run_dir / METRICS_FILE, resume_step)
         self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._events = _TensorBoardEvents(run_dir, first_step=resume_step + 1)
         self._last_step = resume_step
+        self._log_every = log_every
+        self._total_steps = 0
+
+    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
+        """Learn which step is the last."""
+        self._total_steps = total_steps
+
+    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
+        """Log those that are due."""
+        for metrics in steps:
+            if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
+                self.step(metrics)
+
+    def epoch_ends(self, epoch: EpochMetrics) -> None:
+        """Log the epoch."""
+        self.epoch(epoch)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step."""

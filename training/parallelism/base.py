@@ -22,6 +22,7 @@ from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
 from training.parallelism.state import full_model, full_optimizer, load_model, load_optimizer
 from training.parallelism.strategy import StepResult, row_losses
+from training.phases import Phases
 from training.precision import LossScale, autocast
 
 
@@ -39,6 +40,7 @@ class BaseStrategy:
             ranks.together(lambda: check_float8(config, ranks.device, precision))
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of a pipeline
+        self.phases = Phases()
         self.loss_scale = LossScale(enabled=precision == "fp16")
         self.parts: list[nn.Module] = self.lay_out(model)
         self.parameters = {
@@ -90,10 +92,12 @@ class BaseStrategy:
     def _backward(self, batch: MicroBatch, step: int) -> torch.Tensor:
         for part in self.parts:
             part.seed_dropout(self.config.seed, step, batch.first_row)
-        with autocast(self.precision, self.ranks.device):
-            logits = self.forward(batch.input_ids, batch.attention_mask)
-        losses = row_losses(logits, batch.labels, self.config.label_smoothing)
-        self.share_of_loss(losses, batch.weights).backward()
+        with self.phases("forward"):
+            with autocast(self.precision, self.ranks.device):
+                logits = self.forward(batch.input_ids, batch.attention_mask)
+            losses = row_losses(logits, batch.labels, self.config.label_smoothing)
+        with self.phases("backward"):
+            self.share_of_loss(losses, batch.weights).backward()
         return losses.detach()
 
     def share_of_loss(self, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -111,7 +115,8 @@ class BaseStrategy:
         looks = self.loss_scale.enabled or norm.device.type != "cuda"
         finite = not looks or math.isfinite(norm)
         if finite:
-            self.optimizer.step()
+            with self.phases("optimizer"):
+                self.optimizer.step()
         self.loss_scale.update(finite=finite)
         self.optimizer.zero_grad()
         return self.loss_scale.enabled and not finite

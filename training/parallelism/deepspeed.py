@@ -24,6 +24,7 @@ from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
 from training.parallelism.strategy import StepResult, row_losses
+from training.phases import Phases
 
 
 class DeepSpeedStrategy:
@@ -34,6 +35,7 @@ class DeepSpeedStrategy:
         self.ranks = ranks
         self.precision = self.test_precision = precision
         self.place = DataPlace(ranks.rank, ranks.world_size)
+        self.phases = Phases()
         deepspeed, settings = ranks.together(lambda: self._prepare(model))
         self.model = model.to(ranks.device).train()
         apply_to_blocks(model, config, model.dropout_stream)
@@ -84,7 +86,8 @@ class DeepSpeedStrategy:
         ]
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self._update()
+        with self.phases("optimizer"):
+            norm = self._update()
         share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
         skipped = self.precision == "fp16" and bool(self.engine.optimizer.overflow)
         return StepResult(share, torch.cat(losses), norm, skipped)
@@ -93,11 +96,12 @@ class DeepSpeedStrategy:
         self.model.seed_dropout(self.config.seed, step, batch.first_row)
         # Told, not counted: a resumed run may have more micro-batches than the flags say.
         self.engine.set_gradient_accumulation_boundary(is_last)
-        losses = row_losses(
-            self.engine(batch.input_ids, batch.attention_mask), batch.labels, self.config.label_smoothing
-        )
-        # The engine averages over ranks what is to be summed: the weights already divide by the global rows.
-        self.engine.backward((losses * batch.weights).sum() * self.ranks.world_size, scale_wrt_gas=False)
+        with self.phases("forward"):
+            logits = self.engine(batch.input_ids, batch.attention_mask)
+            losses = row_losses(logits, batch.labels, self.config.label_smoothing)
+        with self.phases("backward"):
+            # The engine averages over ranks what is to be summed: the weights already divide by the global rows.
+            self.engine.backward((losses * batch.weights).sum() * self.ranks.world_size, scale_wrt_gas=False)
         return losses.detach()
 
     def _update(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
+from training.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Strategy(Protocol):
     """A way to lay a model over the ranks."""
 
     place: DataPlace
+    phases: Phases  # which it enters in a step: forward, backward, optimizer; the Trainer gives it its own
     test_precision: str  # the most exact that :meth:`logits` can compute in
 
     def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:

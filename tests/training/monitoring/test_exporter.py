@@ -80,7 +80,7 @@ def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: 
     port = free_port()
     with closing(Exporter(TrainConfig(metrics_port=port), alone)) as exporter:
         assert math.isnan(_scrape(port)["validation_accuracy"])
-        exporter.starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
+        exporter.run_starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
         page = _scrape(port)
 
     assert (page["step"], page["total_steps"], page["steps_total"]) == (8, 16, 0)

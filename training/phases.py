@@ -1,0 +1,42 @@
+"""Phases: where a process stands in its run, and how long each phase of a step took it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Phases:
+    """The phase that the main thread is in; other threads may read ``now``, ``since`` and ``step`` at any time.
+
+    Phases nest, and each is charged with its own time alone, that of phases within it left out.
+    """
+
+    def __init__(self) -> None:
+        self.now = "start"
+        self.since = time.monotonic()
+        self.step = 0  # optimizer steps done
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Be in phase ``name``."""
+        outer = self.now
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def take(self) -> dict[str, float]:
+        """Seconds in each phase since the last call."""
+        self._enter(self.now)
+        taken, self._seconds = dict(self._seconds), defaultdict(float)
+        return taken
+
+    def _enter(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[self.now] += now - self.since
+        self.now, self.since = name, now
