@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,23 +52,24 @@ class StepLog:
         """Leave out of the throughput what was no training: an evaluation, a save."""
         self.since = time.perf_counter()
 
-    def flush(self, seconds: float, stop: bool) -> tuple[list[StepMetrics], bool]:
+    def flush(self, seconds: float, flags: Mapping[str, bool]) -> tuple[list[StepMetrics], dict[str, int]]:
         """Agree on the steps since the last flush.
 
         Args:
             seconds: since the run's start.
-            stop: whether this rank was asked to stop.
+            flags: what this rank alone knows; of the same names on all ranks.
 
         Returns:
-            Metrics of each step, and whether any rank was asked to stop.
+            Metrics of each step, and how many ranks raise each flag.
 
         Raises:
             TrainingFailure: a loss or a gradient is not finite and no scaler explains it.
         """
         records, self.records = self.records, []
         losses = [record.result.loss.double() for record in records]
-        agreed = torch.stack([*losses, torch.tensor(float(stop), dtype=torch.float64, device=self.ranks.device)])
-        *losses, stops = self.ranks.sum_(agreed).tolist()
+        raised = torch.tensor([float(flag) for flag in flags.values()], dtype=torch.float64, device=self.ranks.device)
+        agreed = self.ranks.sum_(torch.cat([torch.stack(losses), raised]) if losses else raised).tolist()
+        losses, counts = agreed[: len(losses)], dict(zip(flags, map(round, agreed[len(losses) :]), strict=True))
         norms = torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
         for record, loss, norm in zip(records, losses, norms, strict=True):
             explained = record.result.scaler_skipped and math.isfinite(loss)
@@ -83,7 +84,7 @@ class StepLog:
             )
             for r, loss, norm in zip(records, losses, norms, strict=True)
         ]
-        return metrics, stops > 0
+        return metrics, counts
 
     def _fail(self, record: StepRecord, loss: float, norm: float) -> None:
         bad = ~record.result.row_losses.isfinite().cpu().numpy()

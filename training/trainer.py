@@ -25,11 +25,11 @@ from training.failures import explained
 from training.finish import finish_run
 from training.interruption import Interruption
 from training.monitoring import Console, EpochMetrics, Exporter, RunLog, SavedCheckpoint
-from training.phases import Phases
 from training.observers import build_observers
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
 from training.parallelism.blocks import length_multiple
+from training.phases import Phases
 from training.precision import choose_precision
 from training.prepare import prepare_model, prepare_news
 from training.quiet import quiet_libraries
@@ -192,14 +192,14 @@ class Trainer:
     def _agree(self) -> bool:
         """Agree with all ranks on the last steps; returns whether one was asked to stop."""
         with self.phases("agree"), explained(self.ranks, self.state.step + 1):
-            metrics, stop = self.step_log.flush(self.state.seconds, self.interruption.asked)
+            metrics, raised = self.step_log.flush(self.state.seconds, {"stop": self.interruption.asked})
         for step in metrics:
             self.state.epoch_loss.update(step.loss, step.rows)
             self.state.skipped_steps += step.skipped
         self.observers.steps_agreed(metrics)
         if self.console and metrics:
             self.bar.update(metrics[-1])
-        return stop
+        return raised["stop"] > 0
 
     def _end_epoch(self, epoch: int) -> None:
         tokens, state = self.news.tokens, self.state
