@@ -19,6 +19,7 @@ class Phases:
         self.since = time.monotonic()
         self.step = 0  # optimizer steps done
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._taken: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,11 +31,11 @@ class Phases:
         finally:
             self._enter(outer)
 
-    def take(self) -> dict[str, float]:
-        """Seconds in each phase since the last call."""
+    def take(self, taker: str) -> dict[str, float]:
+        """Seconds in each phase since the last call of ``taker``, one of several who ask; for the main thread."""
         self._enter(self.now)
-        taken, self._seconds = dict(self._seconds), defaultdict(float)
-        return taken
+        before, self._taken[taker] = self._taken.get(taker, {}), dict(self._seconds)
+        return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}
 
     def _enter(self, name: str) -> None:
         now = time.monotonic()
