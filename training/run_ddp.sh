@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start training on N processes of this machine: training/run_ddp.sh [N] [flags of train_ddp.py]
 # N defaults to the number of GPUs, or to 2 on a machine without one. SIGTERM and Ctrl-C go to the ranks alone, so that
-# they finish their step, save, and the launcher ends with their exit code.
+# they finish their step, save, and the launcher ends with their exit code. MAX_RESTARTS=3 training/run_ddp.sh ... starts
+# the ranks again, so many times at most, when one of them dies; they go on from the newest checkpoint.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$here/../.venv/bin/python}
@@ -19,15 +20,28 @@ if [ "$processes" -lt 1 ]; then
   echo "error: run_ddp.sh $processes: at least 1 process" >&2
   exit 2
 fi
+restarts=${MAX_RESTARTS:-0}
+if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
+  echo "error: MAX_RESTARTS=$restarts: must be a whole number, 0 = off" >&2
+  exit 2
+fi
 
 # Said here, torchrun does not warn of its own default; the ranks share the cores out themselves.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# No node can join here: a run that was asked to stop is not to be started again, whatever its exit code.
+export STOP_IS_FINAL=1
+# torchrun ends with 1 whatever its ranks end with; what they want said stands here.
+logs=$(mktemp -d) || exit 1
+trap 'rm -rf "$logs"' EXIT
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
-setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$here/train_ddp.py" "$@" &
+setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
+  --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
 trap 'pkill -TERM -P "$launcher" 2>/dev/null' TERM INT
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
 done
 wait "$launcher" # once more: a signal may have cut the last one short
+code=$?
+exit "$(cat "$logs"/*/exit_code 2>/dev/null || echo "$code")"

@@ -8,6 +8,12 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from training.resilience.restarts import leave_if_settled, refusing_once, stop_with_launcher, stopped_exit_code
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    stop_with_launcher()
+    leave_if_settled()
+
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from training.config import parse_config
@@ -20,11 +26,12 @@ def train() -> int:
     """Parse, join the process group, train; returns the exit code."""
     # DeepSpeed's launcher adds a flag for what the environment says too.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
-    with one_voice():
-        config = parse_config(arguments, description=__doc__)
-    with ranks(config.device, also_on_cpu=config.cpu_offload) as mine:
-        model_folder = Trainer(config, mine).fit()
-    return 0 if model_folder else config.stopped_exit_code
+    with refusing_once():
+        with one_voice():
+            config = parse_config(arguments, description=__doc__)
+        with ranks(config.device, also_on_cpu=config.cpu_offload) as mine:
+            model_folder = Trainer(config, mine).fit()
+    return 0 if model_folder else stopped_exit_code(config.stopped_exit_code)
 
 
 @record

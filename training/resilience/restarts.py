@@ -1,0 +1,76 @@
+"""Restarts: what a rank and the launcher that may start it again (torchrun's --max_restarts) tell one another.
+
+Imports nothing slow: an attempt that is not to be made ends before the rest is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from training.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+
+
+def leave_if_settled() -> None:
+    """End this process, where an earlier attempt of the same launcher ended for good, with the exit code of that."""
+    file = _verdict_file()
+    if file is not None and file.exists():
+        sys.exit(int(file.read_text()))
+
+
+@contextlib.contextmanager
+def refusing_once() -> Iterator[None]:
+    """Settle a launch that is refused for its flags, data or machine: all attempts to come would say the same again.
+
+    Later attempts are another matter: since the first one trained, what they lack may come back.
+    """
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            _settle(error.exit_code)
+        raise
+
+
+def stopped_exit_code(wanted: int) -> int:
+    """The exit code of a run that was asked to stop and has saved.
+
+    Where several launchers share the run and restart it, 0 will not do: a launcher may see its ranks end before it
+    hears that a node joins or leaves, would take the run for finished, and the others would wait for it in vain.
+    run_ddp.sh, alone with its ranks, says that a stop is meant for good, whatever the code.
+
+    Args:
+        wanted: ``--stopped_exit_code``.
+    """
+    shared = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    code = wanted or (os.EX_TEMPFAIL if shared else 0)
+    if os.environ.get("STOP_IS_FINAL"):
+        _settle(code)
+    return code
+
+
+def stop_with_launcher() -> None:
+    """Be asked to stop when the launcher is gone: nobody else would ever signal, end or restart its ranks.
+
+    Source: prctl(2), PR_SET_PDEATHSIG; Linux only, elsewhere and under other launchers nothing happens.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _settle(code: int) -> None:
+    if (file := _verdict_file()) is not None:
+        file.write_text(str(code))
+
+
+def _verdict_file() -> Path | None:
+    """A file beside this launcher's attempts, each of which has a folder for each rank's error file."""
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    return error_file.parents[2] / "exit_code" if error_file.name == "error.json" else None
