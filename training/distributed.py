@@ -1,6 +1,7 @@
 """Processes: the group, ranks, devices, and the few collectives that data and metrics need.
 
-The only file that reads torchrun's environment or calls ``init_process_group``.
+The only file that calls ``init_process_group``, and, beside :mod:`training.resilience.restarts`, that reads torchrun's
+environment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
 from typing import Any, TypeVar
@@ -36,6 +37,8 @@ class Ranks:
     local_world_size: int
     device: torch.device
     backend: str  # "nccl", "gloo", or "none" for a run without a process group
+    restart: int = 0  # how often torchrun has started the processes of this run again
+    milestones: dict[str, float] = field(default_factory=dict)  # Unix times: imported, group_formed
 
     @property
     def is_first(self) -> bool:
@@ -149,7 +152,9 @@ def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = Fa
     Raises:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
     """
+    milestones = {"imported": time.time()}
     launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if launched else 0
     # DeepSpeed's launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
     local_size = int(os.environ.get("LOCAL_SIZE", 1)) if launched else 1
     places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
@@ -165,8 +170,9 @@ def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = Fa
     joins = launched and not dist.is_initialized()
     if joins:
         _join_group(backend, chosen, also_on_cpu=also_on_cpu)
+        milestones["group_formed"] = time.time()
     try:
-        yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend)
+        yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
     except ForeseenError as error:
         # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
         error.say()

@@ -15,5 +15,5 @@ def build_observers(trainer: Trainer) -> Observers:
     trainer.exporter.leads = trainer.place.leads
     observers: list[Observer] = [trainer.exporter]
     if trainer.log:
-        observers.append(trainer.log)
+        observers += [trainer.log, trainer.events]
     return Observers(observers)

@@ -24,7 +24,7 @@ from training.evaluation import evaluate
 from training.failures import explained
 from training.finish import finish_run
 from training.interruption import Interruption
-from training.monitoring import Console, EpochMetrics, Exporter, RunLog, SavedCheckpoint
+from training.monitoring import Console, EpochMetrics, EventLog, Exporter, RunLog, SavedCheckpoint
 from training.observers import build_observers
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
@@ -55,6 +55,7 @@ class Trainer:
         self.ranks = ranks
         self.console = Console() if ranks.is_first else None
         self.phases = Phases()
+        self.events = EventLog(config.run_dir, ranks, self.phases, config.log_every)
         self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
@@ -99,6 +100,7 @@ class Trainer:
             self.ranks.together(
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
+            stack.enter_context(self.events.writing())
             stack.enter_context(self.interruption)
             self.log = None
             if self.ranks.is_first:
@@ -110,9 +112,12 @@ class Trainer:
                 self.console.banner(describe_run(self))
             if self.state.step < self.total_steps and not self._train():
                 self.say(f"Stopped at step {self.state.step}, all saved. To go on, start the same command again.")
+                self.events.agreed("stopped")
                 return None
             with self.phases("finish"):
-                return finish_run(self)
+                model_folder = finish_run(self)
+            self.events.agreed("finished")
+            return model_folder
 
     def say(self, text: str) -> None:
         """Print one line on rank 0."""
@@ -248,3 +253,4 @@ class Trainer:
         self.phases.step = self.state.step
         self.strategy.load_state_dict(resumed.state["strategy"])
         self.peak_learning_rate = resumed.state["peak_learning_rate"]
+        self.events.agreed("resumed", checkpoint=str(resumed.path))

@@ -1,13 +1,13 @@
 """Run log: the files a run leaves while it goes, metrics.jsonl and TensorBoard events."""
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.monitoring.json_lines import JsonLines, read_lines
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 from training.utils import write_whole
@@ -30,7 +30,7 @@ class RunLog(Observer):
     def __init__(self, run_dir: Path, resume_step: int, log_every: int = 1) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         _drop_lines_after(run_dir / METRICS_FILE, resume_step)
-        self._lines = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._lines = JsonLines(run_dir / METRICS_FILE)
         self._events = _TensorBoardEvents(run_dir, first_step=resume_step + 1)
         self._last_step = resume_step
         self._log_every = log_every
@@ -70,14 +70,11 @@ class RunLog(Observer):
         self._events.write("test", _evaluation_scalars(evaluation), self._last_step)
 
     def close(self) -> None:
-        """Flush and close both files."""
-        self._lines.close()
+        """Flush and close TensorBoard's file."""
         self._events.close()
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
-        record = _null_for_not_finite({"kind": kind, **fields})
-        self._lines.write(json.dumps(record, allow_nan=False) + "\n")
-        self._lines.flush()
+        self._lines.write({"kind": kind, **fields})
 
 
 class _TensorBoardEvents:
@@ -117,10 +114,7 @@ class _TensorBoardEvents:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Read the records of a run in their order; a line that a crash tore is left out."""
-    path = run_dir / METRICS_FILE
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    records = (_parse(line) for line in lines)
-    return [record for record in records if record is not None]
+    return read_lines(run_dir / METRICS_FILE)
 
 
 def _drop_lines_after(path: Path, resume_step: int) -> None:
@@ -131,23 +125,6 @@ def _drop_lines_after(path: Path, resume_step: int) -> None:
         record for record in read_metrics(path.parent) if record["kind"] != "test" and record["step"] <= resume_step
     ]
     write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _null_for_not_finite(value: Any) -> Any:
-    # JSON has no NaN and no infinity; a browser or jq would refuse the whole line.
-    if isinstance(value, dict):
-        return {key: _null_for_not_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_null_for_not_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _evaluation_scalars(evaluation: Mapping[str, Any]) -> dict[str, float]:

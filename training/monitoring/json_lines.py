@@ -1,0 +1,60 @@
+"""JSON lines: files that several processes may append records to, readable after a crash or a full disk."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends records to a file, each in one write, so that lines of several processes do not mix.
+
+    Nothing here raises for a full or broken disk: a record is lost, not the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._torn = False
+
+    def write(self, record: Mapping[str, Any]) -> bool:
+        """Append a record; what is not finite becomes null. Returns whether it is on its way to the disk."""
+        line = json.dumps(_null_for_not_finite(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        if self._torn:
+            line = b"\n" + line
+        written = 0
+        try:
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                written = os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError:
+            pass
+        self._torn = 0 < written < len(line) or (self._torn and not written)
+        return written == len(line)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file in their order; a line that was torn is left out, and no file has none."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    records = (_parse(line) for line in lines)
+    return [record for record in records if record is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _null_for_not_finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity; a browser or jq would refuse the whole line.
+    if isinstance(value, Mapping):
+        return {key: _null_for_not_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null_for_not_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
