@@ -9,16 +9,17 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """The phase that the main thread is in; other threads may read ``now``, ``since`` and ``step`` at any time.
+    """The phase that the main thread is in; other threads may read the public attributes at any time.
 
     Phases nest, and each is charged with its own time alone, that of phases within it left out.
     """
 
     def __init__(self) -> None:
         self.now = "start"
-        self.since = time.monotonic()
+        self.since = self.moved = time.monotonic()  # its begin; when it was last seen to go on
         self.step = 0  # optimizer steps done
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._taken: dict[str, float] = {}
         self._taken: dict[str, dict[str, float]] = {}
 
     @contextmanager
