@@ -19,7 +19,6 @@ class Phases:
         self.since = self.moved = time.monotonic()  # its begin; when it was last seen to go on
         self.step = 0  # optimizer steps done
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._taken: dict[str, float] = {}
         self._taken: dict[str, dict[str, float]] = {}
 
     @contextmanager
@@ -32,6 +31,10 @@ class Phases:
         finally:
             self._enter(outer)
 
+    def beat(self) -> None:
+        """Say that a long phase goes on."""
+        self.moved = time.monotonic()
+
     def take(self, taker: str) -> dict[str, float]:
         """Seconds in each phase since the last call of ``taker``, one of several who ask; for the main thread."""
         self._enter(self.now)
@@ -41,4 +44,4 @@ class Phases:
     def _enter(self, name: str) -> None:
         now = time.monotonic()
         self._seconds[self.now] += now - self.since
-        self.now, self.since = name, now
+        self.now, self.since, self.moved = name, now, now
