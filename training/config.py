@@ -38,6 +38,7 @@ FLAGS_OF_STRATEGIES = {
     "compress": ("ddp", "zero1"),
     "cpu_offload": ("zero2", "zero3", "deepspeed"),
     "balance": ("ddp", "zero1"),
+    "check_gradient_sync": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
     "deepspeed_stage": ("deepspeed",),
     "deepspeed_config": ("deepspeed",),
 }
@@ -89,12 +90,23 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run lie beside it")
-    save_every: int = _field(500, "output", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0)
-    keep_last: int = _field(2, "output", "checkpoints kept beside the best one", ge=1)
     resume: str = _field("auto", "output", "auto = go on from the run folder's newest whole checkpoint if it has one; none = start anew (an older run is moved aside, not deleted); or the path of a checkpoint")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1)
     metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000)
     stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255)
+
+    checkpoint_dir: str = _field("", "endurance", "where checkpoints lie: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints")
+    save_every: int = _field(500, "endurance", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0)
+    save_minutes: float = _field(0, "endurance", "minutes between checkpoints, beside those by steps; 0 = off", ge=0)
+    keep_last: int = _field(2, "endurance", "checkpoints kept beside the best one", ge=1)
+    keep_every: int = _field(0, "endurance", "checkpoints of steps that are a multiple of this stay for good; 0 = none", ge=0)
+
+    bad_steps: int = _field(5, "endurance", "steps in a row that may be skipped because the loss or the gradient norm is not finite; one more, and the run goes back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0)
+    bad_rows: Literal["stop", "skip"] = _field("stop", "endurance", "rows of the data that cannot be used (torn line, empty text, unknown label ...): stop = name the first and do not start; skip = leave them out, count and name them")
+
+    check_replicas_every: int = _field(500, "watching", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0)
+    check_gradient_sync: int = _field(0, "watching", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0)
+    one_rank_rate: float = _field(0, "watching", "rows a second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0)
     # fmt: on
 
     @model_validator(mode="after")
@@ -113,6 +125,12 @@ class TrainConfig(BaseModel):
                 )
         if not self.output_dir.name:
             raise ValueError(f"--output_dir {self.output_dir}: must name a folder")
+        place = Path(self.checkpoint_dir).absolute()
+        if self.checkpoint_dir and place.is_relative_to(self.output_dir.absolute()):
+            raise ValueError(
+                f"--checkpoint_dir {self.checkpoint_dir}: lies in --output_dir {self.output_dir}, which the finished "
+                "model replaces; name another folder"
+            )
         return self
 
     @property
@@ -142,8 +160,10 @@ class TrainConfig(BaseModel):
 # batch, decides the order of rows.
 OPERATIONAL_FIELDS = frozenset(
     {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
+    | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows"}
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
     | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}
+    | {"check_replicas_every", "check_gradient_sync", "one_rank_rate"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
 

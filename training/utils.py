@@ -87,6 +87,15 @@ def replace_folder(aside: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first free name of ``folder.1``, ``folder.2``, ...; returns the new name."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
     """Hold a folder for this process; the system lets go of it even when the process is killed.

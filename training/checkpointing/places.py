@@ -1,0 +1,74 @@
+"""Which storage an address means, and whether every rank can use it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from training.checkpointing.local_storage import LocalStorage
+from training.checkpointing.remote_storage import RemoteStorage
+from training.checkpointing.storage import Storage
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.errors import UserError
+
+
+def open_storage(config: TrainConfig) -> Storage:
+    """The storage that ``--checkpoint_dir`` names; the run folder's ``checkpoints`` if it is unset.
+
+    Raises:
+        UserError: there is no driver for such an address.
+    """
+    return open_location(config.checkpoint_dir or str(config.run_dir / "checkpoints"))
+
+
+def open_location(address: str) -> Storage:
+    """The storage of a folder or an address.
+
+    Raises:
+        UserError: there is no driver for such an address.
+    """
+    if "://" not in address or address.startswith("file://"):
+        return LocalStorage(Path(address.removeprefix("file://")).expanduser())
+    try:
+        return RemoteStorage(address)
+    except ImportError as error:
+        extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
+        raise UserError(f"--checkpoint_dir {address}: its driver is not there ({error}){extra}") from error
+    except ValueError as error:
+        raise UserError(f"--checkpoint_dir {address}: {error}") from error
+
+
+def check_storage(storage: Storage, ranks: Ranks) -> None:
+    """See that rank 0 can write there and every rank reads it: at the start, not after the first epoch.
+
+    Raises:
+        UserError: which rank cannot, and why.
+    """
+    probe = ".distrinews-write-test"
+
+    def put() -> None:
+        if ranks.is_first:
+            try:
+                storage.put_probe(probe)
+            except OSError as error:
+                raise UserError(f"--checkpoint_dir {storage.location}: cannot be written ({error})") from error
+
+    def look() -> None:
+        try:
+            seen = storage.sees_probe(probe)
+        except OSError as error:
+            raise UserError(f"--checkpoint_dir {storage.location}: cannot be read ({error})") from error
+        if not seen:
+            raise UserError(
+                f"--checkpoint_dir {storage.location}: what rank 0 writes there is not seen here; "
+                "name a place that all machines share"
+            )
+
+    ranks.together(put)
+    try:
+        ranks.together(look)
+    finally:
+        if ranks.is_first:
+            with contextlib.suppress(OSError):
+                storage.remove_probe(probe)

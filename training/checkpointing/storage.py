@@ -1,0 +1,200 @@
+"""Where checkpoints lie: a checkpoint is whole or absent, and the newest whole one is found, not configured.
+
+A checkpoint is a folder ``step_00000120``: files that every rank wrote, ``state.json``, and ``manifest.json`` with size
+and SHA-256 of each. The manifest is written last; a folder without it does not exist for readers. A step that is saved
+again gets the next free name, ``step_00000120-2``, so that the older one stands until the newer does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+
+from training.checkpointing.retention import steps_to_keep
+from training.errors import UserError
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8,})(?:-([1-9]\d*))?")
+
+
+class Unreachable(OSError):
+    """The storage does not answer: nothing can be said of what lies there."""
+
+
+class Storage(ABC):
+    """The checkpoints of one run, in one place.
+
+    What is written goes to a place of its own until :meth:`commit`. Rank 0 begins, commits, discards and prunes; every
+    rank writes. Paths are text: a folder, or an address such as ``s3://bucket/run/step_00000120``.
+
+    Raises:
+        OSError: by every method, when the storage cannot be read or written.
+    """
+
+    location: str
+
+    @abstractmethod
+    def begin(self, step: int) -> None:
+        """Make an empty place for the files of ``step``."""
+
+    @abstractmethod
+    def writer(self, step: int) -> StorageWriter:
+        """Write tensors to the place of ``step``, one file a rank."""
+
+    @abstractmethod
+    def reader(self, path: str) -> StorageReader:
+        """Read tensors of a checkpoint; no code in it is run."""
+
+    @abstractmethod
+    def write_json(self, step: int, name: str, value: Any) -> None:
+        """Write plain values to the place of ``step``."""
+
+    @abstractmethod
+    def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
+        """Files of the place of ``step`` that this rank wrote and whose names begin so: ``bytes`` and ``sha256``."""
+
+    @abstractmethod
+    def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
+        """Make a checkpoint of these files: the manifest, then the name, then ``latest``; returns its path."""
+
+    @abstractmethod
+    def discard(self, step: int) -> None:
+        """Remove what was written to the place of ``step``."""
+
+    @abstractmethod
+    def move_aside(self, path: str) -> str:
+        """Rename a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
+
+    @abstractmethod
+    def put_probe(self, name: str) -> None:
+        """Write a small file, to see whether one can."""
+
+    @abstractmethod
+    def sees_probe(self, name: str) -> bool:
+        """Whether another rank's small file is seen from here."""
+
+    @abstractmethod
+    def remove_probe(self, name: str) -> None:
+        """Remove it again."""
+
+    @abstractmethod
+    def _folders(self) -> dict[str, bool]:
+        """The name of every folder here, and whether it has a manifest."""
+
+    @abstractmethod
+    def _sizes(self, path: str) -> dict[str, int]:
+        """Bytes of each file of a checkpoint."""
+
+    @abstractmethod
+    def _sha256(self, path: str, name: str) -> str: ...
+
+    @abstractmethod
+    def _read(self, path: str, name: str) -> bytes: ...
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Remove a folder, its manifest first: cut short, the rest is no checkpoint."""
+
+    def steps(self) -> dict[int, str]:
+        """The path of each step's checkpoint, whole or not."""
+        return {step: f"{self.location}/{name}" for step, name in _newest_names(self._folders()).items()}
+
+    def read_json(self, path: str, name: str) -> Any:
+        """Read plain values of a checkpoint.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        return json.loads(self._read(path, name))
+
+    def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
+        """Remove what need not stay; only after :meth:`commit`. What cannot be removed is left for the next time."""
+        with contextlib.suppress(OSError):
+            folders = self._folders()
+            whole = _newest_names({name: True for name, is_whole in folders.items() if is_whole})
+            kept = {whole[step] for step in steps_to_keep(whole, keep_last, keep_every, best_step)}
+            for name in sorted(folders):
+                if _NAME.fullmatch(name) and kept and name not in kept:
+                    self._remove(name)
+
+    def find_damage(self, path: str, part: int = 0, parts: int = 1) -> str | None:
+        """What keeps a checkpoint from being whole, or None; of the contents, each ``parts``-th file from ``part`` on.
+
+        Raises:
+            UserError: the storage does not answer.
+        """
+        try:
+            return self._find_damage(path, part, parts)
+        except Unreachable as error:
+            raise UserError(f"{path}: cannot be read now ({error}); start again when it can") from error
+        except FileNotFoundError:
+            return f"{MANIFEST} is missing"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{MANIFEST} cannot be read ({error})"
+
+    def _find_damage(self, path: str, part: int, parts: int) -> str | None:
+        manifest = self.read_json(path, MANIFEST)
+        files, sizes = manifest["files"], self._sizes(path)
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
+        named = _NAME.fullmatch(path.rsplit("/", 1)[-1])
+        if named and int(named[1]) != manifest["step"]:
+            return f"{MANIFEST} is of step {manifest['step']}"
+        for name, expected in sorted(files.items()):
+            if name not in sizes:
+                return f"{name} is missing"
+            if sizes[name] != expected["bytes"]:
+                return f"{name} has {sizes[name]:,} bytes, not {expected['bytes']:,}"
+        for name in sorted(files)[part::parts]:
+            if damage := self._find_wrong_content(path, name, files[name]["sha256"]):
+                return damage
+        return None
+
+    def _find_wrong_content(self, path: str, name: str, expected: str) -> str | None:
+        try:
+            return None if self._sha256(path, name) == expected else f"{name} does not match its SHA-256"
+        except Unreachable:
+            raise
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+
+
+def manifest_of(step: int, files: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
+    """The manifest, once every file that it names is seen to be there.
+
+    Raises:
+        OSError: one is not, or not of the size that was written.
+    """
+    for name, expected in files.items():
+        if sizes.get(name) != expected["bytes"]:
+            raise OSError(f"rank 0 sees {name} with {sizes.get(name, 0):,} of {expected['bytes']:,} bytes")
+    return {"format": FORMAT, "step": step, "files": dict(sorted(files.items()))}
+
+
+def free_name(step: int, taken: dict[str, Any]) -> str:
+    """The name for a checkpoint of ``step``: above every one that is taken."""
+    tries = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
+    return f"step_{step:08d}-{max(tries) + 1}" if tries else f"step_{step:08d}"
+
+
+def is_of_step(name: str, step: int) -> bool:
+    """Whether this is a name of a checkpoint of ``step``."""
+    match = _NAME.fullmatch(name)
+    return match is not None and int(match[1]) == step
+
+
+def _newest_names(folders: dict[str, bool]) -> dict[int, str]:
+    """Of each step the folder saved last, those with a manifest before those without."""
+    found: dict[int, tuple[bool, int, str]] = {}
+    for name, is_whole in folders.items():
+        if match := _NAME.fullmatch(name):
+            candidate = (is_whole, int(match[2] or 1), name)
+            found[int(match[1])] = max(found.get(int(match[1]), candidate), candidate)
+    return {step: name for step, (_, _, name) in found.items()}
