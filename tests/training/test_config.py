@@ -9,7 +9,7 @@ import yaml
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig, parse_config
 from training.errors import UserError
 
-GROUPS = ["data", "model", "optimization", "processes", "output", "endurance"]
+GROUPS = ["data", "model", "optimization", "processes", "output", "endurance", "watching"]
 
 
 def parse(*arguments: str, **environment: str) -> TrainConfig:
