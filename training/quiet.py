@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 from huggingface_hub.utils import logging as hub_logging
@@ -19,6 +20,8 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Where it is installed, saving a model imports it, and it would name the processor. It sets its own level.
     logging.getLogger("DeepSpeed").addFilter(_errors_only)
+    # The profiler would say when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def _errors_only(record: logging.LogRecord) -> bool:

@@ -60,7 +60,7 @@ class Trainer:
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
-        self.exporter = ranks.together(lambda: Exporter(config, ranks))
+        self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens)

@@ -17,6 +17,7 @@ from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.monitoring import Exporter
+from training.phases import Phases
 
 ALERTS = REPOSITORY / "deployment" / "prometheus" / "alerts.yml"
 DASHBOARDS = sorted((REPOSITORY / "deployment" / "grafana" / "dashboards").glob("*.json"))
@@ -71,7 +72,10 @@ def _server_page(model_folder: Path) -> str:
 
 
 def _training_page() -> str:
-    port = free_port()
+    port, phases = free_port(), Phases()
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
-    with closing(Exporter(TrainConfig(metrics_port=port), alone)), urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        return page.read().decode()
+    with closing(Exporter(TrainConfig(metrics_port=port), alone, phases)) as exporter:
+        exporter.step_begins(1)
+        exporter.collective("all_reduce", num_bytes=4, seconds=0.1)
+        with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            return page.read().decode()

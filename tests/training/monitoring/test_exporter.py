@@ -18,6 +18,7 @@ from tests.inference.servers import free_port
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.monitoring import EpochMetrics, Exporter
+from training.phases import Phases
 
 Scrape = dict[str, float]
 
@@ -78,7 +79,7 @@ def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable
 def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: Callable[..., EpochMetrics]) -> None:
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
     port = free_port()
-    with closing(Exporter(TrainConfig(metrics_port=port), alone)) as exporter:
+    with closing(Exporter(TrainConfig(metrics_port=port), alone, Phases())) as exporter:
         assert math.isnan(_scrape(port)["validation_accuracy"])
         exporter.run_starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
         page = _scrape(port)
