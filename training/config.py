@@ -21,6 +21,7 @@ from training.errors import OneLineParser, UserError
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
+TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 def _field(default: Any, group: str, help: str, **limits: Any) -> Any:
@@ -107,6 +108,10 @@ class TrainConfig(BaseModel):
     check_replicas_every: int = _field(500, "watching", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0)
     check_gradient_sync: int = _field(0, "watching", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0)
     one_rank_rate: float = _field(0, "watching", "rows a second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0)
+    trackers: str = _field("", "watching", "where curves go beside metrics.jsonl and TensorBoard: wandb, mlflow, trackio, several with commas, each an extra of the same name; unset = nowhere")
+    profile: int = _field(0, "watching", "optimizer steps that PyTorch's profiler records, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000)
+    profile_start: int = _field(0, "watching", "the first of them; 0 = ten steps after this process's first, or fewer in a short run", ge=0)
+    profile_ranks: str = _field("0", "watching", "ranks that are recorded: all, or their numbers, such as 0,3")
     # fmt: on
 
     @model_validator(mode="after")
@@ -117,6 +122,10 @@ class TrainConfig(BaseModel):
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", self.compress):
             raise ValueError(f"--compress {self.compress}: must be none, fp16, bf16 or powersgd[:rank], as powersgd:4")
+        if unknown := [name for name in self.tracker_names if name not in TRACKERS]:
+            raise ValueError(f"--trackers {self.trackers}: {unknown[0]!r} is none of {', '.join(TRACKERS)}")
+        if not re.fullmatch(r"all|\d+(,\d+)*", self.profile_ranks):
+            raise ValueError(f"--profile_ranks {self.profile_ranks}: must be all, or numbers such as 0,3")
         for flag, strategies in FLAGS_OF_STRATEGIES.items():
             value = getattr(self, flag)
             if value != type(self).model_fields[flag].default and self.strategy not in strategies:
@@ -150,6 +159,11 @@ class TrainConfig(BaseModel):
             return self.learning_rate
         return 1e-3 if self.model == TINY else 2e-5
 
+    @property
+    def tracker_names(self) -> tuple[str, ...]:
+        """The trackers, each once."""
+        return tuple(dict.fromkeys(name.strip() for name in self.trackers.split(",") if name.strip()))
+
     def to_yaml(self) -> str:
         """The whole configuration as YAML that ``--config`` reads."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -164,6 +178,7 @@ OPERATIONAL_FIELDS = frozenset(
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
     | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}
     | {"check_replicas_every", "check_gradient_sync", "one_rank_rate"}
+    | {"trackers", "profile", "profile_start", "profile_ranks"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
 

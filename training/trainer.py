@@ -25,6 +25,7 @@ from training.failures import explained
 from training.finish import finish_run
 from training.interruption import Interruption
 from training.monitoring import Console, EpochMetrics, EventLog, Exporter, RunLog, SavedCheckpoint
+from training.monitoring.trackers import check_trackers
 from training.observers import build_observers
 from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
@@ -58,6 +59,7 @@ class Trainer:
         self.events = EventLog(config.run_dir, ranks, self.phases, config.log_every)
         self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
+        ranks.together(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
@@ -105,7 +107,7 @@ class Trainer:
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
-                self.log = RunLog(self.config.run_dir, self.state.step, self.config.log_every)
+                self.log = RunLog.of(self.config, self.state.step, self.say)
             self.observers = stack.enter_context(contextlib.closing(build_observers(self)))
             self.observers.run_starts(self.state.step, self.total_steps, self.state.epochs)
             if self.console:
