@@ -234,6 +234,7 @@ class Trainer:
         self._save()
 
     def _save(self) -> None:
+        self.observers.checkpoint_begins(self.state.step)
         began = time.perf_counter()
         with self.phases("save"):
             strategy = self.strategy.state_dict()

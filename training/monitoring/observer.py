@@ -34,6 +34,9 @@ class Observer:
     def epoch_ends(self, epoch: EpochMetrics) -> None:
         """Take a validated epoch."""
 
+    def checkpoint_begins(self, step: int) -> None:
+        """Hear that the state after ``step`` is to be saved."""
+
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Hear that a checkpoint stands."""
 
@@ -71,6 +74,11 @@ class Observers(Observer):
         """Tell all."""
         for observer in self.observers:
             observer.epoch_ends(epoch)
+
+    def checkpoint_begins(self, step: int) -> None:
+        """Tell all."""
+        for observer in self.observers:
+            observer.checkpoint_begins(step)
 
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Tell all."""

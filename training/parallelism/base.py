@@ -16,6 +16,7 @@ from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
+from training.monitoring.gradient_sync import check_gradient_sync
 from training.optimization import build_optimizer
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
@@ -39,9 +40,11 @@ class BaseStrategy:
         if config.float8:
             ranks.together(lambda: check_float8(config, ranks.device, precision))
         self.place = DataPlace(ranks.rank, ranks.world_size)
+        self.pass_model: nn.Module | None = None
         self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of a pipeline
         self.phases = Phases()
         self.loss_scale = LossScale(enabled=precision == "fp16")
+        self.gradient_checks = config.check_gradient_sync  # that are left
         self.parts: list[nn.Module] = self.lay_out(model)
         self.parameters = {
             name: parameter
@@ -71,6 +74,9 @@ class BaseStrategy:
         """Forward and backward over all micro-batches, clip, and one optimizer step."""
         losses = self.run(micro_batches, step)
         settle_partial_gradients(self.parameters.values())
+        if self.gradient_checks:
+            self.gradient_checks -= 1
+            check_gradient_sync(self.parameters, self.ranks, f"step {step}")
         norm = global_norm(self.parameters.values(), self.stage_group) / self.loss_scale.scale
         clip_gradients(
             self.parameters.values(), norm, limit=self.config.clip_norm or math.inf, scale=self.loss_scale.scale

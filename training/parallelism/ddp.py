@@ -31,6 +31,7 @@ class DDPStrategy(BaseStrategy):
         """A copy on each rank."""
         model.to(self.ranks.device).train()
         apply_to_blocks(model, self.config, model.dropout_stream)
+        self.pass_model = model  # gradients are awaited after the last of them is there
         self.replica: nn.Module = model
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"

@@ -39,6 +39,8 @@ class DeepSpeedStrategy:
         deepspeed, settings = ranks.together(lambda: self._prepare(model))
         self.model = model.to(ranks.device).train()
         apply_to_blocks(model, config, model.dropout_stream)
+        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.pass_model = None  # its backward pass reduces as it goes
         # A file may name an optimizer of DeepSpeed's own, which then takes the groups.
         own = "optimizer" in settings
         self.engine, *_ = deepspeed.initialize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
@@ -37,6 +38,8 @@ class Strategy(Protocol):
 
     place: DataPlace
     phases: Phases  # which it enters in a step: forward, backward, optimizer; the Trainer gives it its own
+    parameters: Mapping[str, nn.Parameter]  # that are trained, this rank's by their names
+    pass_model: nn.Module | None  # that whose forward and backward passes wait for no other rank, if there is one
     test_precision: str  # the most exact that :meth:`logits` can compute in
 
     def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
