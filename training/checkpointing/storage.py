@@ -144,6 +144,8 @@ class Storage(ABC):
         files, sizes = manifest["files"], self._sizes(path)
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
+        if not files:
+            return f"{MANIFEST} names no files"
         named = _NAME.fullmatch(path.rsplit("/", 1)[-1])
         if named and int(named[1]) != manifest["step"]:
             return f"{MANIFEST} is of step {manifest['step']}"
