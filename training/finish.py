@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from training.checkpointing import write_model
-from training.checkpointing.store import load_checkpoint
+from training.checkpointing.resume import find_shared_damage, open_checkpoint
 from training.describe import describe_environment
 from training.errors import TrainingFailure
 from training.evaluation import evaluate
 from training.metrics import log_softmax
 from training.model_card import recorded_name
-from training.monitoring import ReportData, WrongText, write_report
+from training.monitoring import EpochMetrics, ReportData, WrongText, write_report
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
@@ -31,18 +31,16 @@ def finish_run(trainer: Trainer) -> Path:
     Returns:
         The model folder.
     """
-    config, best, tokens = trainer.config, trainer.state.best, trainer.news.tokens
+    config, tokens = trainer.config, trainer.news.tokens
     if trainer.console:
         trainer.console.epoch_table(trainer.state.epochs)
     if config.compress != "none":
         trainer.say(f"Layout: {trainer.strategy.describe()}")
+    best = _take_best(trainer)
     trainer.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
-    if best.step != trainer.state.step:
-        weights = load_checkpoint(trainer.store.path(best.step))["strategy"]["model"]
-        trainer.strategy.load_weights(weights)
     console, place = trainer.console, trainer.strategy.place
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
-    with counting as count:
+    with counting as count, trainer.phases("evaluate"):
         test, logits = evaluate(
             partial(trainer.strategy.logits, precision=trainer.strategy.test_precision),
             tokens.test,
@@ -50,6 +48,8 @@ def finish_run(trainer: Trainer) -> Path:
             tokens.label_names,
             place,
             on_batch=lambda rows: count(rows * place.size),
+            stops=trainer.stop_agreed,
+            stops=trainer.stop_agreed,
         )
     weights = trainer.strategy.full_weights()
     if trainer.ranks.is_first:
@@ -91,6 +91,23 @@ def finish_run(trainer: Trainer) -> Path:
         )
     trainer.ranks.barrier()
     return config.output_dir
+
+
+def _take_best(trainer: Trainer) -> EpochMetrics:
+    """Take the weights of the best epoch that can be had; a checkpoint may not have been written, or have suffered."""
+    ranks, state = trainer.ranks, trainer.state
+    paths = ranks.broadcast(trainer.storage.steps() if ranks.is_first else {})
+    for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
+        if epoch.step == state.step:
+            break
+        path = paths.get(epoch.step)
+        damage = find_shared_damage(path, ranks) if path else "was not saved"
+        if damage is None:
+            saved = open_checkpoint(path, ranks).tensors
+            ranks.together(lambda saved=saved: trainer.strategy.load_weights(saved))
+            break
+        trainer.say(f"Passing over epoch {epoch.epoch}, as good as it was: {path or 'its checkpoint'} {damage}")
+    return epoch
 
 
 def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> ReportData:

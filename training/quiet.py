@@ -17,6 +17,8 @@ def quiet_libraries() -> None:
     hub_logging.set_verbosity_error()
     # Said once a block and rank: nobody here writes into what a block returned, and state is seldom gathered.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # A run of one process saves as one process: that is meant so.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Where it is installed, saving a model imports it, and it would name the processor. It sets its own level.
     logging.getLogger("DeepSpeed").addFilter(_errors_only)

@@ -6,10 +6,8 @@ from training.checkpointing.export import write_model
 from training.checkpointing.places import check_storage, open_location, open_storage
 from training.checkpointing.retention import SaveSchedule
 from training.checkpointing.storage import Storage
-from training.checkpointing.store import CheckpointStore
 
 __all__ = [
-    "CheckpointStore",
     "SaveSchedule",
     "Storage",
     "check_storage",

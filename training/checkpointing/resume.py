@@ -1,57 +1,117 @@
-"""Where a run goes on: the newest whole checkpoint of its folder, if it is of the same run."""
+"""Where a run goes on: the newest whole checkpoint of its place, if it is of the same run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training.batching import DataPlace
-from training.checkpointing.store import CheckpointStore, find_damage, load_checkpoint, move_aside
+from training.checkpointing.places import open_location
+from training.checkpointing.saver import STATE_FILE
+from training.checkpointing.sharded import SavedShards
+from training.checkpointing.storage import Storage
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
 from training.distributed import Ranks
 from training.errors import UserError
-from training.utils import only_run_in
+from training.utils import move_aside, only_run_in
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to go on from, and its state on the CPU."""
+    """A checkpoint to go on from: its plain values, and its tensors, which are still where they lie."""
 
-    path: Path
+    path: str
     state: dict[str, Any]
+    tensors: SavedShards
 
 
 def find_resume_point(
     config: TrainConfig,
     ranks: Ranks,
     place: DataPlace,
-    store: CheckpointStore,
+    storage: Storage,
     data_key: str,
     say: Callable[[str], None],
 ) -> Resumed | None:
-    """Find, check and read the checkpoint that ``--resume`` asks for; every rank reads the one rank 0 found.
+    """Find, check and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
 
     Raises:
         UserError: it is damaged, or of another configuration, other data or another global batch.
     """
-
-    def find() -> Path | None:
-        if not ranks.is_first:
-            return None
+    with contextlib.ExitStack() as stack:
         # Nothing may be moved from under a run that is still writing.
-        with only_run_in(config.run_dir) if config.run_dir.is_dir() else contextlib.nullcontext():
-            path = _find(config, store, say)
-            if path is not None:
-                _check_same_run(config, place, path, load_checkpoint(path), data_key)
-                _move_later_ones_aside(store, path, say)
-                say(f"Resuming from {path} (--resume none starts anew)")
-            return path
+        holds = ranks.is_first and config.run_dir.is_dir()
+        ranks.together(lambda: stack.enter_context(only_run_in(config.run_dir)) if holds else None)
+        if config.resume == "none":
+            ranks.together(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
+            return None
+        path = newest_checkpoint(ranks, storage, say) if config.resume == "auto" else _named(config.resume, ranks)
+        if path is None:
+            return None
+        resumed = open_checkpoint(path, ranks)
+        ranks.together(lambda: _check_same_run(config, place, resumed, data_key))
+        ranks.together(lambda: _move_later_ones_aside(storage, resumed, say) if ranks.is_first else None)
+        say(f"Resuming from {path} (--resume none starts anew)")
+        return resumed
 
-    path = ranks.broadcast(ranks.together(find))
-    return Resumed(path, ranks.together(lambda: load_checkpoint(path))) if path is not None else None
+
+def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> str | None:
+    """The newest whole checkpoint, or None where there is none at all.
+
+    Args:
+        ranks: all of them call it.
+        storage: where to look.
+        say: told in one line which checkpoint was passed over and why.
+
+    Raises:
+        UserError: there are checkpoints, and none is whole.
+    """
+
+    def list_steps() -> dict[int, str]:
+        with _answering(storage):
+            return storage.steps() if ranks.is_first else {}
+
+    found = ranks.broadcast(ranks.together(list_steps))
+    for step in sorted(found, reverse=True):
+        damage = find_shared_damage(found[step], ranks)
+        if damage is None:
+            return found[step]
+        say(f"Skipping the damaged checkpoint {found[step]}: {damage}")
+    if found:
+        raise UserError(
+            f"--resume auto: none of the {len(found)} checkpoints in {storage.location} is whole; "
+            "use --resume none to start anew (they are moved aside, not deleted)",
+            quiet=not ranks.is_first,
+        )
+    return None
+
+
+def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
+    """Read a checkpoint's plain values, on rank 0 for all, and the list of its tensors.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    storage = open_location(path.rsplit("/", 1)[0])
+
+    def read() -> Any:
+        try:
+            return storage.read_json(path, STATE_FILE) if ranks.is_first else None
+        except (OSError, ValueError) as error:
+            raise UserError(f"checkpoint {path}: {STATE_FILE} cannot be read ({error})") from error
+
+    state = ranks.broadcast(ranks.together(read))
+    return Resumed(path, state, ranks.together(lambda: SavedShards(storage.reader(path), path, state["strategy"])))
+
+
+def find_shared_damage(path: str, ranks: Ranks) -> str | None:
+    """What keeps a checkpoint from being whole, or None; every rank hashes its share of the files."""
+    storage = open_location(path.rsplit("/", 1)[0])
+    found = ranks.gather(ranks.together(lambda: storage.find_damage(path, ranks.rank, ranks.world_size)))
+    return next((damage for damage in found if damage), None)
 
 
 def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | None) -> tuple[int, int]:
@@ -69,21 +129,37 @@ def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | 
     return size, accumulation
 
 
-def _find(config: TrainConfig, store: CheckpointStore, say: Callable[[str], None]) -> Path | None:
-    if config.resume == "none":
-        if config.run_dir.exists():
-            say(f"Moved the earlier run to {move_aside(config.run_dir)}")
-        return None
-    if config.resume == "auto":
-        return store.newest(reject=say)
-    path = Path(config.resume).expanduser()
-    damage = find_damage(path) if path.is_dir() else "no such folder"
+@contextlib.contextmanager
+def _answering(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{storage.location}: does not answer ({error}); start again when it does") from error
+
+
+def _start_anew(config: TrainConfig, storage: Storage, say: Callable[[str], None]) -> None:
+    if config.run_dir.exists():
+        say(f"Moved the earlier run to {move_aside(config.run_dir)}")
+    # Those that lie elsewhere: a later run must not take them for this one's.
+    with _answering(storage):
+        for path in storage.steps().values():
+            say(f"Moved the earlier checkpoint {path} to {storage.move_aside(path)}")
+
+
+def _named(asked: str, ranks: Ranks) -> str:
+    path = asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
+    missing = "://" not in asked and not Path(path).is_dir()
+    damage = "no such folder" if missing else find_shared_damage(path, ranks)
     if damage:
-        raise UserError(f"--resume {config.resume}: {damage}; name a folder such as RUN/checkpoints/step_00000120")
+        raise UserError(
+            f"--resume {asked}: {damage}; name a folder such as RUN/checkpoints/step_00000120",
+            quiet=not ranks.is_first,
+        )
     return path
 
 
-def _check_same_run(config: TrainConfig, place: DataPlace, path: Path, state: dict[str, Any], data_key: str) -> None:
+def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, data_key: str) -> None:
+    state = resumed.state
     before, now = state["config"], config.model_dump(mode="json")
     differing = [
         f"{name} was {before.get(name)!r}, is {value!r}"
@@ -98,14 +174,16 @@ def _check_same_run(config: TrainConfig, place: DataPlace, path: Path, state: di
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
     if differing:
         raise UserError(
-            f"{path} is of another run: {'; '.join(differing)}. Use the same flags to go on, another --output_dir, "
-            "or --resume none to start anew (the earlier run is moved aside, not deleted)"
+            f"{resumed.path} is of another run: {'; '.join(differing)}. Use the same flags to go on, another "
+            "--output_dir, or --resume none to start anew (the earlier run is moved aside, not deleted)"
         )
 
 
-def _move_later_ones_aside(store: CheckpointStore, path: Path, say: Callable[[str], None]) -> None:
+def _move_later_ones_aside(storage: Storage, resumed: Resumed, say: Callable[[str], None]) -> None:
     """Checkpoints beyond the one chosen belong to a future that this run will not have."""
-    if path.absolute().parent != store.folder.absolute():
+    if Path(resumed.path).absolute().parent != Path(storage.location).absolute():
         return
-    for later in store.later_than(path):
-        say(f"Moved the later checkpoint {later} to {move_aside(later)}")
+    with _answering(storage):
+        for step, path in sorted(storage.steps().items()):
+            if step > resumed.state["step"]:
+                say(f"Moved the later checkpoint {path} to {storage.move_aside(path)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,16 @@ from training.optimization import build_optimizer
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
-from training.parallelism.state import full_model, full_optimizer, load_model, load_optimizer
-from training.parallelism.strategy import StepResult, row_losses
+from training.parallelism.state import (
+    SavedState,
+    StrategyState,
+    full_model,
+    model_tensors,
+    optimizer_tensors,
+    read_model,
+    read_optimizer,
+)
+from training.parallelism.strategy import StepResult, row_losses, weighted_loss
 from training.phases import Phases
 from training.precision import LossScale, autocast
 
@@ -111,21 +119,23 @@ class BaseStrategy:
 
         Gradients are averaged over the data ranks and are to be summed: the weights already divide by the global rows.
         """
-        return (losses * weights).sum() * (self.place.size * self.loss_scale.scale)
+        return weighted_loss(losses, weights) * (self.place.size * self.loss_scale.scale)
 
     def _update(self, norm: torch.Tensor, learning_rate: float) -> bool:
-        """Step the optimizer unless the norm is known to be no number; returns whether the loss scale explains that."""
+        """Step the optimizer unless the norm is not finite; returns whether the loss scale explains that."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        # On the CPU the look is free, and spares the weights; on a GPU the Trainer looks a few steps later.
-        looks = self.loss_scale.enabled or norm.device.type != "cuda"
-        finite = not looks or math.isfinite(norm)
-        if finite:
-            with self.phases("optimizer"):
-                self.optimizer.step()
-        self.loss_scale.update(finite=finite)
+        # Where it is 1, fused AdamW leaves weights, moments and its count of steps alone: on a GPU nobody waits for
+        # the norm, at which the Trainer looks a few steps later.
+        self.own_moments()[1].found_inf = (~norm.isfinite()).float()
+        with self.phases("optimizer"):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return self.loss_scale.enabled and not finite
+        if not self.loss_scale.enabled:
+            return False
+        finite = math.isfinite(norm)
+        self.loss_scale.update(finite=finite)
+        return not finite
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -160,26 +170,25 @@ class BaseStrategy:
         """Whether this rank keeps whole tensors when the state is gathered: rank 0, and the first of each stage."""
         return self.ranks.is_first
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and loss scale; whole on rank 0."""
-        gathering = {"keep": self.keeps_whole, "stages": self.stage_group}
-        return {
-            "model": full_model(self.parts, **gathering),
-            "optimizer": full_optimizer(self.parameters, self.optimizer, **gathering),
-            "loss_scale": self.loss_scale.state_dict(),
-            "extra": {},
-        }
+    def own_moments(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
+        """The parameters whose moments this rank holds, and the optimizer that holds them."""
+        return self.parameters, self.optimizer
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def state_dict(self) -> StrategyState:
+        """Model, optimizer and loss scale, as far as this rank holds them."""
+        tensors = model_tensors(self.parts) | optimizer_tensors(*self.own_moments())
+        return StrategyState(tensors, {"loss_scale": self.loss_scale.state_dict()})
+
+    def load_state_dict(self, saved: SavedState) -> None:
         """Take this rank's part of a state of any strategy."""
-        load_model(self.parts, state["model"])
-        load_optimizer(self.parameters, self.optimizer, state["optimizer"])
-        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.load_weights(saved)
+        read_optimizer(*self.own_moments(), saved)
+        self.loss_scale.load_state_dict(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """The model's weights on the CPU of rank 0."""
         return full_model(self.parts, keep=self.keeps_whole, stages=self.stage_group)
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take whole weights."""
-        load_model(self.parts, weights)
+    def load_weights(self, saved: SavedState) -> None:
+        """Take this rank's part of the weights of a state."""
+        read_model(self.parts, saved)

@@ -10,7 +10,7 @@ bucket, which another bucket order cannot take up, and in the loss scale of the 
 
 # No `from __future__ import annotations`: DDP reads a hook's annotations, and wants the classes themselves.
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from training.distributed import Ranks
+from training.parallelism.state import SavedState, StrategyState
 from training.precision import DTYPES
 
 DEFAULT_RANK = 4
@@ -62,14 +63,14 @@ class Compression(Protocol):
     def begin_step(self, loss_scale: float | None) -> None:
         """Tell the factor on all gradients of the coming step; None where there is no loss scale."""
 
-    def undo_step(self) -> None:
-        """Forget the step: the loss scale skipped it."""
+    def end_step(self, finite: torch.Tensor) -> None:
+        """Tell whether the step counts, (): one whose gradient norm is not finite leaves no trace."""
 
-    def state_dict(self, ranks: Ranks) -> dict[str, Any]:
-        """What a checkpoint must keep, whole on rank 0; every rank calls it."""
+    def state_dict(self, ranks: Ranks) -> StrategyState:
+        """What this rank holds of what a checkpoint must keep."""
 
-    def load_state_dict(self, state: dict[str, Any], ranks: Ranks) -> None:
-        """Take up what :meth:`state_dict` gave, on any number of ranks."""
+    def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
+        """Take up what :meth:`state_dict` gave, on any number of ranks; start anew where nothing was saved."""
 
 
 def build_compression(asked: str) -> Compression | None:
@@ -100,16 +101,16 @@ class Cast:
         return dist.all_reduce(cast, async_op=True).get_future().then(lambda sent: buffer.copy_(sent.value()[0]))
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Nothing to do: an overflow is infinite on all ranks, and the scaler sees it."""
+        """Nothing to do: an overflow is infinite on all ranks, and the norm shows it."""
 
-    def undo_step(self) -> None:
+    def end_step(self, finite: torch.Tensor) -> None:
         """Nothing to forget."""
 
-    def state_dict(self, ranks: Ranks) -> dict[str, Any]:
+    def state_dict(self, ranks: Ranks) -> StrategyState:
         """No state."""
-        return {}
+        return StrategyState({}, {})
 
-    def load_state_dict(self, state: dict[str, Any], ranks: Ranks) -> None:
+    def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
         """No state."""
 
 
@@ -132,7 +133,7 @@ class PowerSGD:
         self.traffic = Traffic()
         self._names: dict[torch.Tensor, str] = {}
         self._loss_scale = 1.0
-        self._before: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self, replica: DistributedDataParallel) -> None:
         """See :class:`Compression`."""
@@ -142,13 +143,14 @@ class PowerSGD:
     def begin_step(self, loss_scale: float | None) -> None:
         """See :class:`Compression`."""
         self._loss_scale = loss_scale or 1.0
-        # Both are replaced in a step, never changed in place: holding the old ones is enough to go back.
-        self._before = (dict(self.queries), dict(self.errors)) if loss_scale else None
 
-    def undo_step(self) -> None:
-        """See :class:`Compression`."""
-        if self._before:
-            self.queries, self.errors = self._before
+    def end_step(self, finite: torch.Tensor) -> None:
+        """See :class:`Compression`; on a GPU nobody waits for the answer."""
+        if finite.is_cuda or not finite:
+            for name, (query, error) in self._before.items():
+                self.queries[name] = torch.where(finite, self.queries[name], query)
+                self.errors[name] = torch.where(finite, self.errors[name], error)
+        self._before = {}
 
     @torch.no_grad()
     def _average(self, _: None, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -172,9 +174,11 @@ class PowerSGD:
     def _average_both(self, matrices: dict[str, torch.Tensor], others: list[torch.Tensor]) -> int:
         """Average in place; returns the bytes this took."""
         for name, matrix in matrices.items():
-            if name in self.errors:
-                matrix.add_(self.errors[name], alpha=self._loss_scale)
-        ps = [matrix @ self._query(name, matrix) for name, matrix in matrices.items()]
+            # Both are replaced in a step, never changed in place: holding the old ones is enough to go back.
+            error = self.errors[name] if name in self.errors else torch.zeros_like(matrix)
+            self._before[name] = self._last_query(name, matrix), error
+            matrix.add_(error, alpha=self._loss_scale)
+        ps = [matrix @ torch.linalg.qr(self.queries[name]).Q for name, matrix in matrices.items()]
         sent = _average_together([*ps, *others])
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
@@ -186,31 +190,48 @@ class PowerSGD:
             matrix.copy_(approximation)
         return sent
 
-    def _query(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """An orthonormal Q (m, rank): the last step's, or at first a random one, the same on all ranks."""
+    def _last_query(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Q (m, rank) of the last step, or at first a random one, the same on all ranks."""
         if name not in self.queries:
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            size = matrix.shape[1], min(self.rank, *matrix.shape)
-            self.queries[name] = torch.randn(size, generator=generator).to(matrix)
-        return torch.linalg.qr(self.queries[name]).Q
+            self.queries[name] = torch.randn(self._query_shape(matrix), generator=generator).to(matrix)
+        return self.queries[name]
 
-    def state_dict(self, ranks: Ranks) -> dict[str, Any]:
+    def _query_shape(self, matrix: torch.Tensor) -> tuple[int, int]:
+        return matrix.shape[1], min(self.rank, *matrix.shape)
+
+    def state_dict(self, ranks: Ranks) -> StrategyState:
         """See :class:`Compression`; the errors of all ranks are as large as the gradients times the ranks."""
-        return {
-            "steps": self.steps,
-            "queries": {name: query.cpu() for name, query in self.queries.items()},
-            "errors": {name: _gather(error, ranks) for name, error in self.errors.items()},
-        }
+        tensors = {f"compression/queries/{name}": query for name, query in self.queries.items()}
+        tensors |= {f"compression/errors/{ranks.rank}/{name}": error for name, error in self.errors.items()}
+        plain = {"steps": self.steps, "ranks": ranks.world_size, "columns": self.rank}
+        return StrategyState(tensors, {"powersgd": plain})
 
-    def load_state_dict(self, state: dict[str, Any], ranks: Ranks) -> None:
-        """See :class:`Compression`."""
-        self.steps = state["steps"]
-        self.queries = {name: query.to(ranks.device) for name, query in state["queries"].items()}
-        self.errors = {
-            # (ranks, n, m)
-            name: (errors[ranks.rank] if len(errors) == ranks.world_size else errors.mean(0)).to(ranks.device)
-            for name, errors in state["errors"].items()
-        }
+    def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
+        """See :class:`Compression`; of queries for another number of columns nothing is taken up."""
+        if (plain := saved.plain.get("powersgd")) is None:
+            return
+        self.steps, self.queries, self.errors = plain["steps"], {}, {}
+        for parameter, name in self._names.items():
+            if f"compression/errors/0/{name}" not in saved.tensors:
+                continue
+            matrix = torch.empty_like(parameter, requires_grad=False).view(len(parameter), -1)
+            self.errors[name] = self._read_error(saved, name, matrix, plain["ranks"], ranks)
+            if plain["columns"] == self.rank:
+                self.queries[name] = matrix.new_empty(self._query_shape(matrix))
+                saved.read({f"compression/queries/{name}": self.queries[name]})
+
+    def _read_error(
+        self, saved: SavedState, name: str, error: torch.Tensor, num_saved: int, ranks: Ranks
+    ) -> torch.Tensor:
+        if num_saved == ranks.world_size:
+            saved.read({f"compression/errors/{ranks.rank}/{name}": error})
+            return error
+        mean = torch.zeros_like(error)
+        for rank in range(num_saved):
+            saved.read({f"compression/errors/{rank}/{name}": error})
+            mean += error / num_saved
+        return mean
 
 
 def _average_together(tensors: list[torch.Tensor]) -> int:
@@ -222,13 +243,6 @@ def _average_together(tensors: list[torch.Tensor]) -> int:
     for tensor, averaged in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(averaged.view_as(tensor))
     return flat.numel() * flat.element_size()
-
-
-def _gather(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """A tensor of every rank on rank 0, (ranks, ...), on the CPU; on the others an empty one."""
-    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.is_first else None
-    dist.gather(tensor, gathered)
-    return torch.stack(gathered).cpu() if gathered else tensor.new_empty(0)
 
 
 def _done(buffer: torch.Tensor) -> Future[torch.Tensor]:

@@ -17,6 +17,7 @@ from training.model import NewsClassifier
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
+from training.parallelism.state import SavedState, StrategyState
 from training.parallelism.strategy import StepResult
 
 
@@ -72,22 +73,20 @@ class DDPStrategy(BaseStrategy):
             return super().step(micro_batches, step, learning_rate)
         self.compression.begin_step(self.loss_scale.scale if self.loss_scale.enabled else None)
         result = super().step(micro_batches, step, learning_rate)
-        if result.scaler_skipped:
-            self.compression.undo_step()
+        self.compression.end_step(result.grad_norm.isfinite())
         return result
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StrategyState:
         """As every strategy's, with the state of the compression."""
         state = super().state_dict()
-        if self.compression:
-            state["extra"] = {"compression": self.compression.state_dict(self.ranks)}
-        return state
+        own = self.compression.state_dict(self.ranks) if self.compression else StrategyState({}, {})
+        return StrategyState(state.tensors | own.tensors, state.plain | own.plain)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: SavedState) -> None:
         """Take a state of any strategy; compression starts anew unless its own is there."""
-        super().load_state_dict(state)
-        if self.compression and "compression" in state["extra"]:
-            self.compression.load_state_dict(state["extra"]["compression"], self.ranks)
+        super().load_state_dict(saved)
+        if self.compression:
+            self.compression.load_state_dict(saved, self.ranks)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Logits of the copy."""

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -23,7 +22,8 @@ from training.optimization import build_optimizer, parameter_groups
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
-from training.parallelism.strategy import StepResult, row_losses
+from training.parallelism.state import SavedState, StrategyState
+from training.parallelism.strategy import StepResult, row_losses, weighted_loss
 from training.phases import Phases
 
 
@@ -103,17 +103,18 @@ class DeepSpeedStrategy:
             losses = row_losses(logits, batch.labels, self.config.label_smoothing)
         with self.phases("backward"):
             # The engine averages over ranks what is to be summed: the weights already divide by the global rows.
-            self.engine.backward((losses * batch.weights).sum() * self.ranks.world_size, scale_wrt_gas=False)
+            share = weighted_loss(losses, batch.weights) * self.ranks.world_size
+            self.engine.backward(share, scale_wrt_gas=False)
         return losses.detach()
 
     def _update(self) -> torch.Tensor:
-        """Clip and step, unless the norm is known to be no number; returns the norm before clipping, ()."""
+        """Clip and step unless the norm is not finite, at which DeepSpeed looks itself; returns it, ()."""
         if self.config.deepspeed_stage > 0:
             self.engine.step()
             return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.ranks.device)
         # Stage 0 clips as it steps, but tells no norm and looks at none.
         norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
-        if norm.device.type == "cuda" or math.isfinite(norm):
+        if math.isfinite(norm):
             self.engine.step()
         self.engine.zero_grad()
         return norm
@@ -127,28 +128,23 @@ class DeepSpeedStrategy:
         finally:
             self.engine.train()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and loss scale; whole on rank 0."""
-        return {
-            "model": self.full_weights(),
-            "optimizer": self.state.moments(keep=self.ranks.is_first),
-            "loss_scale": self.state.loss_scale(),
-            "extra": {},
-        }
+    def state_dict(self) -> StrategyState:
+        """Model, optimizer and loss scale; each tensor is gathered and kept by one rank."""
+        return StrategyState(self.state.shared_tensors(self.ranks), {"loss_scale": self.state.loss_scale()})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: SavedState) -> None:
         """Take this rank's part of a state of any strategy."""
-        self.load_weights(state["model"])
-        self.state.load_moments(state["optimizer"])
-        self.state.load_loss_scale(state["loss_scale"])
+        self.load_weights(saved)
+        self.state.load_moments(saved)
+        self.state.load_loss_scale(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """The model's weights on the CPU of rank 0."""
         return self.state.weights(keep=self.ranks.is_first)
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take whole weights."""
-        self.state.load_weights(weights)
+    def load_weights(self, saved: SavedState) -> None:
+        """Take this rank's part of the weights of a state."""
+        self.state.load_weights(saved)
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:

@@ -29,6 +29,7 @@ FLAGS = {
     "zero_optimization.memory_efficient_linear": "activation_checkpointing",
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",
+    "bf16.check_grad_overflow": "bad_steps",
     "torch_autocast.enabled": "precision",
     "torch_autocast.dtype": "precision",
 }
@@ -69,7 +70,7 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
     ours = _generated(config, precision, world_size, num_parameters)
     # In bf16 a file may ask for DeepSpeed's own kind, with weights in bf16, instead of autocast.
     if precision == "bf16" and _look_up(given, "bf16.enabled"):
-        ours |= {"bf16": {"enabled": True}, "torch_autocast": {"enabled": False}}
+        ours |= {"bf16": {"enabled": True, "check_grad_overflow": True}, "torch_autocast": {"enabled": False}}
     for path, flag in FLAGS.items():
         mine, theirs = _look_up(ours, path), _look_up(given, path)
         if None not in (mine, theirs) and mine != theirs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from training.parallelism.state import MOMENTS
+from training.distributed import Ranks
+from training.parallelism.state import MOMENTS, SavedState
 
 
 class ShardedState:
@@ -63,33 +64,52 @@ class ShardedState:
                 weights[name] = full.cpu()
         return weights
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take whole weights: into what computes, and into the fp32 pieces that the optimizer updates."""
+    def shared_tensors(self, ranks: Ranks) -> dict[str, torch.Tensor]:
+        """Every weight and moment whole on one rank alone, gathered one at a time; with the names of a state."""
+        held, loads = {}, [0] * ranks.world_size
+        for name, full in self._all_whole():
+            rank = loads.index(min(loads))
+            loads[rank] += full.nbytes
+            if rank == ranks.rank:
+                held[name] = full.cpu()
+        return held
+
+    def _all_whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors().items():
+            yield f"model/{name}", self._whole(tensor)
+        for name, parameter in self.model.named_parameters():
+            for moment in MOMENTS:
+                yield f"optimizer/{name}/{moment}", self._whole(parameter, moment)
+            yield f"optimizer/{name}/step", torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"]))
+
+    def load_weights(self, saved: SavedState) -> None:
+        """Read weights one after the other, into what computes and into the fp32 pieces that the optimizer updates."""
         for name, tensor in self._tensors().items():
             shared_out = self.stage == 3 and isinstance(tensor, nn.Parameter)
+            full = self._room_for(tensor)
+            saved.read({f"model/{name}": full})
             with self.zero.GatheredParameters(tensor, modifier_rank=0) if shared_out else nullcontext():
-                tensor.data.copy_(weights[name])
+                tensor.data.copy_(full)
             if isinstance(tensor, nn.Parameter):
-                self._take(tensor, weights[name])
+                self._take(tensor, full)
 
-    def moments(self, *, keep: bool) -> dict[str, dict[str, torch.Tensor]]:
-        """Names to AdamW's moments and steps, whole, on the CPU; empty where they are not to be kept."""
-        step = torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"]))
-        states = {}
+    def load_moments(self, saved: SavedState) -> None:
+        """Read moments one after the other; none at all where no step was made yet."""
+        step = torch.zeros(())
         for name, parameter in self.model.named_parameters():
-            moments = {moment: self._whole(parameter, moment) for moment in MOMENTS}
-            if keep:
-                states[name] = {"step": step.clone(), **{moment: full.cpu() for moment, full in moments.items()}}
-        return states
+            if f"optimizer/{name}/step" in saved.tensors:
+                for moment in MOMENTS:
+                    full = self._room_for(parameter)
+                    saved.read({f"optimizer/{name}/{moment}": full})
+                    self._take(parameter, full, moment)
+                saved.read({f"optimizer/{name}/step": step})
+        for piece in self.pieces:  # one number for all
+            self.optimizer.state[piece]["step"] = self._count(step.item(), piece)
 
-    def load_moments(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take whole moments; none at all where no step was made yet."""
-        for name, parameter in self.model.named_parameters():
-            for moment in MOMENTS if name in states else ():
-                self._take(parameter, states[name][moment], moment)
-        for state in list(states.values())[:1]:  # one number for all
-            for piece in self.pieces:
-                self.optimizer.state[piece]["step"] = self._count(state["step"], piece)
+    def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An empty whole tensor on the CPU; weights and moments are saved in fp32, whatever computes."""
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        return torch.empty(shape, dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype)
 
     def loss_scale(self) -> dict[str, float]:
         """Scale and good steps in a row, as :class:`training.precision.LossScale` keeps them."""

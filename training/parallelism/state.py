@@ -1,20 +1,75 @@
-"""State: weights and moments of a model that lies over ranks, in one form, whole on rank 0.
+"""State: weights and moments of a model that lies over ranks, by names that do not say how it lay.
 
-The form does not say how the model lay: names of parameters to whole tensors. So what one strategy saved any other
-takes, on any number of ranks.
+Each rank gives what it holds, as it holds it: whole tensors, or its parts of them (DTensor). So what one strategy saved
+any other takes, on any number of ranks, and no rank ever needs the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StrategyState:
+    """What one rank holds of a run's state.
+
+    ``tensors``: ``model/NAME``, ``optimizer/NAME/exp_avg|exp_avg_sq|step`` and what else a strategy has: references to
+    what is trained, neither copied nor gathered; whole ones may be on several ranks, alike. ``plain``: what is no
+    tensor, the same on all ranks.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    plain: dict[str, Any]
+
+
+class SavedState(Protocol):
+    """A state that was saved on any number of ranks, from which each rank reads what it holds."""
+
+    plain: Mapping[str, Any]
+    tensors: Collection[str]
+
+    def read(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors of these names in place; of a DTensor, this rank's part."""
+
+
+def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """This rank's weights and buffers, by their names in a state."""
+    return {f"model/{name}": tensor.detach() for part in parts for name, tensor in part.state_dict().items()}
+
+
+def optimizer_tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """AdamW's moments and steps, by their names in a state; none before the first step."""
+    return {
+        f"optimizer/{name}/{field}": value
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+        for field, value in optimizer.state[parameter].items()
+    }
+
+
+def read_model(parts: Sequence[nn.Module], saved: SavedState) -> None:
+    """Read this rank's weights and buffers, straight into where they are used."""
+    saved.read(model_tensors(parts))
+
+
+def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+    """Read this rank's moments and steps; none where no step was made yet."""
+    for name, parameter in parameters.items():
+        if f"optimizer/{name}/step" in saved.tensors:
+            moments = {field: torch.empty_like(parameter, requires_grad=False) for field in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.empty((), device=parameter.device), **moments}
+    saved.read(optimizer_tensors(parameters, optimizer))
 
 
 def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -29,43 +84,6 @@ def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGr
     return _collect({name: _whole(tensor, keep=keep) for name, tensor in tensors.items()}, keep, stages)
 
 
-def full_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    *,
-    keep: bool,
-    stages: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Names to AdamW's moments and steps, whole, on the CPU; empty before the first step. Arguments as above."""
-    states = {
-        name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter in optimizer.state
-    }
-    flat = {(name, field): _whole(value, keep=keep) for name, state in states.items() for field, value in state.items()}
-    nested: dict[str, Any] = {}
-    for (name, field), value in _collect(flat, keep, stages).items():
-        nested.setdefault(name, {})[field] = value
-    return nested
-
-
-@torch.no_grad()
-def load_model(parts: Sequence[nn.Module], weights: Mapping[str, torch.Tensor]) -> None:
-    """Take this rank's part out of whole weights."""
-    for part in parts:
-        for name, tensor in part.state_dict().items():
-            tensor.copy_(_like(weights[name], tensor))
-
-
-def load_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, states: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Take this rank's part out of whole moments."""
-    for name, parameter in parameters.items():
-        if name in states:
-            moments = {field: _like(states[name][field], parameter) for field in MOMENTS}
-            step = torch.as_tensor(states[name]["step"], dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter] = {"step": step.clone(), **moments}
-
-
 def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     """A collective call where the tensor is shared out."""
     tensor = tensor.detach()
@@ -74,23 +92,12 @@ def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     return tensor.cpu() if keep else None
 
 
-def _like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``full`` that lies where ``tensor`` does, in its type, in memory of its own."""
-    if not isinstance(tensor, DTensor):
-        return full.to(tensor.device, tensor.dtype, copy=True)
-    # Every rank has read the whole: nothing has to be sent.
-    part = distribute_tensor(
-        full.to(tensor.device, tensor.dtype, copy=True), tensor.device_mesh, tensor.placements, src_data_rank=None
-    )
-    return part.to(tensor.device)  # offloaded, it lies beside the mesh's devices
-
-
-def _collect(tensors: dict[Any, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[Any, Any]:
+def _collect(tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[str, Any]:
     """On the first of a pipeline's ranks, the tensors of all stages; only one rank a stage keeps any."""
     if not keep or stages is None:
         return tensors
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(stages) == "nccl" else None
-    described = [(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     all_described: list[Any] = [None] * stages.size()
     dist.all_gather_object(all_described, described, group=stages)
     if stages.rank() > 0:
@@ -98,8 +105,8 @@ def _collect(tensors: dict[Any, Any], keep: bool, stages: dist.ProcessGroup | No
             dist.send(tensor.contiguous().to(device), group=stages, group_dst=0)
         return tensors
     for stage in range(1, stages.size()):
-        for key, shape, dtype in all_described[stage]:
+        for name, shape, dtype in all_described[stage]:
             received = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(received, group=stages, group_src=stage)
-            tensors[key] = received.cpu()
+            tensors[name] = received.cpu()
     return tensors

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks
 from training.model import NewsClassifier
+from training.parallelism.state import SavedState, StrategyState
 from training.phases import Phases
 
 
@@ -23,8 +25,8 @@ class StepResult:
 
     ``loss``: this rank's share of the global mean loss, (), 0 on ranks that do not lead their replica;
     ``row_losses``: the loss of each of this rank's rows, 0 on such ranks; ``grad_norm``: the global gradient norm
-    before clipping, (); ``scaler_skipped``: a loss scale explains a norm that is not finite, and the weights were left
-    alone.
+    before clipping, (): where it is not finite, weights and moments were left alone; ``scaler_skipped``: a loss scale
+    explains that.
     """
 
     loss: torch.Tensor
@@ -61,22 +63,29 @@ class Strategy(Protocol):
         Ranks of one replica give the same batch; every rank calls as often as every other.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a checkpoint must hold to go on, whole on rank 0: tensors and plain values.
+    def state_dict(self) -> StrategyState:
+        """What this rank holds of all that a checkpoint must hold to go on; every rank calls it.
 
-        The form is one for all strategies, so that a checkpoint of one resumes under another: ``model`` {name: tensor},
-        ``optimizer`` {name: {``exp_avg``, ``exp_avg_sq``, ``step``}}, ``loss_scale``, and ``extra`` for what only
-        this strategy has and can do without.
+        The names are the same for all strategies, so that a checkpoint of one resumes under another.
         """
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state that any strategy's :meth:`state_dict` gave, on any number of ranks."""
+    def load_state_dict(self, saved: SavedState) -> None:
+        """Read what this rank holds from a state of any strategy, on any number of ranks."""
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """The whole model's weights, on the CPU of rank 0."""
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take whole weights, for evaluation."""
+    def load_weights(self, saved: SavedState) -> None:
+        """Read this rank's weights alone, for evaluation."""
+
+
+def weighted_loss(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of a micro-batch's losses by their weights, (), which makes every gradient NaN if a loss is not finite.
+
+    Cross-entropy alone does not: a logit of minus infinity at the label gives an infinite loss and finite gradients. So
+    the global gradient norm, which all ranks know, tells each of them of a bad row on any.
+    """
+    return (losses * torch.where(losses.isfinite(), weights, math.nan)).sum()
 
 
 def row_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:

@@ -6,16 +6,14 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from training.optimization import build_optimizer, parameter_groups
 from training.parallelism.ddp import DDPStrategy
-from training.parallelism.state import full_optimizer, load_optimizer
 
 
 class Zero1Strategy(DDPStrategy):
@@ -44,13 +42,6 @@ class Zero1Strategy(DDPStrategy):
         """How many copies, and of what not."""
         return f"{super().describe()}, the optimizer's state shared out"
 
-    def state_dict(self) -> dict[str, Any]:
-        """As every strategy's: the moments of all ranks, whole on rank 0."""
-        everyone = dist.group.WORLD if self.ranks.is_distributed else None
-        moments = full_optimizer(self.own_parameters, self.own_optimizer, keep=True, stages=everyone)
-        return super().state_dict() | {"optimizer": moments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's moments out of whole ones."""
-        super().load_state_dict(state | {"optimizer": {}})
-        load_optimizer(self.own_parameters, self.own_optimizer, state["optimizer"])
+    def own_moments(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
+        """Those of this rank's own parameters."""
+        return self.own_parameters, self.own_optimizer

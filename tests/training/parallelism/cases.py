@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.training.parallelism.ranks import here
+from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_models import LABELS, small_batch, small_config, small_model
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import write_model
@@ -90,8 +91,7 @@ def _train(case: Case, strategy: Strategy, ranks: Ranks) -> dict[str, Any]:
     norms: list[torch.Tensor] = []
     losses = take_steps(strategy, STEPS[:1], accumulation=case.accumulation, ranks=ranks, norms=norms)
     # AdamW's first moment after its first step is a tenth of the clipped gradient.
-    first = strategy.state_dict()["optimizer"]
-    gradients = {name: state["exp_avg"].clone() for name, state in first.items() if state["exp_avg"] is not None}
+    gradients = whole_state(strategy, ranks).moments("exp_avg")
     losses += take_steps(strategy, STEPS[1:], accumulation=case.accumulation, ranks=ranks)
     ids, mask, _ = small_batch()
     return {

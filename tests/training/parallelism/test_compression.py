@@ -1,6 +1,5 @@
 """Compressed gradients: close to the mean, counted to the byte, and with nothing lost on the way."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.saved_states import WholeState, whole_state
 from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
 from training.parallelism.compression import PLAIN_STEPS, Compression, PowerSGD, build_compression
+from training.parallelism.state import StrategyState
 
 Gradients = dict[str, torch.Tensor]
 
@@ -178,7 +179,7 @@ def _under_a_changing_scale() -> tuple[Gradients, Gradients]:
         if step == PLAIN_STEPS + 2:
             compression.begin_step(2.0**14)
             _gradients(scaled, 999, scale=float("inf"))
-            compression.undo_step()
+            compression.end_step(torch.tensor(False))
         scale = 2.0 ** (14 if step < PLAIN_STEPS + 2 else 13)
         compression.begin_step(scale)
         found = _gradients(scaled, step, scale)
@@ -190,14 +191,14 @@ def test_powersgd_does_not_feel_the_loss_scale_nor_a_step_that_the_scaler_skips(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
 
 
-def _state_after(steps: int) -> dict[str, Any]:
+def _state_after(steps: int) -> StrategyState:
     replica, compression = _attached("powersgd:2")
     for step in range(steps):
         _gradients(replica, step)
     return compression.state_dict(here())
 
 
-def _after_resuming(state: dict[str, Any], steps: int) -> tuple[Gradients, Gradients]:
+def _after_resuming(state: WholeState, steps: int) -> tuple[Gradients, Gradients]:
     resumed, compression = _attached("powersgd:2")
     compression.load_state_dict(state, here())
     errors = dict(compression.errors)
@@ -214,15 +215,18 @@ def _uninterrupted(steps: int) -> Gradients:
 
 
 def test_state_goes_on_to_the_bit_on_as_many_ranks_and_by_its_mean_on_fewer() -> None:
-    state, *_ = run_on_ranks(2, _state_after, PLAIN_STEPS + 2)
+    states = run_on_ranks(2, _state_after, PLAIN_STEPS + 2)
+    state = WholeState(states[0].tensors | states[1].tensors, states[0].plain)
 
     straight = run_on_ranks(2, _uninterrupted, 2)[0]
     _, gradients = run_on_ranks(2, _after_resuming, state, 2)[0]
     [(errors, _)] = run_on_ranks(1, _after_resuming, state, 1)
 
-    assert state["steps"] == PLAIN_STEPS + 2
+    assert state.plain["powersgd"]["steps"] == PLAIN_STEPS + 2
+    assert errors
     assert all(torch.equal(gradients[name], straight[name]) for name in straight)
-    torch.testing.assert_close(errors, {name: both.mean(0) for name, both in state["errors"].items()})
+    both = [state.part(f"compression/errors/{rank}/") for rank in range(2)]
+    torch.testing.assert_close(errors, {name: (both[0][name] + both[1][name]) / 2 for name in both[0]})
 
 
 def _run_in_parts(name: str, compress: str, parts: list[range]) -> tuple[list[float], Gradients | None]:
@@ -233,15 +237,8 @@ def _run_in_parts(name: str, compress: str, parts: list[range]) -> tuple[list[fl
         if state:
             strategy.load_state_dict(state)
         losses += take_steps(strategy, numbers)
-        [state] = _broadcast(copy.deepcopy(strategy.state_dict()))
+        state = whole_state(strategy, here())
     return losses, whole_weights(strategy)
-
-
-def _broadcast(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """A checkpoint is written by rank 0 and read by all."""
-    box = [state]
-    dist.broadcast_object_list(box)
-    return box
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 from tests.training.conftest import TRAINING, Run
 from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.saved_states import WholeState, whole_state
 from training.batching import pad, rank_share
 from training.config import TrainConfig
 from training.distributed import Ranks
@@ -32,7 +33,7 @@ pytestmark = [
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 STEPS, FIRST, LAST = range(1, 4), range(1, 3), range(3, 4)
 LEARNING_RATE = 1e-3
-State = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
 Fields = dict[str, Any]
 
 
@@ -54,7 +55,7 @@ def _rows() -> TokenizedRows:
     return TokenizedRows(ids, offsets, generator.integers(0, 5, 24).astype(np.int64), 0)
 
 
-def _train(strategy: Any, fields: Fields, steps: range) -> dict[str, Any]:
+def _train(strategy: Any, fields: Fields, steps: range, ranks: Ranks) -> dict[str, Any]:
     """This rank's shares of the losses, the norms and the first step's first moments, over batches of 7 rows."""
     made: dict[str, Any] = {"losses": [], "norms": []}
     for step in steps:
@@ -64,8 +65,8 @@ def _train(strategy: Any, fields: Fields, steps: range) -> dict[str, Any]:
         made["losses"].append(float(result.loss))
         made["norms"].append(float(result.grad_norm))
         if step == steps[0]:
-            made["first"] = copy.deepcopy(strategy.state_dict())
-    return made | {"state": strategy.state_dict(), "logits": _logits(strategy)}
+            made["first"] = whole_state(strategy, ranks)
+    return made | {"state": whole_state(strategy, ranks), "logits": _logits(strategy)}
 
 
 def _logits(strategy: Any) -> torch.Tensor:
@@ -73,30 +74,29 @@ def _logits(strategy: Any) -> torch.Tensor:
     return strategy.logits(ids, mask, "fp32")
 
 
-def _alone(fields: Fields, state: State | None = None, steps: range = STEPS) -> dict[str, Any]:
+def _alone(fields: Fields, state: WholeState | None = None, steps: range = STEPS) -> dict[str, Any]:
     strategy = DDPStrategy(_model(), _config(**fields), ALONE, "fp32")
     if state:
         strategy.load_state_dict(state)
-    return _train(strategy, fields, steps)
+    return _train(strategy, fields, steps, ALONE)
 
 
 def _together(fields: Fields, state_file: Path | None = None, steps: range = STEPS) -> dict[str, Any]:
     strategy = DeepSpeedStrategy(_model(), _config(strategy="deepspeed", **fields), here(), "fp32")
     if state_file:
-        strategy.load_state_dict(torch.load(state_file))
-    return _train(strategy, fields, steps)
+        strategy.load_state_dict(torch.load(state_file, weights_only=False))
+    return _train(strategy, fields, steps, here())
 
 
 def _all_together(all_fields: list[Fields], *arguments: Any) -> list[dict[str, Any]]:
     return [_together(fields, *arguments) for fields in all_fields]
 
 
-def _distance(mine: State, theirs: State, moment: str = "") -> float:
+def _distance(mine: Tensors, theirs: Tensors) -> float:
     """Of all tensors together, relative: biases of keys have no gradient, so alone they are noise."""
 
-    def flat(states: State) -> torch.Tensor:
-        tensors = [states[name][moment] if moment else states[name] for name in sorted(states)]
-        return torch.cat([tensor.double().flatten() for tensor in tensors])
+    def flat(tensors: Tensors) -> torch.Tensor:
+        return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
     assert sorted(mine) == sorted(theirs)
     return float((flat(mine) - flat(theirs)).norm() / flat(theirs).norm())
@@ -108,13 +108,12 @@ def _assert_equal(rank_0: dict[str, Any], rank_1: dict[str, Any], alone: dict[st
     assert rank_0["norms"] == rank_1["norms"] == pytest.approx(alone["norms"], rel=1e-5)
     # Clipped gradients times 0.1, then 0.001 of their squares.
     for moment in ("exp_avg", "exp_avg_sq"):
-        assert _distance(rank_0["first"]["optimizer"], alone["first"]["optimizer"], moment) < 1e-6
+        assert _distance(rank_0["first"].moments(moment), alone["first"].moments(moment)) < 1e-6
     mine, theirs = rank_0["state"], alone["state"]
-    assert _distance(mine["optimizer"], theirs["optimizer"], "exp_avg") < 1e-5
-    assert _distance(mine["optimizer"], theirs["optimizer"], "step") == 0
-    assert _distance(mine["model"], theirs["model"]) < 1e-6
+    assert _distance(mine.moments("exp_avg"), theirs.moments("exp_avg")) < 1e-5
+    assert _distance(mine.moments("step"), theirs.moments("step")) == 0
+    assert _distance(mine.model, theirs.model) < 1e-6
     torch.testing.assert_close(rank_0["logits"], alone["logits"], rtol=1e-5, atol=1e-5)
-    assert rank_1["state"]["model"] == rank_1["state"]["optimizer"] == {}
 
 
 PLAIN = [
@@ -150,9 +149,10 @@ def test_every_stage_goes_on_from_the_state_of_one_process(tmp_path: Path) -> No
     torch.save(_alone({}, steps=FIRST)["state"], state_file)
     for rank_0, rank_1 in zip(*run_on_ranks(2, _all_together, PLAIN[::2], state_file, LAST), strict=True):
         assert rank_0["losses"][0] + rank_1["losses"][0] == pytest.approx(whole["losses"][2], rel=1e-5)
-        assert _distance(rank_0["state"]["model"], whole["state"]["model"]) < 1e-6
-        assert _distance(rank_0["state"]["optimizer"], whole["state"]["optimizer"], "exp_avg_sq") < 1e-5
-        assert _distance(rank_0["state"]["optimizer"], whole["state"]["optimizer"], "step") == 0
+        mine, theirs = rank_0["state"], whole["state"]
+        assert _distance(mine.model, theirs.model) < 1e-6
+        assert _distance(mine.moments("exp_avg_sq"), theirs.moments("exp_avg_sq")) < 1e-5
+        assert _distance(mine.moments("step"), theirs.moments("step")) == 0
 
 
 def test_one_process_goes_on_from_the_state_of_every_stage() -> None:
@@ -160,7 +160,19 @@ def test_one_process_goes_on_from_the_state_of_every_stage() -> None:
     for rank_0 in run_on_ranks(2, _all_together, PLAIN[::2], None, FIRST)[0]:
         went_on = _alone({}, rank_0["state"], LAST)
         assert went_on["losses"][0] == pytest.approx(whole["losses"][2], rel=1e-5)
-        assert _distance(went_on["state"]["model"], whole["state"]["model"]) < 1e-6
+        assert _distance(went_on["state"].model, whole["state"].model) < 1e-6
+
+
+def _held_by_this_rank(all_fields: list[Fields]) -> list[dict[str, int]]:
+    strategies = (DeepSpeedStrategy(_model(), _config(strategy="deepspeed", **f), here(), "fp32") for f in all_fields)
+    return [{name: t.nbytes for name, t in strategy.state_dict().tensors.items()} for strategy in strategies]
+
+
+def test_a_state_lies_on_one_rank_or_the_other_and_on_none_whole() -> None:
+    for rank_0, rank_1 in zip(*run_on_ranks(2, _held_by_this_rank, PLAIN[::2]), strict=True):
+        largest = max(rank_0.values())
+        assert not rank_0.keys() & rank_1.keys()
+        assert abs(sum(rank_0.values()) - sum(rank_1.values())) <= largest
 
 
 def _meet_a_gradient_that_is_no_number(all_fields: list[Fields]) -> list[dict[str, Any]]:
@@ -186,7 +198,7 @@ def test_gradients_that_are_no_numbers_leave_the_weights_alone() -> None:
 
 def _train_in_bf16(all_fields: list[Fields]) -> list[dict[str, Any]]:
     strategies = (DeepSpeedStrategy(_model(), _config(**fields), here(), "bf16") for fields in all_fields)
-    return [_train(strategy, {}, STEPS) for strategy in strategies]
+    return [_train(strategy, {}, STEPS, here()) for strategy in strategies]
 
 
 def test_bf16_by_autocast_or_in_the_weights_stays_near_fp32(tmp_path: Path) -> None:
@@ -198,7 +210,7 @@ def test_bf16_by_autocast_or_in_the_weights_stays_near_fp32(tmp_path: Path) -> N
     for rank_0, rank_1 in zip(*run_on_ranks(2, _train_in_bf16, stages), strict=True):
         losses = [sum(shares) for shares in zip(rank_0["losses"], rank_1["losses"], strict=True)]
         assert losses == pytest.approx(alone["losses"], rel=0.02)
-        assert {tensor.dtype for tensor in rank_0["state"]["model"].values()} == {torch.float32}
+        assert {tensor.dtype for tensor in rank_0["state"].model.values()} == {torch.float32}
 
 
 def _refuse(file: Path) -> str:

@@ -10,6 +10,7 @@ import pytest
 from tests.training.parallelism.cases import ALONE, Case, compare
 from tests.training.parallelism.proofs import Proof, write_proofs
 from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
 
 # How far from one process, relative to the norm of all; weights after four steps.
@@ -113,8 +114,7 @@ def _pass_on(names: list[str], layers: int) -> tuple[list[float], list[float]] |
         if state is not None:
             strategy.load_state_dict(state)
         losses += take_steps(strategy, [step], accumulation=case.accumulation)
-        # All gather it, rank 0 has it whole, every rank reads what that one wrote.
-        state = here().broadcast(strategy.state_dict())
+        state = whole_state(strategy, here())
     if not here().is_first:
         return None
     alone = case.strategy(ALONE)

@@ -1,11 +1,10 @@
 """ZeRO stage 1: the same training as with the whole optimizer on every rank, in a part of its memory."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.training.parallelism.ranks import run_on_ranks
+from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.training.parallelism.saved_states import WholeState, whole_state
 from tests.training.parallelism.small_models import small_model
 from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
 from training.config import TrainConfig
@@ -48,13 +47,13 @@ def test_a_rank_keeps_its_share_of_the_moments(world_size: int) -> None:
         assert mine <= total / world_size + largest / 2
 
 
-def _first_half() -> dict[str, Any]:
+def _first_half() -> WholeState:
     strategy = small_strategy(strategy="zero1")
     take_steps(strategy, range(1, 4))
-    return strategy.state_dict()
+    return whole_state(strategy, here())
 
 
-def _second_half(state: dict[str, Any]) -> tuple[list[float], Weights]:
+def _second_half(state: WholeState) -> tuple[list[float], Weights]:
     strategy = small_strategy(strategy="zero1")
     strategy.load_state_dict(state)
     return take_steps(strategy, range(4, 6)), whole_weights(strategy)
@@ -78,6 +77,6 @@ def test_one_process_without_a_group_keeps_everything() -> None:
     for name in ("zero1", "ddp"):
         strategy = STRATEGIES[name](small_model("distilbert"), TrainConfig(strategy=name), alone, "fp32")
         take_steps(strategy, [1, 2], ranks=alone)
-        states[name] = strategy.state_dict()
+        states[name] = strategy.state_dict().tensors
 
     torch.testing.assert_close(states["zero1"], states["ddp"], rtol=0, atol=0)

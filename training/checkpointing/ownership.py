@@ -1,0 +1,111 @@
+"""Ownership: which rank writes which part of a state, so that each part is written once and all write alike much.
+
+A part that lies on several ranks (a copy of the model, the copies of hybrid sharding) is cut into pieces, and the
+pieces are shared out over the ranks that hold it. Every rank finds the same answer on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from training.distributed import Ranks
+
+PIECE_BYTES = 16 * 1024**2
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it begins in the whole one, whose shape is ``whole``, and its own shape."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self) -> list[Chunk]:
+        """The chunk cut along its first dimension into pieces of about ``PIECE_BYTES``; itself if it is small."""
+        if self.num_bytes <= PIECE_BYTES:
+            return [self]
+        rows = max(1, PIECE_BYTES * self.shape[0] // self.num_bytes)
+        return [
+            replace(
+                self,
+                offsets=(self.offsets[0] + start, *self.offsets[1:]),
+                shape=(min(rows, self.shape[0] - start), *self.shape[1:]),
+            )
+            for start in range(0, self.shape[0], rows)
+        ]
+
+    def cut_from(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its numbers, without a copy, out of a tensor of which this rank holds at least these."""
+        held = chunk_of(self.name, tensor)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if held.shape == self.shape:
+            return local
+        return local.narrow(0, self.offsets[0] - held.offsets[0], self.shape[0])
+
+
+def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
+    """The part of a tensor that lies on this rank; of a plain tensor, all of it."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Chunk(name, tuple(offsets), tuple(shape), tuple(tensor.shape), tensor.dtype)
+
+
+def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """Give every piece to one of the ranks that hold it, the largest first, to the one with the least so far.
+
+    Args:
+        held: the chunks of each rank.
+
+    Returns:
+        The pieces that each rank writes, in the order of ranks.
+    """
+    holders: dict[Chunk, list[int]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            if chunk.num_bytes:  # an uneven split leaves the last ranks nothing
+                holders.setdefault(chunk, []).append(rank)
+    loads, owned = [0] * len(held), [[] for _ in held]
+    for chunk in sorted(holders, key=lambda chunk: _urgency(chunk, len(holders[chunk]))):
+        for piece in chunk.pieces():
+            rank = min(holders[chunk], key=loads.__getitem__)
+            loads[rank] += piece.num_bytes
+            owned[rank].append(piece)
+    return owned
+
+
+def _urgency(chunk: Chunk, num_holders: int) -> tuple[object, ...]:
+    """What only one rank can write comes first: the others make up for it; then what is large."""
+    return num_holders > 1, -chunk.num_bytes, chunk.name, chunk.offsets
+
+
+class Ownership:
+    """This rank's pieces of a state, agreed upon once and again whenever a rank holds something else."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._held: list[Chunk] | None = None
+        self._owned: list[Chunk] = []
+
+    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
+        """What this rank writes of ``tensors``; every rank calls it with what it holds."""
+        held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
+        changed = torch.tensor(float(held != self._held), device=self.ranks.device)
+        if self.ranks.sum_(changed).item():
+            self._held = held
+            self._owned = share_out(self.ranks.gather(held))[self.ranks.rank]
+        return self._owned

@@ -1,0 +1,232 @@
+"""Saver: checkpoints written while training goes on.
+
+Training waits for one copy of what this rank writes. A thread then writes it and talks to the other ranks' threads
+through a process group of its own: what one rank meets with, all of them know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from training.checkpointing.ownership import Ownership
+from training.checkpointing.sharded import StagedPlanner, Staging, telling_writer
+from training.checkpointing.storage import Storage
+from training.config import TrainConfig
+from training.distributed import COLLECTIVE_TIMEOUT, Ranks
+from training.errors import TrainingFailure
+from training.monitoring import SavedCheckpoint
+from training.parallelism.state import StrategyState
+
+T = TypeVar("T")
+STATE_FILE = "state.json"
+MOST_FAILURES = 3  # in a row
+RETRY_SECONDS = 60.0
+SECONDS_TO_CLOSE = 60.0
+
+
+class SaveFailed(Exception):
+    """Why a checkpoint could not be written, the same on all ranks."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A checkpoint to write; its tensors are staged. ``began``: when the main thread was asked for it."""
+
+    step: int
+    run_state: dict[str, Any]
+    best_step: int | None
+    began: float
+
+
+class Saver:
+    """Saves checkpoints, one at a time; all ranks call its methods at the same places of the run.
+
+    Args:
+        config: what stays when a new one stands.
+        ranks: all of them.
+        storage: where checkpoints lie.
+        say: takes a line for the user.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.storage = storage
+        self.say = say
+        # Two threads that share a group would take each other's messages.
+        self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if ranks.is_distributed else None
+        self._ownership, self._staging = Ownership(ranks), Staging()
+        self._thread: threading.Thread | None = None
+        self._order: _Order | None = None
+        self._outcome: SavedCheckpoint | Exception | None = None
+        self._blocked = 0.0  # seconds that the main thread has waited for this save
+        self._failures, self._failed_at = 0, 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's thread has ended: once all have, :meth:`collect` says how."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
+    def retry_due(self) -> bool:
+        """On rank 0, whose clock counts, whether to try again what failed."""
+        waits = self._failures > 0 and self._thread is None
+        return self.ranks.is_first and waits and time.monotonic() - self._failed_at >= RETRY_SECONDS
+
+    def save(
+        self,
+        step: int,
+        state: Callable[[], StrategyState],
+        run_state: dict[str, Any],
+        best_step: int | None,
+    ) -> list[SavedCheckpoint]:
+        """Copy the state and have it written; a save that is still under way is waited for first.
+
+        Args:
+            step: optimizer steps done.
+            state: gives what this rank holds.
+            run_state: plain values, of which rank 0's are written.
+            best_step: the step whose checkpoint must stay.
+
+        Returns:
+            The checkpoints that stand since the last call.
+
+        Raises:
+            TrainingFailure: the third in a row failed.
+        """
+        finished = self._join()
+        began = time.perf_counter()
+        held = state()
+        self._staging.take(held.tensors, self._ownership.pieces(held.tensors))
+        self._order = _Order(step, run_state | {"strategy": held.plain}, best_step, began)
+        self._start()
+        self._blocked = time.perf_counter() - began
+        return finished
+
+    def wait(self) -> list[SavedCheckpoint]:
+        """Wait until what was asked for stands, and try again what failed; returns and raises as :meth:`save`."""
+        finished = self._join()
+        while self._failures:
+            self.retry()
+            finished += self._join()
+        return finished
+
+    def retry(self) -> None:
+        """Have what failed written again: its copy is still there."""
+        self._blocked = 0.0
+        self._start()
+
+    def collect(self) -> list[SavedCheckpoint]:
+        """Take the outcome once every rank is :attr:`done`; returns and raises as :meth:`save`."""
+        outcome, self._outcome, self._thread = self._outcome, None, None
+        if isinstance(outcome, SavedCheckpoint):
+            self._failures = 0
+            return [replace(outcome, blocked_seconds=self._blocked)]
+        if not isinstance(outcome, SaveFailed):
+            raise outcome
+        self._failures += 1
+        self._failed_at = time.monotonic()
+        where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"
+        if self._failures == MOST_FAILURES:
+            raise TrainingFailure(
+                f"{where}, for the {MOST_FAILURES}rd time in a row; the ones before it are whole: make room or mend "
+                "the place, then start the same command again",
+                quiet=not self.ranks.is_first,
+            )
+        self.say(f"Training goes on, but {where}; the ones before it stay, and it is tried again within a minute")
+        return []
+
+    def close(self) -> None:
+        """Let a save under way end, and leave the group."""
+        if self._thread:
+            self._thread.join(SECONDS_TO_CLOSE)
+        if self.group and not (self._thread and self._thread.is_alive()):
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def _join(self) -> list[SavedCheckpoint]:
+        if not self._thread:
+            return []
+        began = time.perf_counter()
+        self._thread.join()
+        self._blocked += time.perf_counter() - began
+        return self.collect()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, args=(self._order,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, order: _Order) -> None:
+        try:
+            num_bytes = self._write(order)
+            self._outcome = SavedCheckpoint(order.step, 0.0, time.perf_counter() - order.began, num_bytes)
+        except Exception as error:
+            if isinstance(error, SaveFailed) and self.ranks.is_first:
+                with contextlib.suppress(OSError):
+                    self.storage.discard(order.step)
+            self._outcome = error
+
+    def _write(self, order: _Order) -> int:
+        """Write a checkpoint; returns its bytes."""
+        storage, step = self.storage, order.step
+        self._on_first(lambda: storage.begin(step))
+        writer, planner = telling_writer(storage.writer(step)), StagedPlanner(self._staging.copies)
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
+        except dcp.CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            raise SaveFailed(rank, _reason(cause)) from error
+        files = {name: entry for part in self._together(lambda: self._files(order)) for name, entry in part.items()}
+        self._on_first(lambda: storage.commit(step, files))
+        self._on_first(lambda: storage.prune(self.config.keep_last, self.config.keep_every, order.best_step))
+        return sum(entry["bytes"] for entry in files.values())
+
+    def _files(self, order: _Order) -> dict[str, dict[str, Any]]:
+        """Size and hash of what this rank has written."""
+        files = self.storage.hashes(order.step, f"__{self.ranks.rank}_")
+        if self.ranks.is_first:
+            self.storage.write_json(order.step, STATE_FILE, order.run_state)
+            for name in (STATE_FILE, ".metadata"):
+                files |= self.storage.hashes(order.step, name)
+        return files
+
+    def _on_first(self, work: Callable[[], object]) -> None:
+        def on_first() -> None:
+            if self.ranks.is_first:
+                work()
+
+        self._together(on_first)
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result of ``work``; if it fails on any, all raise that."""
+        result, reason = None, None
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            reason = _reason(error)
+        answers = [(result, reason)]
+        if self.group:
+            answers *= self.ranks.world_size
+            dist.all_gather_object(answers, (result, reason), group=self.group)
+        for rank, (_, text) in enumerate(answers):
+            if text is not None:
+                raise SaveFailed(rank, text)
+        return [result for result, _ in answers]
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,138 @@
+"""Sharded: a rank's pieces of a state, copied aside, and written and read by ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from training.checkpointing.ownership import Chunk
+from training.errors import UserError
+
+
+class Staging:
+    """Copies of a rank's pieces in the machine's memory, which training does not touch; the room is used again."""
+
+    def __init__(self) -> None:
+        self.copies: dict[Chunk, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> None:
+        """Copy ``pieces`` out of ``tensors``; what was copied before is gone."""
+        self.copies = {piece: self.copies[piece] for piece in pieces if piece in self.copies}
+        for piece in pieces:
+            source = piece.cut_from(tensors[piece.name])
+            if piece not in self.copies:
+                # Pinned memory is filled while the host goes on.
+                self.copies[piece] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=source.is_cuda)
+            self.copies[piece].copy_(source, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Writes what was staged; that no piece overlaps another, and that none is missing, is checked over all ranks."""
+
+    def __init__(self, copies: Mapping[Chunk, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items = [_write_item(chunk) for chunk in copies]
+        self._copies = {(chunk.name, chunk.offsets): copy for chunk, copy in copies.items()}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See :class:`torch.distributed.checkpoint.SavePlanner`; the state is known already."""
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's pieces."""
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """The copy of a piece."""
+        return self._copies[index.fqn, tuple(index.offset or ())]
+
+
+def _write_item(chunk: Chunk) -> WriteItem:
+    offsets = torch.Size(chunk.offsets)
+    box = ChunkStorageMetadata(offsets, torch.Size(chunk.shape))
+    data = TensorWriteData(box, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.whole))
+    return WriteItem(MetadataIndex(chunk.name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def telling_writer(writer: StorageWriter) -> StorageWriter:
+    """A writer that says why it could not write: torch.save hides a full disk behind an error of its own."""
+    write_data = writer.write_data
+
+    def tell(plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    writer.write_data = tell
+    return writer
+
+
+class SavedShards:
+    """The tensors of a checkpoint, of which a rank reads what it wants; a ``SavedState``.
+
+    Args:
+        reader: of the checkpoint.
+        location: where it lies, for the complaint.
+        plain: what was saved beside the tensors.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, reader: StorageReader, location: str, plain: Mapping[str, Any]) -> None:
+        self.plain = plain
+        self.location = location
+        self._reader = reader
+        self._metadata = self._explained(reader.read_metadata)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    @property
+    def tensors(self) -> Collection[str]:
+        """Their names."""
+        return self._metadata.state_dict_metadata.keys()
+
+    @torch.no_grad()
+    def read(self, wanted: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors in place; of a DTensor, this rank's part.
+
+        Raises:
+            UserError: one is missing or of another shape, or cannot be read.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(wanted), self._metadata, is_coordinator=True)
+        plan = self._explained(planner.create_local_plan)
+        self._explained(lambda: self._reader.read_data(plan, planner).wait())
+
+    def _explained(self, work: Any) -> Any:
+        try:
+            return work()
+        except Exception as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"checkpoint {self.location}: cannot be read ({reason})") from error
