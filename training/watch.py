@@ -1,0 +1,81 @@
+"""Watch a run in the terminal, while it trains or afterwards: python -m training.watch RUN [--once]."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+from rich.live import Live
+
+from training.errors import OneLineParser, run_command
+from training.monitoring.dashboard import draw
+from training.monitoring.run_folder import RunFolder
+
+SECONDS_A_FRAME = 0.5
+STATUS_SECONDS = 2.5  # in which every rank that lives has written its status anew
+PLAIN_WIDTH = 120
+
+
+def main() -> None:
+    """Show a run until it has finished or a person leaves."""
+    parser = OneLineParser(prog="python -m training.watch", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
+    parser.add_argument("--once", action="store_true", help="print one frame and leave; so it is without a terminal")
+    options = parser.parse_args()
+    folder = RunFolder(options.run)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that only knows ASCII
+    console = make_console()
+    if console.is_terminal and not options.once:
+        with contextlib.suppress(KeyboardInterrupt):
+            _follow(folder, console)
+    elif folder.look().has_strangers:
+        time.sleep(STATUS_SECONDS)
+    console.print(draw(folder.look()))
+
+
+def make_console() -> Console:
+    """A console that prints frames; without a terminal plain and as wide as a log."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
+    width = None if is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
+    return Console(force_terminal=is_terminal, width=width, markup=False, highlight=False, emoji=False)
+
+
+def _follow(folder: RunFolder, console: Console) -> None:
+    """Redraw until the run has finished, or q is pressed."""
+    with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while (picture := folder.look()).state != "finished":
+            live.update(draw(picture), refresh=True)
+            if pressed(SECONDS_A_FRAME) in ("q", "Q"):
+                return
+
+
+@contextlib.contextmanager
+def _key_pressed() -> Iterator[Callable[[float], str]]:
+    """Yields a function that waits so many seconds for a key and returns it, or '' for none."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    import termios  # not on every system
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield lambda seconds: sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+if __name__ == "__main__":
+    run_command(main)
