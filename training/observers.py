@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from training.monitoring.collectives import Collectives
+from training.monitoring.divergence import ReplicaCheck
 from training.monitoring.observer import Observer, Observers
+from training.monitoring.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
+
+LOOK_EVERY = 20  # optimizer steps between two looks at the ranks beside each other
 
 
 def build_observers(trainer: Trainer) -> Observers:
@@ -16,4 +21,18 @@ def build_observers(trainer: Trainer) -> Observers:
     observers: list[Observer] = [trainer.exporter]
     if trainer.log:
         observers += [trainer.log, trainer.events]
+    if trainer.ranks.world_size > 1:
+        observers += _comparisons(trainer)
     return Observers(observers)
+
+
+def _comparisons(trainer: Trainer) -> list[Observer]:
+    """What the ranks show each other. They come last: a profiler that is to see a whole step begins before them."""
+    ranks, exporter = trainer.ranks, trainer.exporter
+    collectives = Collectives(exporter, ranks.backend, LOOK_EVERY)
+    parameters, every = trainer.strategy.parameters, trainer.config.check_replicas_every
+    return [
+        collectives,
+        Stragglers(trainer, collectives, LOOK_EVERY),
+        ReplicaCheck(parameters, every, ranks, trainer.phases, exporter, trainer.events),
+    ]
