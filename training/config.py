@@ -103,6 +103,7 @@ class TrainConfig(BaseModel):
     keep_every: int = _field(0, "endurance", "checkpoints of steps that are a multiple of this stay for good; 0 = none", ge=0)
 
     bad_steps: int = _field(5, "endurance", "steps in a row that may be skipped because the loss or the gradient norm is not finite; one more, and the run goes back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0)
+    collective_timeout: float = _field(1800, "endurance", "seconds without progress after which a rank ends the run and names the ranks that did not come; longer than whatever one rank does while others wait; an hour at least until the first steps are done", ge=1)
     bad_rows: Literal["stop", "skip"] = _field("stop", "endurance", "rows of the data that cannot be used (torn line, empty text, unknown label ...): stop = name the first and do not start; skip = leave them out, count and name them")
 
     check_replicas_every: int = _field(500, "watching", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0)
@@ -153,6 +154,11 @@ class TrainConfig(BaseModel):
         return self.output_dir.with_name(self.output_dir.name + ".pt")
 
     @property
+    def not_saved_exit_code(self) -> int:
+        """Of a run that was asked to stop and had nothing to save, or could not; never that of one that finished."""
+        return self.stopped_exit_code or os.EX_TEMPFAIL
+
+    @property
     def peak_learning_rate(self) -> float:
         """The learning rate after the warm-up, before scaling by ranks."""
         if self.learning_rate is not None:
@@ -174,7 +180,7 @@ class TrainConfig(BaseModel):
 # batch, decides the order of rows.
 OPERATIONAL_FIELDS = frozenset(
     {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
-    | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows"}
+    | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows", "collective_timeout"}
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
     | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}
     | {"check_replicas_every", "check_gradient_sync", "one_rank_rate"}

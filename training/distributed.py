@@ -20,11 +20,17 @@ import torch
 import torch.distributed as dist
 
 from inference.cpu import usable_cpus
-from training.errors import ForeseenError, UserError
+from training.errors import ForeseenError, TrainingFailure, UserError
 
 T = TypeVar("T")
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = 1800.0  # seconds
+# Before the first steps are done one rank may download or tokenise for all the others, or compile longer than they.
+START_TIMEOUT = 3600.0
+# The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
+TIMEOUT_MARGIN = 30.0
 SECONDS_FOR_RANK_0 = 10.0
+# What gloo and NCCL say when a connection ends, or nothing comes in time.
+_LOST_RANK = ("Connection closed by peer", "Connection reset", "gloo", "NCCL")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class Ranks:
         """Wait until all ranks are here."""
         if self.is_distributed:
             self.sum_(torch.zeros(1, device=self.device))
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on any rank."""
+        return self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place."""
@@ -110,6 +120,26 @@ class Ranks:
         return result  # type: ignore[return-value]
 
 
+def limit_waiting(seconds: float) -> None:
+    """Let no collective of any group that stands, those of meshes too, wait longer than a little over ``seconds``.
+
+    Groups made later do not inherit it.
+    """
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + TIMEOUT_MARGIN), group)
+
+
+def start_timeout(collective_timeout: float) -> float:
+    """Seconds that a rank may wait for others until the first steps are done."""
+    return max(collective_timeout, START_TIMEOUT)
+
+
+def is_lost_rank(error: BaseException | None) -> bool:
+    """Whether an error of a collective says that another rank is gone, or did not come."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_RANK)
+
+
 def seed_everything(seed: int, *, deterministic: bool) -> None:
     """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
     torch.manual_seed(seed)
@@ -140,7 +170,13 @@ def one_voice() -> Iterator[None]:
 
 
 @contextmanager
-def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = False) -> Iterator[Ranks]:
+def ranks(
+    device: str,
+    *,
+    use_process_group: bool = True,
+    also_on_cpu: bool = False,
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
+) -> Iterator[Ranks]:
     """The ranks of this run; the process group stands while the context does, and falls whatever happens.
 
     Args:
@@ -148,6 +184,7 @@ def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = Fa
         use_process_group: join the group that torchrun's variables describe, or take the one that stands already
             (Ray Train forms it); without the variables, or when false, the process is alone.
         also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
+        collective_timeout: seconds that a rank may wait for others; at least an hour until :func:`limit_waiting`.
 
     Raises:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
@@ -169,7 +206,7 @@ def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = Fa
         torch.set_num_threads(max(1, usable_cpus() // local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
-        _join_group(backend, chosen, also_on_cpu=also_on_cpu)
+        _join_group(backend, chosen, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
         milestones["group_formed"] = time.time()
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
@@ -177,6 +214,12 @@ def ranks(device: str, *, use_process_group: bool = True, also_on_cpu: bool = Fa
         # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
         error.say()
         raise
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        failure = TrainingFailure(f"rank {rank}: another rank went away; its own error says why")
+        failure.say()
+        raise failure from error
     finally:
         if joins and dist.is_initialized():
             # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and
@@ -202,12 +245,19 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     return chosen
 
 
-def _join_group(backend: str, device: torch.device, *, also_on_cpu: bool) -> None:
+def _join_group(backend: str, device: torch.device, *, also_on_cpu: bool, timeout: float) -> None:
     bound = device if backend == "nccl" else None
     both = "cpu:gloo,cuda:nccl" if bound and also_on_cpu else backend
+    # Every rank remembers its last collectives, for the record that a hang leaves.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     try:
-        dist.init_process_group(both, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+        dist.init_process_group(both, timeout=timedelta(seconds=timeout + TIMEOUT_MARGIN), device_id=bound)
     except (ValueError, RuntimeError, dist.DistError) as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
+                "start with torchrun --standalone, which picks one"
+            ) from error
         raise UserError(
             f"the process group did not form ({str(error).splitlines()[0]}): start with "
             "torchrun --nproc_per_node=N training/train_ddp.py, on a free port (--standalone picks one)"

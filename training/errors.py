@@ -42,6 +42,31 @@ class TrainingFailure(ForeseenError):
     """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
 
 
+class LostRank(TrainingFailure):
+    """Another rank is gone or did not come; which one, and why, is found out before it is said."""
+
+
+class StopAsked(BaseException):
+    """The process was asked to stop when there was nothing to save yet.
+
+    No ``Exception``: whoever foresees that something fails does not mean it.
+
+    Args:
+        exit_code: of the process.
+        quiet: another rank says it.
+    """
+
+    def __init__(self, exit_code: int, *, quiet: bool) -> None:
+        super().__init__("Stopped before the first step, nothing to save. Start the same command again to go on.")
+        self.exit_code = exit_code
+        self.quiet = quiet
+
+    def say(self) -> None:
+        """Print the line."""
+        if not self.quiet:
+            print(self, flush=True)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line, as every other error."""
 
@@ -64,6 +89,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     except ForeseenError as error:
         error.say()
         code = error.exit_code
+    except StopAsked as stop:
+        stop.say()
+        code = stop.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -14,6 +14,11 @@ from training.metrics import classification_metrics
 from training.tokenized import TokenizedRows
 
 ROWS_PER_BATCH = 64
+ROUNDS_BETWEEN_ASKING = 4
+
+
+class EvaluationStopped(Exception):
+    """An evaluation was given up because the run is to stop; raised on all ranks at the same batch."""
 
 
 def evaluate(
@@ -24,6 +29,7 @@ def evaluate(
     place: DataPlace,
     index: np.ndarray | None = None,
     on_batch: Callable[[int], None] = lambda rows: None,
+    stops: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Classify rows and say how well.
 
@@ -37,16 +43,22 @@ def evaluate(
         place: which of the batches are this rank's.
         index: which rows of the split; all by default.
         on_batch: told the number of rows of each batch done on this rank.
+        stops: asked every few batches on all ranks at once, and answers the same on all, whether to give up.
 
     Returns:
         On every rank the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
         order of ``index``.
+
+    Raises:
+        EvaluationStopped: ``stops`` said so.
     """
     index = np.arange(len(rows)) if index is None else index
     order = np.argsort(rows.lengths[index], kind="stable")
     batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
     mine = []
-    for first in range(0, len(batches), place.size):
+    for number, first in enumerate(range(0, len(batches), place.size)):
+        if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
+            raise EvaluationStopped
         # Ranks that share out a model gather it together: one that has no batch left takes part in the others'.
         has_batch = first + place.rank < len(batches)
         batch = batches[first + place.rank] if has_batch else batches[-1][:1]

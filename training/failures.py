@@ -7,11 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from training.distributed import Ranks
-from training.errors import TrainingFailure
-
-# What gloo and NCCL say when a connection ends.
-LOST_RANK = ("Connection closed by peer", "Connection reset", "gloo", "NCCL")
+from training.distributed import Ranks, is_lost_rank
+from training.errors import LostRank, TrainingFailure
 
 
 @contextmanager
@@ -28,11 +25,10 @@ def explained(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Itera
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(ranks, step, shape) from error
     except RuntimeError as error:
-        text = str(error)
-        if "can't allocate memory" in text:
+        if "can't allocate memory" in str(error):
             raise _out_of_memory(ranks, step, shape) from error
-        if any(sign in text for sign in LOST_RANK):
-            raise TrainingFailure(
+        if is_lost_rank(error):
+            raise LostRank(
                 f"rank {ranks.rank}: another rank went away at step {step}; its own error says why. "
                 "The last checkpoint stays: start the same command again to go on"
             ) from error

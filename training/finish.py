@@ -49,7 +49,6 @@ def finish_run(trainer: Trainer) -> Path:
             place,
             on_batch=lambda rows: count(rows * place.size),
             stops=trainer.stop_agreed,
-            stops=trainer.stop_agreed,
         )
     weights = trainer.strategy.full_weights()
     if trainer.ranks.is_first:
@@ -61,6 +60,7 @@ def finish_run(trainer: Trainer) -> Path:
             "best_epoch": best.epoch,
             "created": datetime.now(UTC).date().isoformat(),
             "train_rows": len(trainer.news.train_index),
+            "rows_left_out": trainer.news.texts.left_out + len(trainer.state.bad.excluded_rows),
             "test": test,
             "test_precision": trainer.strategy.test_precision,
             "validation": best.validation,
@@ -119,6 +119,10 @@ def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> 
     notes.append(f"Layout: {trainer.strategy.describe()}.")
     if trainer.state.skipped_steps:
         notes.append(f"The loss scale skipped {trainer.state.skipped_steps} steps.")
+    if trainer.state.bad.total:
+        notes.append(f"{trainer.state.bad.total} steps were skipped, since loss or gradient was not finite.")
+    if excluded := trainer.state.bad.excluded_rows:
+        notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
     return ReportData(
         title=trainer.config.output_dir.name,
         configuration=trainer.config.model_dump(mode="json"),

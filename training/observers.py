@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from training.monitoring.collectives import Collectives
 from training.monitoring.divergence import ReplicaCheck
 from training.monitoring.observer import Observer, Observers
+from training.monitoring.profiler import Profiler
 from training.monitoring.stragglers import Stragglers
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ LOOK_EVERY = 20  # optimizer steps between two looks at the ranks beside each ot
 def build_observers(trainer: Trainer) -> Observers:
     """Everything that watches this rank's part of a run; the order is that in which they are told."""
     trainer.exporter.leads = trainer.place.leads
-    observers: list[Observer] = [trainer.exporter]
+    observers: list[Observer] = [trainer.exporter, trainer.status, trainer.watchdog]
+    if trainer.config.profile:
+        observers.append(Profiler(trainer.config, trainer.ranks, trainer.phases, trainer.console))
     if trainer.log:
         observers += [trainer.log, trainer.events]
     if trainer.ranks.world_size > 1:

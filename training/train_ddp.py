@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from training.config import parse_config
 from training.distributed import one_voice, ranks
 from training.errors import run_command
+from training.resilience.interruption import Interruption
 from training.trainer import Trainer
 
 
@@ -29,8 +30,11 @@ def train() -> int:
     with refusing_once():
         with one_voice():
             config = parse_config(arguments, description=__doc__)
-        with ranks(config.device, also_on_cpu=config.cpu_offload) as mine:
-            model_folder = Trainer(config, mine).fit()
+        with (
+            ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,
+            Interruption(config.not_saved_exit_code, is_first=mine.is_first) as interruption,
+        ):
+            model_folder = Trainer(config, mine, interruption).fit()
     return 0 if model_folder else stopped_exit_code(config.stopped_exit_code)
 
 

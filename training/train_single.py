@@ -11,14 +11,18 @@ if not __package__:  # started by path: the imports below need the folder above 
 from training.config import parse_config
 from training.distributed import ranks
 from training.errors import run_command
+from training.resilience.interruption import Interruption
 from training.trainer import Trainer
 
 
 def main() -> int:
     """Parse and train; returns the exit code."""
     config = parse_config(sys.argv[1:], description=__doc__)
-    with ranks(config.device, use_process_group=False) as alone:
-        model_folder = Trainer(config, alone).fit()
+    with (
+        ranks(config.device, use_process_group=False) as alone,
+        Interruption(config.not_saved_exit_code, is_first=True) as interruption,
+    ):
+        model_folder = Trainer(config, alone, interruption).fit()
     return 0 if model_folder else config.stopped_exit_code
 
 

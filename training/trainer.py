@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,18 +14,19 @@ import numpy as np
 
 from training.balance import Balance
 from training.batching import LengthBucketSampler, rank_share
-from training.checkpointing import CheckpointStore
+from training.checkpointing import SaveSchedule, check_storage, open_storage
 from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import Resumed, find_resume_point, global_batch_size
+from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.describe import describe_run
 from training.distributed import Ranks, seed_everything
 from training.errors import TrainingFailure
-from training.evaluation import evaluate
+from training.evaluation import EvaluationStopped, evaluate
 from training.failures import explained
 from training.finish import finish_run
-from training.interruption import Interruption
 from training.monitoring import Console, EpochMetrics, EventLog, Exporter, RunLog, SavedCheckpoint
+from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.observers import build_observers
 from training.optimization import learning_rate_at, scaled_learning_rate
@@ -34,8 +36,11 @@ from training.phases import Phases
 from training.precision import choose_precision
 from training.prepare import prepare_model, prepare_news
 from training.quiet import quiet_libraries
+from training.resilience.bad_steps import BadSteps
+from training.resilience.interruption import Interruption
+from training.resilience.watchdog import Watchdog
 from training.run_state import RunState
-from training.step_log import StepLog, StepRecord, rows_of
+from training.step_log import Agreed, StepLog, StepRecord, rows_of
 from training.utils import AverageMeter, only_run_in, write_whole
 
 
@@ -45,22 +50,24 @@ class Trainer:
     Args:
         config: the run.
         ranks: this process's place in it.
+        interruption: for one that catches signals already.
 
     Raises:
         UserError: the run cannot start as asked; nothing has been written.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, interruption: Interruption | None = None) -> None:
         quiet_libraries()
         self.config = config
         self.ranks = ranks
         self.console = Console() if ranks.is_first else None
         self.phases = Phases()
         self.events = EventLog(config.run_dir, ranks, self.phases, config.log_every)
-        self.store = CheckpointStore(config.run_dir / "checkpoints", config.keep_last)
+        self.storage = ranks.together(lambda: open_storage(config))
         ranks.together(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.together(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
+        check_storage(self.storage, ranks)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
@@ -72,7 +79,7 @@ class Trainer:
         self.strategy.phases = self.phases
         self.place = self.strategy.place
         # Last of what can be refused: it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, self.place, self.store, self.news.tokens.key, self.say)
+        resumed = find_resume_point(config, ranks, self.place, self.storage, self.news.tokens.key, self.say)
         self.global_batch_size, self.accumulation = global_batch_size(config, self.place, resumed)
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, self.place, self.accumulation / self.global_batch_size, self.say)
@@ -81,10 +88,12 @@ class Trainer:
         self.total_steps = config.epochs * len(self.sampler)
         self.peak_learning_rate = scaled_learning_rate(config, self.place.size)
         self.state = RunState()
-        self.interruption = Interruption()
+        self.interruption = interruption or Interruption(config.not_saved_exit_code, is_first=ranks.is_first)
+        self.status = StatusFile(config.run_dir, ranks, self.phases)
+        self.watchdog = Watchdog(self)
         if resumed:
             with explained(ranks, step=1):
-                self._restore(resumed)
+                self.restore(resumed)
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
@@ -103,7 +112,12 @@ class Trainer:
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
             stack.enter_context(self.events.writing())
-            stack.enter_context(self.interruption)
+            stack.enter_context(self.interruption.saving())
+            stack.enter_context(self.status)
+            stack.enter_context(self.watchdog)
+            self.saver = Saver(self.config, self.ranks, self.storage, self.say)
+            stack.enter_context(contextlib.closing(self.saver))
+            self.save_schedule = SaveSchedule(self.config.save_every, self.config.save_minutes, time.monotonic())
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
@@ -112,13 +126,11 @@ class Trainer:
             self.observers.run_starts(self.state.step, self.total_steps, self.state.epochs)
             if self.console:
                 self.console.banner(describe_run(self))
-            if self.state.step < self.total_steps and not self._train():
+            model_folder = self._train_and_finish()
+            if model_folder is None:
                 self.say(f"Stopped at step {self.state.step}, all saved. To go on, start the same command again.")
-                self.events.agreed("stopped")
-                return None
-            with self.phases("finish"):
-                model_folder = finish_run(self)
-            self.events.agreed("finished")
+                self.status.stopped()
+            self.events.agreed("finished" if model_folder else "stopped")
             return model_folder
 
     def say(self, text: str) -> None:
@@ -130,9 +142,25 @@ class Trainer:
         """How a training row begins, where this rank has its text; else nothing."""
         return f'; row {row} reads "{self.news.texts.train.texts[row][:80]}"' if self.news.texts else ""
 
-    def _train(self) -> bool:
-        """Run the steps that are left; returns whether all were run."""
-        self.step_log = StepLog(self.ranks, self.describe_row)
+    def stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop; in the midst of an evaluation, where all ranks ask at the same batch."""
+        self.phases.beat()
+        return self.ranks.any(self.interruption.asked)
+
+    def _train_and_finish(self) -> Path | None:
+        """Run what is left; returns the model folder, or None when asked to stop."""
+        owes_validation = len(self.state.epochs) < self.state.step // len(self.sampler)
+        if (self.state.step < self.total_steps or owes_validation) and not self._train(owes_validation):
+            return None
+        try:
+            with self.phases("finish"):
+                return finish_run(self)
+        except EvaluationStopped:
+            return None  # tested anew when the run goes on
+
+    def _train(self, owes_validation: bool) -> bool:
+        """Validate the last epoch if that is owed, and run the steps that are left; returns whether all was done."""
+        self.step_log, self.bad_steps = StepLog(self.ranks), BadSteps(self)
         step, steps_an_epoch = self.state.step, len(self.sampler)
         samples_done = step // steps_an_epoch * len(self.news.train_index)
         samples_done += step % steps_an_epoch * self.global_batch_size
@@ -142,10 +170,11 @@ class Trainer:
             else contextlib.nullcontext()
         )
         with progress as self.bar:
-            while self.state.step < self.total_steps:
-                if not self._train_epoch(epoch=self.state.step // steps_an_epoch + 1):
-                    return False
-        return True
+            done = not owes_validation or self._end_epoch(epoch=step // steps_an_epoch)
+            while done and self.state.step < self.total_steps:
+                done = self._train_epoch(epoch=self.state.step // steps_an_epoch + 1)
+            self.hear_of_saves(self.saver.wait)
+        return done
 
     def _train_epoch(self, epoch: int) -> bool:
         state, config = self.state, self.config
@@ -155,22 +184,28 @@ class Trainer:
         if not resumed_at:
             state.epoch_loss = AverageMeter()
         for batch in islice(self.sampler, resumed_at, None):
-            self._train_step(epoch, self.news.train_index[batch])
+            self._train_step(epoch, self.bad_steps.remaining(self.news.train_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             is_last = state.step % len(self.sampler) == 0
             saves = bool(config.save_every) and state.step % config.save_every == 0
             stop = False
             if is_last or saves or self.ranks.device.type == "cpu" or state.step % config.log_every == 0:
-                stop = self._agree()
-            if not is_last and (saves or stop):
+                agreed = self._agree()
+                if self.bad_steps.take(agreed.steps, agreed.bad):
+                    return True
+                stop, saves = agreed.raised["stop"] > 0, agreed.raised["save"] > 0
+            # A row of bad steps has changed no weight, and going back is to reach to before it.
+            if stop or (saves and not is_last and not state.bad.in_a_row):
                 self._save()
-            if stop and not is_last:
+            if stop:
                 return False
-        self._end_epoch(epoch)
-        return not stop or state.step == self.total_steps
+        return self._end_epoch(epoch)
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         tokens, step = self.news.tokens.train, self.state.step + 1
+        if not len(batch):  # all its rows are left out: the schedule goes on without an update
+            self.state.step = self.phases.step = step
+            return
         self.observers.step_begins(step)
         with self.phases("data"):
             micro_batches = rank_share(
@@ -191,34 +226,52 @@ class Trainer:
             self.balance.step_done(micro_batches)
         self.observers.step_ends(step, micro_batches, result)
         num_tokens = int(tokens.lengths[batch].sum())
-        self.step_log.add(
-            StepRecord(step, epoch, learning_rate, len(batch), num_tokens, rows_of(micro_batches), result)
-        )
+        self.step_log.add(StepRecord(step, epoch, learning_rate, batch, num_tokens, rows_of(micro_batches), result))
         self.state.step = self.phases.step = step
 
-    def _agree(self) -> bool:
-        """Agree with all ranks on the last steps; returns whether one was asked to stop."""
+    def _agree(self) -> Agreed:
+        """Agree with all ranks on the last steps, and on what single ranks know."""
         with self.phases("agree"), explained(self.ranks, self.state.step + 1):
-            metrics, raised = self.step_log.flush(self.state.seconds, {"stop": self.interruption.asked})
-        for step in metrics:
-            self.state.epoch_loss.update(step.loss, step.rows)
-            self.state.skipped_steps += step.skipped
-        self.observers.steps_agreed(metrics)
-        if self.console and metrics:
-            self.bar.update(metrics[-1])
-        return raised["stop"] > 0
+            agreed = self.step_log.flush(self.state.seconds, self._flags())
+        for step in agreed.steps:
+            if not step.bad:
+                self.state.epoch_loss.update(step.loss, step.rows)
+                self.state.skipped_steps += step.skipped
+        self.observers.steps_agreed(agreed.steps)
+        if self.console and agreed.steps:
+            self.bar.update(agreed.steps[-1])
+        if agreed.raised["saved"] == self.ranks.world_size:
+            self.hear_of_saves(self.saver.collect)
+        if agreed.raised["retry"]:
+            self.saver.retry()
+        return agreed
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _flags(self) -> dict[str, bool]:
+        """What this rank alone knows, and all must before anyone acts on it."""
+        return {
+            "stop": self.interruption.asked,
+            "save": self.ranks.is_first and self.save_schedule.due(self.state.step, time.monotonic()),
+            "saved": self.saver.done,
+            "retry": self.saver.retry_due,
+        }
+
+    def _end_epoch(self, epoch: int) -> bool:
+        """Validate and save; returns whether that was done, not cut short by a stop: then the validation is owed."""
         tokens, state = self.news.tokens, self.state
-        with self.phases("evaluate"), explained(self.ranks, state.step + 1):
-            validation, _ = evaluate(
-                partial(self.strategy.logits, precision=self.precision),
-                tokens.train,
-                self.ranks,
-                tokens.label_names,
-                self.place,
-                self.news.validation_index,
-            )
+        try:
+            with self.phases("evaluate"), explained(self.ranks, state.step + 1):
+                validation, _ = evaluate(
+                    partial(self.strategy.logits, precision=self.precision),
+                    tokens.train,
+                    self.ranks,
+                    tokens.label_names,
+                    self.place,
+                    self.news.validation_index,
+                    stops=self.stop_agreed,
+                )
+        except EvaluationStopped:
+            self._save()
+            return False
         if not math.isfinite(validation["loss"]):
             raise TrainingFailure(
                 f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and stays; "
@@ -232,28 +285,33 @@ class Trainer:
         if self.console:
             self.bar.epoch_table([metrics])
         self._save()
+        return True
 
     def _save(self) -> None:
         self.observers.checkpoint_begins(self.state.step)
-        began = time.perf_counter()
-        with self.phases("save"):
-            strategy = self.strategy.state_dict()
-            if self.ranks.is_first:
-                state = self.state.to_plain() | {
-                    "strategy": strategy,
-                    "config": self.config.model_dump(mode="json"),
-                    "global_batch_size": self.global_batch_size,
-                    "peak_learning_rate": self.peak_learning_rate,
-                    "data_key": self.news.tokens.key,
-                }
-                self.store.save(self.state.step, state, self.state.best.step if self.state.best else None)
-        seconds = time.perf_counter() - began
-        self.observers.checkpoint_saved(SavedCheckpoint(self.state.step, seconds, seconds, 0))
+        state = self.state
+        run = state.to_plain() | {
+            "config": self.config.model_dump(mode="json"),
+            "global_batch_size": self.global_batch_size,
+            "peak_learning_rate": self.peak_learning_rate,
+            "data_key": self.news.tokens.key,
+        }
+        best_step = state.best.step if state.best else None
+        self.hear_of_saves(lambda: self.saver.save(state.step, self.strategy.state_dict, run, best_step))
+        self.save_schedule.saved(time.monotonic())
         self.step_log.restart_clock()
 
-    def _restore(self, resumed: Resumed) -> None:
+    def hear_of_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
+        """Ask the saver, and tell the observers what stands since."""
+        with self.phases("save"), explained(self.ranks, self.state.step + 1):
+            saved = call()
+        for checkpoint in saved:
+            self.observers.checkpoint_saved(checkpoint)
+
+    def restore(self, resumed: Resumed) -> None:
+        """Stand where a checkpoint was written."""
         self.state.take(resumed.state)
         self.phases.step = self.state.step
-        self.strategy.load_state_dict(resumed.state["strategy"])
+        self.ranks.together(lambda: self.strategy.load_state_dict(resumed.tensors))
         self.peak_learning_rate = resumed.state["peak_learning_rate"]
         self.events.agreed("resumed", checkpoint=str(resumed.path))

@@ -16,7 +16,7 @@ if not __package__:  # started by path: the imports below need the repository
 
 from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
-from training.distributed import COLLECTIVE_TIMEOUT, ranks
+from training.distributed import ranks, start_timeout
 from training.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from training.trainer import Trainer
 
@@ -64,7 +64,9 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
     trainer = TorchTrainer(
         _train_in_worker,
         train_loop_config={"config": config, "device": "cuda" if use_gpu else "cpu", "folder": str(Path.cwd())},
-        torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
+        torch_config=TorchConfig(
+            "nccl" if use_gpu else "gloo", timeout_s=int(start_timeout(config.collective_timeout))
+        ),
         scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
             storage_path=str(notes),

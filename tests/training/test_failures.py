@@ -232,7 +232,10 @@ def test_a_dead_rank_takes_the_others_down_with_a_line(launch: Callable[..., Any
     assert run.wait(20) == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     [line] = run.error_lines
-    assert re.match(r"error: rank 0: another rank went away at step \d+; .*start the same command again to go on", line)
+    named = rf"rank 1 \(host \S+, process {ranks[1]}\) is gone: its process has ended; last seen "
+    assert re.match(
+        rf"error: lost at step \d+: a connection ended; {named}.*start the same command again to go on", line
+    )
 
 
 def test_a_second_run_into_the_same_folder_is_refused(

@@ -119,6 +119,10 @@ class StatusFile(Observer):
         finally:
             self._lock.release()
 
+    def stopped(self) -> None:
+        """Take that the run was asked to stop and has saved."""
+        self.status.state = "stopped"
+
     def failed(self, message: str) -> None:
         """Say why this rank ends, at once."""
         self.status.state, self.status.message = "failed", message

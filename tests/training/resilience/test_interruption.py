@@ -1,0 +1,124 @@
+"""Signals ask a run to stop and do nothing else; before there is anything to save they end it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.errors import StopAsked
+from training.resilience.interruption import STOP_SIGNALS, Interruption
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+# Waits in the C library, where Python runs no handler, with a second thread that must not be ended either.
+WAITS_FOR_EVER = """
+import ctypes
+from training.resilience.interruption import Interruption
+
+with Interruption(75, is_first=True).saving():
+    print("waits", flush=True)
+    ctypes.CDLL(None).pause()
+    while True:
+        ctypes.CDLL(None).sleep(1000)
+"""
+
+
+def _flags(batch_size: int, output: Path) -> tuple[str | Path | int, ...]:
+    return ("--batch_size", batch_size, "--save_every", 2, "--keep_last", 3, "--output_dir", output)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_signal_asks_and_afterwards_does_what_it_did_before(number: signal.Signals) -> None:
+    before, wakeup_before = signal.getsignal(number), signal.set_wakeup_fd(-1)
+
+    with Interruption(75, is_first=True).saving() as interruption:
+        assert not interruption.asked
+        signal.raise_signal(number)
+        assert interruption.asked
+
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(wakeup_before) == -1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_there_is_anything_to_save_a_signal_ends_the_process(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StopAsked) as stopped, Interruption(75, is_first=True):
+        signal.raise_signal(number)
+
+    stopped.value.say()
+    assert stopped.value.exit_code == 75
+    assert capfd.readouterr().out.startswith("Stopped before the first step, nothing to save.")
+
+
+def test_what_slurm_sends_long_before_the_end_is_remembered_until_something_can_be_saved() -> None:
+    with Interruption(75, is_first=True) as interruption:
+        signal.raise_signal(signal.SIGUSR1)
+        with interruption.saving():
+            assert interruption.asked
+
+
+def test_outside_the_main_thread_no_signal_is_touched() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    seen: list[object] = []
+
+    def enter() -> None:
+        with Interruption(75, is_first=True).saving() as interruption:
+            seen.extend(signal.getsignal(number) for number in STOP_SIGNALS)
+            seen.append(interruption.asked)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+
+    assert seen == [*before, False]
+
+
+def test_a_second_ctrl_c_ends_at_once_whatever_the_process_waits_for(start: Callable[..., Any]) -> None:
+    run = start([sys.executable, "-c", WAITS_FOR_EVER], wait=False)
+    run.wait_until(lambda: "waits" in run.out)
+
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGINT)
+        try:
+            run.process.wait(0.3)
+        except subprocess.TimeoutExpired:
+            continue
+
+    assert run.process.returncode == 130
+    assert run.err == "interrupted\n"
+
+
+def test_a_stopped_run_ends_with_the_exit_code_that_its_scheduler_wants(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = launch(1, *_flags(8, tmp_path / "model"), "--stopped_exit_code", 75, wait=False)
+    run.wait_until(lambda: "step 2/" in run.out)
+
+    run.process.terminate()
+
+    assert run.wait() == 75
+    assert run.err == ""
+
+
+def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
+    start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    script = REPOSITORY / "training" / "run_ddp.sh"
+    output = tmp_path / "model"
+    environment = {"PYTHON": sys.executable}
+    run = start(["bash", script, 2, *base_flags, *_flags(4, output)], wait=False, env=environment)
+    run.wait_until(lambda: "step 2/" in run.out)
+
+    os.kill(run.process.pid, signal.SIGTERM)
+
+    assert run.wait() == 0, run.err
+    assert "all saved. To go on, start the same command again." in run.out
+    assert "Traceback" not in run.err

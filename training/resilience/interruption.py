@@ -1,0 +1,113 @@
+"""Signals that ask a run to stop: the step is finished, the state saved, and the run ends so that it can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from training.errors import StopAsked
+
+# What a person, a launcher or Kubernetes sends (SIGTERM, SIGINT), and what SLURM sends before the time is up (SIGUSR1).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Schedulers and launchers kill 30 s after they asked.
+STOP_SECONDS = 20.0
+# A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
+SECOND_THOUGHT = 1.0
+
+
+class Interruption:
+    """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
+
+    Before :meth:`saving` there is nothing to save: there SIGTERM and SIGINT end the process with :class:`StopAsked`,
+    and SIGUSR1, which comes long before the end, is remembered. A second Ctrl-C ends it at once, anywhere.
+
+    Python runs a handler only between two instructions of its main thread, which may wait for ever in a collective;
+    so a thread listens too. Outside the main thread no signal can be caught: there the context changes nothing, and
+    whoever started the thread decides when it ends (Ray runs training in a thread of its workers).
+
+    Args:
+        exit_code: of a process that stops with nothing saved.
+        is_first: whether this rank speaks.
+    """
+
+    def __init__(self, exit_code: int, *, is_first: bool) -> None:
+        self.asked = False
+        self.exit_code = exit_code
+        self._is_first = is_first
+        self._saves = False
+        self._before = {}
+        self._depth = 0
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Interruption:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            self._ended.clear()
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._writer, self._fd_before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+            self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth or not self._before:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that set it
+        self._before = {}
+        self._ended.set()
+        signal.set_wakeup_fd(self._fd_before)
+        os.close(self._writer)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Interruption]:
+        """From here on a stop is agreed upon and saved; enters the context where nobody has."""
+        with self:
+            self._saves = True
+            try:
+                yield self
+            finally:
+                self._saves = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first, self.asked = not self.asked, True
+        if first and not self._saves and number != signal.SIGUSR1:
+            raise StopAsked(self.exit_code, quiet=not self._is_first)
+
+    def _listen(self, reader: int) -> None:
+        interrupted = None
+        while received := os.read(reader, 1):
+            number = received[0]
+            if number not in STOP_SIGNALS:
+                continue
+            if number == signal.SIGINT:
+                if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
+                    leave(128 + number, "interrupted")
+                interrupted = interrupted or time.monotonic()
+            if self._saves:
+                self.asked = True
+            elif number != signal.SIGUSR1 and not self._ended.wait(STOP_SECONDS):
+                leave(self.exit_code, "error: asked to stop while another rank does not come; nothing was to save")
+        os.close(reader)
+
+
+def leave(exit_code: int, line: str = "") -> NoReturn:
+    """End the process from any thread, whatever the main thread waits for."""
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a progress bar hides the cursor
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(exit_code)
