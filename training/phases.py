@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Phases:
@@ -18,6 +18,7 @@ class Phases:
         self.now = "start"
         self.since = self.moved = time.monotonic()  # its begin; when it was last seen to go on
         self.step = 0  # optimizer steps done
+        self.mark: Callable[[str], AbstractContextManager] = nullcontext  # what a profiler puts around phases
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._taken: dict[str, dict[str, float]] = {}
 
@@ -27,7 +28,8 @@ class Phases:
         outer = self.now
         self._enter(name)
         try:
-            yield
+            with self.mark(name):
+                yield
         finally:
             self._enter(outer)
 

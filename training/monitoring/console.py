@@ -82,6 +82,16 @@ class Console:
             table.add_row(*_epoch_cells(metrics, is_best), style="green" if is_best else None)
         self._rich.print(table)
 
+    def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print a table whose first column is words and whose others are figures."""
+        table = Table(box=box.SIMPLE_HEAD if self.is_terminal else None, pad_edge=False, show_edge=False)
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left", header_style="bold", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.say(Text(title, "bold"))
+        self._rich.print(table)
+
     def finish(
         self,
         *,
