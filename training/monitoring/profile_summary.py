@@ -15,12 +15,14 @@ from training.utils import write_json
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList
 
+FOLDER = "profile"
 SUMMARY_FILE = "summary.json"
 MOST_OPERATORS = 12
 # What a collective is called: by gloo and NCCL as they run it, by torch as it is asked for.
 _COMMUNICATION = ("gloo:", "nccl")
-_PHASES = ("data", "forward", "backward", "optimizer")
 _ASKED = ("c10d::", "_c10d_functional::", "record_param_comms")
+_PHASES = ("data", "forward", "backward", "optimizer")
+_RANK_HEADINGS = ("Rank", "A step", "Data wait", "Forward", "Backward", "Optimizer", "Other", "Collectives", "Hidden")
 
 Interval = tuple[float, float]
 
@@ -110,18 +112,18 @@ def _top_operators(events: EventList, *, on_gpu: bool) -> list[Operator]:
     return [Operator(a.key, a.count, seconds[a.key], seconds[a.key] / total) for a in top if seconds[a.key] > 0]
 
 
-def write_summary(folder: Path, profiles: Sequence[RankProfile]) -> None:
-    """Write ``summary.json``.
+def write_summary(run_dir: Path, profiles: Sequence[RankProfile]) -> None:
+    """Write ``profile/summary.json``.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_json(folder / SUMMARY_FILE, {"ranks": [asdict(profile) for profile in profiles]})
+    write_json(run_dir / FOLDER / SUMMARY_FILE, {"ranks": [asdict(profile) for profile in profiles]})
 
 
-def read_summary(folder: Path) -> list[RankProfile]:
+def read_summary(run_dir: Path) -> list[RankProfile]:
     """Read what :func:`write_summary` wrote; nothing where there is none."""
-    path = folder / SUMMARY_FILE
+    path = run_dir / FOLDER / SUMMARY_FILE
     if not path.exists():
         return []
     ranks: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["ranks"]
@@ -137,15 +139,7 @@ def rank_table(profiles: Sequence[RankProfile]) -> tuple[list[str], list[list[st
         hidden = "-" if profile.hidden is None else format_percent(profile.hidden, 1)
         step = profile.seconds / (profile.last_step - profile.first_step + 1)
         rows.append([str(profile.rank), _milliseconds(step), *(format_percent(time, 1) for time in times), hidden])
-    return [
-        "Rank",
-        "A step",
-        "Data wait",
-        *(name.title() for name in _PHASES[1:]),
-        "Other",
-        "Collectives",
-        "Hidden",
-    ], rows
+    return [*_RANK_HEADINGS], rows
 
 
 def operator_table(profile: RankProfile) -> tuple[list[str], list[list[str]]]:

@@ -13,7 +13,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from training.monitoring.observer import Observer
-from training.monitoring.profile_summary import RankProfile, operator_table, rank_table, summarise, write_summary
+from training.monitoring.profile_summary import (
+    FOLDER,
+    RankProfile,
+    operator_table,
+    rank_table,
+    summarise,
+    write_summary,
+)
 from training.monitoring.records import EpochMetrics
 
 if TYPE_CHECKING:
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from training.parallelism import StepResult
     from training.phases import Phases
 
-FOLDER = "profile"
 FIRST_STEPS = 10  # in which caches warm up and buckets settle
 _MEMORY_EVENTS = 100_000
 
@@ -144,7 +150,7 @@ class Profiler(Observer):
         console.table(f"Costliest operators of rank {of.rank}", *operator_table(of))
         console.say(f"Traces for ui.perfetto.dev: {self._folder}")
         try:
-            write_summary(self._folder, profiles)
+            write_summary(self._config.run_dir, profiles)
         except OSError as error:
             console.say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
 

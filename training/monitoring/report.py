@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from training.monitoring.profile_summary import operator_table, rank_table, read_summary
 from training.monitoring.records import Curves, ReportData, WrongText, format_percent, wilson_interval
 from training.monitoring.run_log import read_metrics
 from training.utils import format_time, write_whole
@@ -58,11 +59,25 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         epochs=curves.epochs,
         best_epoch=max((record["epoch"] for record in curves.epochs if record["is_best"]), default=None),
         plots={name: (alt, _data(light[name]), _data(dark[name])) for name, alt in PLOTS.items() if name in light},
+        profile=_profile(run_dir),
         wrong_texts=_most_wrong(report.wrong_texts),
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
+
+
+def _profile(run_dir: Path) -> dict[str, Any] | None:
+    profiles = read_summary(run_dir)
+    if not profiles:
+        return None
+    of = profiles[0]
+    return {
+        "steps": f"{of.first_step:,} to {of.last_step:,}",
+        "rank": of.rank,
+        "tables": [rank_table(profiles), operator_table(of)],
+        "traces": [profile.trace for profile in profiles],
+    }
 
 
 def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
