@@ -104,8 +104,7 @@ class Ownership:
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
         """What this rank writes of ``tensors``; every rank calls it with what it holds."""
         held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
-        changed = torch.tensor(float(held != self._held), device=self.ranks.device)
-        if self.ranks.sum_(changed).item():
+        if self.ranks.any(held != self._held):
             self._held = held
             self._owned = share_out(self.ranks.gather(held))[self.ranks.rank]
         return self._owned

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from training.checkpointing.ownership import Ownership
 from training.checkpointing.sharded import StagedPlanner, Staging, telling_writer
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
-from training.distributed import COLLECTIVE_TIMEOUT, Ranks
+from training.distributed import Ranks
 from training.errors import TrainingFailure
 from training.monitoring import SavedCheckpoint
 from training.parallelism.state import StrategyState
@@ -65,7 +66,8 @@ class Saver:
         self.storage = storage
         self.say = say
         # Two threads that share a group would take each other's messages.
-        self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if ranks.is_distributed else None
+        timeout = timedelta(seconds=config.collective_timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if ranks.is_distributed else None
         self._ownership, self._staging = Ownership(ranks), Staging()
         self._thread: threading.Thread | None = None
         self._order: _Order | None = None

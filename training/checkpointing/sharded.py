@@ -118,6 +118,11 @@ class SavedShards:
         """Their names."""
         return self._metadata.state_dict_metadata.keys()
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole tensors."""
+        return {name: tensor.size for name, tensor in self._metadata.state_dict_metadata.items()}
+
     @torch.no_grad()
     def read(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """Fill tensors in place; of a DTensor, this rank's part.
