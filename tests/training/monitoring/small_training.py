@@ -1,0 +1,38 @@
+"""A whole training run on the ranks that `run_on_ranks` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from training.config import parse_config
+from training.distributed import ranks
+from training.trainer import Trainer
+
+
+def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0) -> None:
+    """Train on this rank as train_ddp.py does.
+
+    In step ``dies_in_step`` (0 for none) rank 1 gets SIGKILL, once the first checkpoint stands.
+    """
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+    config = parse_config(flags, {})
+    with ranks(config.device) as mine:
+        torch.set_num_threads(1)
+        trainer = Trainer(config, mine)
+        take_step = trainer.strategy.step
+
+        def step_or_die(micro_batches: Any, step: int, learning_rate: float) -> Any:
+            if mine.rank == 1 and step == dies_in_step:
+                while not list(config.run_dir.glob("checkpoints/step_*/manifest.json")):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return take_step(micro_batches, step, learning_rate)
+
+        trainer.strategy.step = step_or_die
+        trainer.fit()
