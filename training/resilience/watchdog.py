@@ -86,8 +86,7 @@ class Watchdog(Observer):
                 asked += passed
             if still > self._limit:
                 self._end_hang(still)
-            # What saves is not cut short: a collective of its own fails when a rank is gone.
-            if min(still, asked) > STOP_SECONDS and self._phases.now not in ("save", "finish"):
+            if min(still, asked) > STOP_SECONDS:
                 self._stop_alone()
 
     def _end_hang(self, seconds: float) -> NoReturn:
@@ -108,7 +107,7 @@ class Watchdog(Observer):
     def _stop_alone(self) -> None:
         with self._has_the_word:
             missing, speaks = self._look_around()
-            if missing:  # else the others live, and a slow step will end
+            if missing:  # else the others live, and a slow step or a long save will end
                 line = self._line(missing, "asked to stop, which could not be agreed upon")
                 self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
 
