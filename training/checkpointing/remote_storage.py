@@ -72,8 +72,8 @@ class RemoteStorage(Storage):
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
         """Make a checkpoint of these files by putting their manifest, then ``latest``; returns its path."""
         manifest = manifest_of(step, files, self._sizes(self.place))
-        self._put(f"{self.place}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
-        self._put(f"{self.location}/{LATEST}", f"{self.place.rsplit('/', 1)[-1]}\n".encode())
+        self._put_whole(f"{self.place}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+        self._put_whole(f"{self.location}/{LATEST}", f"{self.place.rsplit('/', 1)[-1]}\n".encode())
         return self.place
 
     def discard(self, step: int) -> None:
@@ -140,6 +140,13 @@ class RemoteStorage(Storage):
     def _put(self, path: str, data: bytes) -> None:
         with self._answering():
             self.files.pipe_file(path, data)
+
+    def _put_whole(self, path: str, data: bytes) -> None:
+        """Put a file so that readers see all of it or none: not every driver sends a file in one piece."""
+        aside = f"{path}.tmp"
+        self._put(aside, data)
+        with self._answering():
+            self.files.mv(aside, path)
 
     def _remove(self, name: str) -> None:
         path = f"{self.location}/{name}"
