@@ -303,8 +303,11 @@ class Trainer:
 
     def hear_of_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
         """Ask the saver, and tell the observers what stands since."""
+        failed = self.saver.num_failed
         with self.phases("save"), explained(self.ranks, self.state.step + 1):
             saved = call()
+        for _ in range(failed, self.saver.num_failed):
+            self.observers.checkpoint_failed(self.state.step)
         for checkpoint in saved:
             self.observers.checkpoint_saved(checkpoint)
 

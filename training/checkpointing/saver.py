@@ -73,7 +73,8 @@ class Saver:
         self._order: _Order | None = None
         self._outcome: SavedCheckpoint | Exception | None = None
         self._blocked = 0.0  # seconds that the main thread has waited for this save
-        self._failures, self._failed_at = 0, 0.0
+        self.num_failed = 0  # in all
+        self._failures, self._failed_at = 0, 0.0  # in a row
 
     @property
     def done(self) -> bool:
@@ -137,6 +138,7 @@ class Saver:
             return [replace(outcome, blocked_seconds=self._blocked)]
         if not isinstance(outcome, SaveFailed):
             raise outcome
+        self.num_failed += 1
         self._failures += 1
         self._failed_at = time.monotonic()
         where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"

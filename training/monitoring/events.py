@@ -97,6 +97,10 @@ class EventLog(Observer):
         figures = {f"validation_{name}": validation.get(name) for name in ("loss", "accuracy", "macro_f1")}
         self.write("epoch", **fields, **figures)
 
+    def checkpoint_failed(self, step: int) -> None:
+        """Write that a checkpoint is not there."""
+        self.write("checkpoint_failed")
+
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Write a checkpoint."""
         self.write("checkpoint", **asdict(saved))

@@ -90,6 +90,7 @@ class Exporter(Observer):
         self._checkpoint_blocked = histogram(
             "checkpoint_blocked_seconds", "Seconds for which a checkpoint held up training.", (0.01, *buckets)
         )
+        self._checkpoint_failures = self._counter("checkpoint_failures", "Checkpoints that could not be written.")
         self._checkpoint_bytes = self._gauge("checkpoint_bytes", "Bytes of the last checkpoint, of all ranks.")
 
     def _make_watched_metrics(self) -> None:
@@ -98,7 +99,6 @@ class Exporter(Observer):
         self._skipped = counter("skipped_steps", "Steps that left the weights alone, the loss scale's included.")
         self.bad_steps = counter("bad_steps", "Steps skipped for a loss or gradient that is not finite.")
         self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above those before.")
-        self.checkpoint_failures = counter("checkpoint_failures", "Checkpoints that could not be written.")
         self.replica_checks = counter("replica_checks", "Comparisons of what ranks hold copies of.", "result")
         for result in ("equal", "different"):
             self.replica_checks.labels(result)
@@ -163,6 +163,10 @@ class Exporter(Observer):
         """Show an epoch's validation."""
         self._validation_loss.set(epoch.validation["loss"])
         self._validation_accuracy.set(epoch.validation["accuracy"])
+
+    def checkpoint_failed(self, step: int) -> None:
+        """Count a checkpoint that is not there."""
+        self._checkpoint_failures.inc()
 
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Count a checkpoint."""

@@ -37,6 +37,9 @@ class Observer:
     def checkpoint_begins(self, step: int) -> None:
         """Hear that the state after ``step`` is to be saved."""
 
+    def checkpoint_failed(self, step: int) -> None:
+        """Hear, after ``step`` steps, that a checkpoint could not be written, and that training goes on."""
+
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Hear that a checkpoint stands."""
 
@@ -79,6 +82,11 @@ class Observers(Observer):
         """Tell all."""
         for observer in self.observers:
             observer.checkpoint_begins(step)
+
+    def checkpoint_failed(self, step: int) -> None:
+        """Tell all."""
+        for observer in self.observers:
+            observer.checkpoint_failed(step)
 
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Tell all."""
