@@ -17,20 +17,20 @@ CHECKPOINT_BYTES = 12  # a parameter and its two moments, fp32
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of weights and moments, which rank 0 collects, writes and hashes.
+    """A checkpoint of weights and moments, of which each rank writes its part while training goes on.
 
-    ``gather``, ``write``, ``hash``: seconds.
+    ``copy``, ``write``, ``hash``: seconds; training waits for the copy alone.
     """
 
     bytes: float
-    gather: float
+    copy: float
     write: float
     hash: float
 
     @property
     def seconds(self) -> float:
-        """From the last step before it to the first after."""
-        return self.gather + self.write + self.hash
+        """Until it stands."""
+        return self.copy + self.write + self.hash
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,10 @@ def _scaling(
 
 
 def estimate_checkpoint(shape: ModelShape, cluster: Cluster) -> Checkpoint:
-    """What training/checkpointing does: rank 0 takes whole tensors to its memory, writes one file, and hashes it."""
+    """What training/checkpointing does: each rank copies its share to the machine's memory, writes and hashes it."""
     size = CHECKPOINT_BYTES * shape.num_parameters
-    network = cluster.gpu.network_bandwidth if cluster.nodes > 1 else cluster.gpu.link_bandwidth
-    gather = size / min(COPY_BANDWIDTH, network * cluster.calibration.network_share)
-    return Checkpoint(size, gather, size / STORAGE_BANDWIDTH, size / HASH_BANDWIDTH)
+    share = size / (cluster.nodes * cluster.gpus_per_node)
+    return Checkpoint(size, share / COPY_BANDWIDTH, size / cluster.nodes / STORAGE_BANDWIDTH, share / HASH_BANDWIDTH)
 
 
 def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float) -> float:

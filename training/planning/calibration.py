@@ -47,8 +47,8 @@ OPTIMIZER_BYTES = 36
 # Of the memory: CUDA's context, NCCL's buffers and cuBLAS' workspaces, and the share lost to fragmentation.
 RESERVED_BYTES = 2 * 2**30
 FRAGMENTATION = 0.04
-# Of a checkpoint, bytes per second: from GPUs to pageable memory of rank 0, from there to shared storage by one writer,
-# and through SHA-256 on one core.
+# Of a checkpoint, bytes per second: from a GPU to the machine's memory, from a machine to shared storage, and through
+# SHA-256 on one core.
 COPY_BANDWIDTH = 5e9
 STORAGE_BANDWIDTH = 2e9
 HASH_BANDWIDTH = 1.5e9

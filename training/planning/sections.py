@@ -72,7 +72,8 @@ def summary(answer: Answer) -> str:
     if answer.target_tokens:
         days = best.days(answer.target_tokens)
         said += f" {answer.target_tokens / 1e9:,.2f} billion tokens take it {days:,.2f} days."
-    return f"{said} A checkpoint takes {answer.checkpoint.seconds:,.0f} s."
+    saved = answer.checkpoint
+    return f"{said} A checkpoint stands after {saved.seconds:,.0f} s, of which training waits {saved.copy:,.1f} s."
 
 
 def sections(answer: Answer, dry_runs: DryRuns) -> list[Section]:
@@ -223,9 +224,10 @@ def _running(answer: Answer) -> Section:
     if answer.target_tokens and answer.best:
         days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({describe(plan)})" for plan in answer.best)
         rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
-    rows.append(("checkpoint", f"{saved.bytes / 1e9:,.1f} GB, which rank 0 holds in its memory"))
-    parts = f"{saved.gather:,.0f} to collect, {saved.write:,.0f} to write, {saved.hash:,.0f} to hash"
-    rows.append(("seconds a checkpoint", f"{saved.seconds:,.0f} ({parts})"))
+    rows.append(("checkpoint", f"{saved.bytes / 1e9:,.1f} GB, of which each rank writes its part"))
+    rows.append(("seconds that training waits for it", f"{saved.copy:,.1f}, for the copy"))
+    parts = f"then {saved.write:,.0f} to write, {saved.hash:,.0f} to hash"
+    rows.append(("seconds until it stands", f"{saved.seconds:,.0f} ({parts})"))
     return Section("A whole run", ("what", "simulated"), rows)
 
 
