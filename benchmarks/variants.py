@@ -145,7 +145,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
     strategy = DDPStrategy(model, config, ranks, precision)
     sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
-    log = StepLog(ranks, str)
+    log = StepLog(ranks)
     epoch = Epoch(ranks)
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
@@ -154,8 +154,8 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
         learning_rate = _rate(step, len(sampler))
         result = strategy.step(micro_batches, step, learning_rate)
         tokens = int(rows.lengths[batch].sum())
-        log.add(StepRecord(step, 1, learning_rate, len(batch), tokens, rows_of(micro_batches), result))
-        metrics, _ = log.flush(0.0, stop=False)
+        log.add(StepRecord(step, 1, learning_rate, batch, tokens, rows_of(micro_batches), result))
+        metrics = log.flush(0.0, {}).steps
         epoch.loss.update(metrics[0].loss, len(batch))
     epoch.stop()
     return epoch

@@ -1,10 +1,10 @@
-"""The steps between two looks at the device: their losses, agreed over ranks, and the check that they are finite."""
+"""The steps between two looks at the device: their losses, agreed over ranks, and those that are not finite."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,22 +12,35 @@ import torch
 
 from training.batching import MicroBatch
 from training.distributed import Ranks
-from training.errors import TrainingFailure
 from training.monitoring import StepMetrics
 from training.parallelism import StepResult
+from training.resilience.bad_steps import BadStep
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: ``rows`` and ``tokens`` of the global batch, ``mine`` this rank's row numbers."""
+    """One optimizer step: row numbers and ``tokens`` of the global batch, ``mine`` this rank's row numbers."""
 
     step: int
     epoch: int
     learning_rate: float
-    rows: int
+    batch: np.ndarray
     tokens: int
     mine: np.ndarray
     result: StepResult
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of the last steps.
+
+    ``steps``: each one's metrics; ``raised``: how many ranks raise each flag; ``bad``: by number, the steps that were
+    skipped since loss or gradient norm is not finite, and no loss scale explains it.
+    """
+
+    steps: list[StepMetrics]
+    raised: dict[str, int]
+    bad: dict[int, BadStep]
 
 
 class StepLog:
@@ -35,12 +48,10 @@ class StepLog:
 
     Args:
         ranks: all of them flush after the same steps.
-        describe_row: a row number to the text that an error shows.
     """
 
-    def __init__(self, ranks: Ranks, describe_row: Callable[[int], str]) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.describe_row = describe_row
         self.records: list[StepRecord] = []
         self.since = time.perf_counter()
 
@@ -52,18 +63,12 @@ class StepLog:
         """Leave out of the throughput what was no training: an evaluation, a save."""
         self.since = time.perf_counter()
 
-    def flush(self, seconds: float, flags: Mapping[str, bool]) -> tuple[list[StepMetrics], dict[str, int]]:
+    def flush(self, seconds: float, flags: Mapping[str, bool]) -> Agreed:
         """Agree on the steps since the last flush.
 
         Args:
             seconds: since the run's start.
             flags: what this rank alone knows; of the same names on all ranks.
-
-        Returns:
-            Metrics of each step, and how many ranks raise each flag.
-
-        Raises:
-            TrainingFailure: a loss or a gradient is not finite and no scaler explains it.
         """
         records, self.records = self.records, []
         losses = [record.result.loss.double() for record in records]
@@ -71,38 +76,29 @@ class StepLog:
         agreed = self.ranks.sum_(torch.cat([torch.stack(losses), raised]) if losses else raised).tolist()
         losses, counts = agreed[: len(losses)], dict(zip(flags, map(round, agreed[len(losses) :]), strict=True))
         norms = torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
-        for record, loss, norm in zip(records, losses, norms, strict=True):
-            explained = record.result.scaler_skipped and math.isfinite(loss)
-            if not explained and not (math.isfinite(loss) and math.isfinite(norm)):
-                self._fail(record, loss, norm)
+        bad = {
+            record.step: self._bad_step(record, loss, norm)
+            for record, loss, norm in zip(records, losses, norms, strict=True)
+            if not (math.isfinite(loss) and (math.isfinite(norm) or record.result.scaler_skipped))
+        }
         elapsed = max(time.perf_counter() - self.since, 1e-9)
         self.since = time.perf_counter()
-        rows, tokens = sum(r.rows for r in records) / elapsed, sum(r.tokens for r in records) / elapsed
+        rows, tokens = sum(len(r.batch) for r in records) / elapsed, sum(r.tokens for r in records) / elapsed
         metrics = [
             StepMetrics(
-                *(r.step, r.epoch, loss, r.learning_rate, norm, rows, tokens, seconds, r.rows, r.result.scaler_skipped)
+                *(r.step, r.epoch, loss, r.learning_rate, norm, rows, tokens, seconds, len(r.batch)),
+                skipped=r.step in bad or r.result.scaler_skipped,
+                bad=r.step in bad,
             )
             for r, loss, norm in zip(records, losses, norms, strict=True)
         ]
-        return metrics, counts
+        return Agreed(metrics, counts, bad)
 
-    def _fail(self, record: StepRecord, loss: float, norm: float) -> None:
-        bad = ~record.result.row_losses.isfinite().cpu().numpy()
-        mine = [row for row in record.mine[bad].tolist() if row >= 0]
-        found = [(rank, rows) for rank, rows in enumerate(self.ranks.gather(mine)) if rows]
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        where = "; ".join(f"rank {rank}, training rows {_listed(rows)}" for rank, rows in found)
-        where = where or "every row's own loss is finite, the gradient overflowed"
-        shown = self.describe_row(found[0][1][0]) if found else ""
-        raise TrainingFailure(
-            f"step {record.step}: {what} ({where}){shown}. The last checkpoint is good and stays; "
-            "lower --learning_rate or mend the rows, then start again",
-            quiet=not self.ranks.is_first,
-        )
-
-
-def _listed(rows: Sequence[int], most: int = 8) -> str:
-    return ", ".join(map(str, rows[:most])) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+    def _bad_step(self, record: StepRecord, loss: float, norm: float) -> BadStep:
+        mine = record.mine[~record.result.row_losses.isfinite().cpu().numpy()]
+        found = self.ranks.gather(mine[mine >= 0].tolist())
+        by_rank = {rank: rows for rank, rows in enumerate(found) if rows}
+        return BadStep(record.step, record.epoch, loss, norm, record.batch, by_rank)
 
 
 def rows_of(micro_batches: Sequence[MicroBatch]) -> np.ndarray:

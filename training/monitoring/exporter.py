@@ -141,6 +141,10 @@ class Exporter(Observer):
         self._samples.inc(sum(int((batch.rows >= 0).sum()) for batch in micro_batches))
         self._tokens.inc(sum(batch.num_tokens for batch in micro_batches))
 
+    def rolled_back(self, step: int) -> None:
+        """Show where the run stands again."""
+        self._step.set(step)
+
     def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
         """Count steps, and show the last one."""
         for metrics in steps:

@@ -43,6 +43,9 @@ class Observer:
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Hear that a checkpoint stands."""
 
+    def rolled_back(self, step: int) -> None:
+        """Hear that the run stands after ``step`` again: what came later does not count."""
+
     def close(self) -> None:
         """Let go of files, threads and ports: the run has ended, well or badly."""
 
@@ -92,6 +95,11 @@ class Observers(Observer):
         """Tell all."""
         for observer in self.observers:
             observer.checkpoint_saved(saved)
+
+    def rolled_back(self, step: int) -> None:
+        """Tell all."""
+        for observer in self.observers:
+            observer.rolled_back(step)
 
     def close(self) -> None:
         """Close all, the last first."""

@@ -9,8 +9,8 @@ from typing import Any
 class StepMetrics:
     """One optimizer step that all ranks agree on.
 
-    `seconds` counts from the run's start, time before a resume included; `rows` are those of the global batch; `skipped`
-    says that the weights were left alone.
+    `seconds` counts from the run's start, time before a resume included; `rows` are those of the global batch;
+    `skipped` says that the weights were left alone, `bad` that no loss scale explains it.
     """
 
     step: int
@@ -23,6 +23,7 @@ class StepMetrics:
     seconds: float
     rows: int = 0
     skipped: bool = False
+    bad: bool = False
 
     @property
     def step_seconds(self) -> float:

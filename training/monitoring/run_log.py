@@ -47,15 +47,21 @@ class RunLog(Observer):
         say: Callable[[str], None] = print,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _drop_lines_after(run_dir / METRICS_FILE, resume_step)
+        self._run_dir = run_dir
         self._lines = JsonLines(run_dir / METRICS_FILE)
-        run = TrackedRun(run_dir, configuration or {}, resume_step + 1)
-        kinds = {"TensorBoard": TensorBoard} | {name: TRACKERS[name] for name in trackers}
-        self._trackers = [TrackerThread(name, kind(), run, say) for name, kind in kinds.items()]
+        self._kinds = {"TensorBoard": TensorBoard} | {name: TRACKERS[name] for name in trackers}
+        self._configuration = configuration or {}
+        self._say = say
         self._finished = False
-        self._last_step = resume_step
         self._log_every = log_every
         self._total_steps = 0
+        self._begin_after(resume_step)
+
+    def _begin_after(self, step: int) -> None:
+        _drop_lines_after(self._lines.path, step)
+        run = TrackedRun(self._run_dir, self._configuration, step + 1)
+        self._trackers = [TrackerThread(name, kind(), run, self._say) for name, kind in self._kinds.items()]
+        self._last_step = step
 
     @classmethod
     def of(cls, config: TrainConfig, resume_step: int, say: Callable[[str], None]) -> RunLog:
@@ -76,6 +82,11 @@ class RunLog(Observer):
     def epoch_ends(self, epoch: EpochMetrics) -> None:
         """Log the epoch."""
         self.epoch(epoch)
+
+    def rolled_back(self, step: int) -> None:
+        """Drop what was logged of steps that do not count, as a resumed run does."""
+        self.close()
+        self._begin_after(step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step."""
