@@ -3,6 +3,9 @@
 The order of rows belongs to the data: an epoch's global batches are a function of the lengths, the seed, the epoch
 and the global batch size alone. Ranks only cut each global batch into shares, so 1, 2 or 4 ranks see the same
 global batches, and a resumed run goes on at the very next one on any number of ranks.
+
+Batches are cut from arrays that every rank maps into its memory, within the process that trains: there are no worker
+processes for data, so none can die or hang.
 """
 
 from __future__ import annotations

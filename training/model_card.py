@@ -57,15 +57,17 @@ accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration er
 
 ## Limits
 
-{_limits(metrics["dataset"])}
+{_limits(metrics)}
 """
 
 
-def _limits(dataset: str) -> str:
+def _limits(metrics: dict[str, Any]) -> str:
+    dataset, left_out = metrics["dataset"], metrics.get("rows_left_out", 0)
     trained_on = (
         "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "the data above alone"
     )
-    return f"Trained on {trained_on}; other styles, languages and subjects were not tested."
+    without = f" Rows of the data that could not be used and were left out: {left_out:,}." if left_out else ""
+    return f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"
 
 
 def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,12 +120,12 @@ def write_tokens(
     folder: Path, key: str, data: NewsData, tokenizer_json: str, max_length: int, say: Callable[[str], None]
 ) -> None:
     """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
-    with (
-        contextlib.suppress(OSError, SafetensorError, KeyError),
-        safe_open(_file(folder, key), "numpy") as cached,
-    ):
-        cached.get_slice("test.labels")
-        return
+    file = _file(folder, key)
+    if file.exists():
+        damage = find_damage(file)
+        if damage is None:
+            return
+        say(f"The cached tokens {file} are damaged ({damage}): made anew")
     started = time.perf_counter()
     say(f"Tokenising {len(data.train) + len(data.test):,} texts ...")
     tokenizer = TextTokenizer.from_json(tokenizer_json, max_length)
@@ -136,13 +136,31 @@ def write_tokens(
         tensors |= {f"{split}.{part}": getattr(encoded, part) for part in PARTS}
         cut[split] = encoded.num_cut
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "cut": cut}
-    about["vocab_size"] = tokenizer.vocab_size
+    about |= {"vocab_size": tokenizer.vocab_size, "sha256": _digest(tensors)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(_file(folder, key), save(tensors, metadata={"about": json.dumps(about)}))
+        write_whole(file, save(tensors, metadata={"about": json.dumps(about)}))
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})") from error
-    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {_file(folder, key)}")
+    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
+
+
+def find_damage(path: Path) -> str | None:
+    """What keeps a file of cached tokens from being whole, or None."""
+    try:
+        with safe_open(path, "numpy") as cached:
+            tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118
+            expected = json.loads((cached.metadata() or {})["about"])["sha256"]
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None if _digest(tensors) == expected else "they do not match their SHA-256"
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + np.ascontiguousarray(tensors[name]).data)
+    return digest.hexdigest()
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
