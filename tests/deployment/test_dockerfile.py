@@ -17,7 +17,7 @@ INTRUDERS = (
     ".venv/bin/python",
     "checkpoints/README.md",
     "checkpoints/news.pt",
-    "checkpoints/news.run/checkpoints/step_00000001/state.pt",
+    "checkpoints/news.run/checkpoints/step_00000001/state.json",
     "checkpoints/news/README.md",
     "checkpoints/news/model.safetensors",
     "checkpoints/news/openvino/model.bin",

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.checkpointing.small_saves import read_whole
 from tests.training.parallelism import ranks
+from tests.training.parallelism.saved_states import WholeState
 from training import train_single
 from training.errors import run_command
 
@@ -205,11 +207,11 @@ def train_here(
 
 
 @pytest.fixture(scope="session")
-def checkpoint_state() -> Callable[..., dict[str, Any]]:
-    """`checkpoint_state(run_dir, step)`: what a checkpoint holds, on the CPU."""
+def checkpoint_state() -> Callable[..., WholeState]:
+    """`checkpoint_state(run_dir, step)`: what a checkpoint holds, whole and on the CPU."""
 
-    def read(run_dir: Path, step: int) -> dict[str, Any]:
-        return torch.load(run_dir / "checkpoints" / f"step_{step:08d}" / "state.pt", "cpu", weights_only=True)
+    def read(run_dir: Path, step: int) -> WholeState:
+        return read_whole(str(run_dir / "checkpoints" / f"step_{step:08d}"))
 
     return read
 

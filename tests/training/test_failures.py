@@ -79,9 +79,9 @@ def _yaml_with_wrong_value(folder: Path) -> Sequence[str | Path]:
 
 def _damaged_checkpoint(folder: Path) -> Sequence[str | Path]:
     (folder / "step_00000004").mkdir()
-    (folder / "step_00000004" / "state.pt").write_bytes(b"torn")
+    (folder / "step_00000004" / "__0_0.distcp").write_bytes(b"torn")
     (folder / "step_00000004" / "manifest.json").write_text(
-        '{"step": 4, "files": {"state.pt": {"bytes": 4096, "sha256": "0"}}}'
+        '{"format": 1, "step": 4, "files": {"__0_0.distcp": {"bytes": 4096, "sha256": "0"}}}'
     )
     return "--resume", folder / "step_00000004"
 
@@ -107,7 +107,7 @@ USER_ERRORS: dict[str, tuple[Inputs, str]] = {
         lambda _: ("--max_length", "600"),
         r"--max_length 600: --model tiny has positions for 512 tokens",
     ),
-    "damaged checkpoint": (_damaged_checkpoint, r"--resume .*step_00000004: state\.pt has 4 bytes, not 4096"),
+    "damaged checkpoint": (_damaged_checkpoint, r"--resume .*step_00000004: __0_0\.distcp has 4 bytes, not 4,096"),
     "no such checkpoint": (lambda folder: ("--resume", folder / "none"), r"--resume .*none: no such folder"),
     "wrong YAML key": (_yaml_with_wrong_key, r"run\.yaml: no field 'learning_rte'; did you mean 'learning_rate'"),
     "wrong YAML value": (_yaml_with_wrong_value, r"run\.yaml: weight_decay much: must be a number"),
@@ -216,7 +216,7 @@ def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
     assert found, line
     step, run_dir = int(found[1]), tmp_path / "model.run"
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, step))
-    weights = checkpoint_state(run_dir, step - 1)["strategy"]["model"]
+    weights = checkpoint_state(run_dir, step - 1).model
     nan_rows = {name: int(weight.isnan().any(dim=-1).sum()) for name, weight in weights.items() if weight.isnan().any()}
     assert list(nan_rows.values()) == [1]
     assert not (run_dir / "checkpoints" / f"step_{step:08d}").exists()

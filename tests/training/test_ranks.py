@@ -95,9 +95,9 @@ def test_loss_curve_with_dropout_is_that_of_one_process(
 def test_weights_and_test_scores_are_those_of_one_process(
     run_on: Callable[..., Path], checkpoint_state: Callable[..., Any], metrics_of: Callable[..., Any], world_size: int
 ) -> None:
-    alone = checkpoint_state(run_on(1), 16)["strategy"]["model"]
+    alone = checkpoint_state(run_on(1), 16).model
 
-    together = checkpoint_state(run_on(world_size), 16)["strategy"]["model"]
+    together = checkpoint_state(run_on(world_size), 16).model
 
     for name, weights in alone.items():
         torch.testing.assert_close(

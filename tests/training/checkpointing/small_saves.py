@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.training.parallelism.ranks import here
+from tests.training.parallelism.saved_states import WholeState
 from training.checkpointing import Storage, open_location
 from training.checkpointing.resume import open_checkpoint
 from training.checkpointing.saver import Saver
@@ -33,9 +34,9 @@ def save_now(saver: Saver, step: int, state: StrategyState, **run_state: Any) ->
     return f"{saver.storage.location}/step_{step:08d}"
 
 
-def read_whole(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, read by one process."""
+def read_whole(path: str) -> WholeState:
+    """All of a checkpoint, read by one process."""
     saved = open_checkpoint(path, ALONE).tensors
     whole = {name: torch.empty(size) for name, size in saved.shapes.items()}
     saved.read(whole)
-    return whole
+    return WholeState(whole, dict(saved.plain))

@@ -73,7 +73,7 @@ def test_every_layout_is_saved_whole_and_each_rank_writes_its_share_once(
     results = run_on_ranks(world_size, _save_a_layout, tmp_path, fields, accumulation)
 
     expected, num_bytes, _ = results[0]
-    found = read_whole(f"{tmp_path}/step_00000002")
+    found = read_whole(f"{tmp_path}/step_00000002").tensors
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     copied = [copied for _, _, copied in results]
@@ -107,9 +107,9 @@ def test_what_training_changes_while_a_save_is_under_way_is_not_in_it(tmp_path: 
     assert was_under_way
     assert saved.step == 1
     assert saved.num_bytes == sum(file["bytes"] for file in _manifest(tmp_path, 1)["files"].values())
-    found = read_whole(f"{tmp_path}/step_00000001")
-    assert found["model/weight"].unique().tolist() == [1.0]
-    assert found["model/bias"].unique().tolist() == [-1.0]
+    found = read_whole(f"{tmp_path}/step_00000001").model
+    assert found["weight"].unique().tolist() == [1.0]
+    assert found["bias"].unique().tolist() == [-1.0]
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_the_room_of_copies_is_used_again_and_follows_what_is_held(tmp_path: Pat
     path = save_now(saver, 2, more)
 
     assert rooms < {copy.data_ptr() for copy in saver._staging.copies.values()}
-    assert read_whole(path)["optimizer/weight/step"] == 2.0
+    assert read_whole(path).tensors["optimizer/weight/step"] == 2.0
     save_now(saver, 3, _state(3.0))
     assert len(saver._staging.copies) == 2
 
@@ -208,7 +208,7 @@ def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_
     assert line.startswith(f"Training goes on, but {where} (rank 1: File too large)")
     assert "the ones before it stay" in line
     assert (first["due"], second["due"]) == (True, False), "rank 0's clock counts"
-    assert read_whole(f"{tmp_path}/step_00000002")["model/weight"].unique().tolist() == [2.0]
+    assert read_whole(f"{tmp_path}/step_00000002").model["weight"].unique().tolist() == [2.0]
 
 
 def _never_succeed(folder: Path) -> tuple[str, bool]:
