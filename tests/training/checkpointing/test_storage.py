@@ -15,10 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpointing.saves import FILES, content, names_in, newest_whole, save, value_in, write_files
-from training.checkpointing import Storage, check_storage, open_location, open_storage
-from training.config import TrainConfig
+from training.checkpointing import Storage, check_storage
 from training.distributed import Ranks
-from training.errors import UserError
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
@@ -188,26 +186,3 @@ def test_the_check_at_the_start_leaves_nothing_behind(storage: Storage, tmp_path
     check_storage(storage, ALONE)
 
     assert names_in(storage.location) == names_in(str(tmp_path)) == []
-
-
-def test_checkpoints_lie_in_the_run_folder_unless_another_place_is_named(tmp_path: Path) -> None:
-    output = tmp_path / "model"
-
-    assert open_storage(TrainConfig(output_dir=output)).location == f"{output}.run/checkpoints"
-    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="/elsewhere")).location == "/elsewhere"
-    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="file:///elsewhere")).location == "/elsewhere"
-    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="memory://b/c/")).location == "memory://b/c"
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("nonsense://bucket/run", r"--checkpoint_dir nonsense://bucket/run: Protocol not known: nonsense"),
-        ("dropbox://run", r"--checkpoint_dir dropbox://run: its driver is not there \(.*dropboxdrivefs"),
-    ],
-)
-def test_an_address_without_a_driver_is_refused_in_one_line(address: str, message: str) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        open_location(address)
-
-    assert "\n" not in str(refused.value)

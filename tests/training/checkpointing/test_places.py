@@ -1,0 +1,167 @@
+"""A place that cannot take checkpoints is refused at the start, in one line; one that fills up loses none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.checkpointing.crash_points import ALONE
+from tests.training.checkpointing.saves import names_in, newest_whole, save
+from tests.training.parallelism.ranks import here
+from training.checkpointing import Storage, check_storage, open_location, open_storage
+from training.checkpointing.saver import Saver
+from training.config import TrainConfig
+from training.errors import UserError
+from training.parallelism.state import StrategyState
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[None]:
+    """A file system in memory on a folder; the test is skipped where one may not mount."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root and the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_checkpoints_lie_in_the_run_folder_unless_another_place_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+
+    assert open_storage(TrainConfig(output_dir=output)).location == f"{output}.run/checkpoints"
+    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="/elsewhere")).location == "/elsewhere"
+    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="file:///elsewhere")).location == "/elsewhere"
+    assert open_storage(TrainConfig(output_dir=output, checkpoint_dir="memory://b/c/")).location == "memory://b/c"
+
+
+@pytest.mark.parametrize("inside", ["model", "model/checkpoints"])
+def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path, inside: str) -> None:
+    with pytest.raises(ValueError, match=r"--checkpoint_dir .*: lies in --output_dir .*; name another folder"):
+        TrainConfig(output_dir=tmp_path / "model", checkpoint_dir=str(tmp_path / inside))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("nonsense://bucket/run", r"--checkpoint_dir nonsense://bucket/run: Protocol not known: nonsense"),
+        ("dropbox://run", r"--checkpoint_dir dropbox://run: its driver is not there \(.*dropboxdrivefs"),
+    ],
+)
+def test_an_address_without_a_driver_is_refused_in_one_line(address: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        open_location(address)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_bucket_without_its_driver_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+
+    with pytest.raises(UserError, match=r'its driver is not there \(.*s3fs.*\); pip install "distrinews\[s3\]"'):
+        open_location("s3a://bucket/run")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=1m,ro"), pytest.raises(UserError) as refused:
+        check_storage(open_location(str(tmp_path / "disk/run")), ALONE)
+
+    assert f"--checkpoint_dir {tmp_path}/disk/run: cannot be written ([Errno 30] Read-only file system" in str(
+        refused.value
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into every folder, whatever its mode")
+def test_a_folder_that_one_may_not_write_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+
+    with pytest.raises(UserError, match=r"--checkpoint_dir .*/locked: cannot be written \(.*Permission denied"):
+        check_storage(open_location(str(tmp_path / "locked")), ALONE)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(UserError, match=r"--checkpoint_dir .*/file: cannot be written \(.*Not a directory"):
+        check_storage(open_location(str(tmp_path / "file")), ALONE)
+
+
+def refusal_of_a_folder_of_its_own(folder: Path) -> str:
+    ranks = here()
+    try:
+        check_storage(open_location(str(folder / f"machine_{ranks.rank}")), ranks)
+    except UserError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_folder_that_machines_do_not_share_is_refused_by_all(
+    run_on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        (tmp_path / f"machine_{rank}").mkdir()
+
+    said = run_on_ranks(2, refusal_of_a_folder_of_its_own, tmp_path)
+
+    assert (
+        said
+        == [
+            f"rank 1: --checkpoint_dir {tmp_path}/machine_1: what rank 0 writes there is not seen here; "
+            "name a place that all machines share"
+        ]
+        * 2
+    )
+    assert all(names_in(str(tmp_path / f"machine_{rank}")) == [] for rank in range(2))
+
+
+def test_a_disk_that_fills_up_at_any_stage_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    failures = []
+    with mounted(tmp_path / "disk", "size=256k"):
+        for free_pages in range(64):
+            storage = open_location(str(tmp_path / f"disk/run_{free_pages}"))
+            said = save_with_room_for(free_pages, storage, tmp_path / "disk/ballast")
+            shutil.rmtree(storage.location)
+            if not said:
+                break
+            failures += said
+
+    assert free_pages == len(failures) > 3, "the disk filled up at more than one stage"
+    assert all("No space left on device" in line and "tried again within a minute" in line for line in failures)
+
+
+def save_with_room_for(free_pages: int, storage: Storage, ballast: Path) -> list[str]:
+    """Save step 2 over step 1 on a disk with this many free pages; if that fails, look and make room; what was said."""
+    said: list[str] = []
+    saver = Saver(TrainConfig(keep_last=1), ALONE, storage, said.append)
+    save(storage, 1, 1.0)
+    state = StrategyState({"weight": torch.full((500,), 2.0)}, {})
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(os.sysconf("SC_PAGE_SIZE")))
+    os.truncate(ballast, ballast.stat().st_size - free_pages * os.sysconf("SC_PAGE_SIZE"))
+
+    saver.save(2, lambda: state, {"step": 2, "value": 2.0}, best_step=None)
+    while not saver.done:
+        time.sleep(0.001)
+    stands = bool(saver.collect())
+
+    assert stands is not bool(said)
+    # Only ``latest``, for people, found no room: then the new one stands all the same.
+    assert newest_whole(storage) in ([(2, 2.0)] if stands else [(1, 1.0), (2, 2.0)])
+    ballast.unlink()
+    saver.wait()
+    assert newest_whole(storage) == (2, 2.0)
+    assert names_in(storage.location) == ["latest", Path(storage.steps()[2]).name]
+    saver.close()
+    return said
