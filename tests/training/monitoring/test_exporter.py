@@ -24,11 +24,13 @@ Scrape = dict[str, float]
 
 
 def _scrape(port: int) -> Scrape:
-    """Values of a rank's page by name, those of labelled metrics left out; nothing while it does not listen."""
+    """Values of a rank's page by name and label, buckets left out; nothing while it does not listen."""
     with suppress(URLError), urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
-        samples = (sample for family in families for sample in family.samples if not sample.labels)
-        return {sample.name.removeprefix("distrinews_training_"): sample.value for sample in samples}
+        samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+        names = [" ".join([sample.name, *sample.labels.values()]) for sample in samples]
+        values = (sample.value for sample in samples)
+        return dict(zip((name.removeprefix("distrinews_training_") for name in names), values, strict=True))
     return {}
 
 
@@ -51,10 +53,10 @@ def _taken(port: int) -> Iterator[None]:
 def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable[..., Any], tmp_path: Path) -> None:
     port = _two_free_ports()
     flags = ("--epochs", 500, "--batch_size", 4, "--output_dir", tmp_path / "model", "--metrics_port", port)
-    run = launch(2, *flags, wait=False)
+    run = launch(2, *flags, "--one_rank_rate", 100, wait=False)
 
     # An epoch has 8 steps of 8 rows, but for the last one, which has a single row.
-    run.wait_until(lambda: _scrape(port).get("checkpoint_seconds_count", 0) >= 2)
+    run.wait_until(lambda: all(_scrape(each).get("slowness forward", 0) >= 1 for each in (port, port + 1)))
     first, second = _scrape(port), _scrape(port + 1)
     run.wait_until(lambda: _scrape(port)["steps_total"] > first["steps_total"])
 
@@ -72,8 +74,25 @@ def test_two_ranks_show_their_steps_and_shares_while_they_train(launch: Callable
         assert page["skipped_steps_total"] == 0
         assert page["last_step_timestamp_seconds"] >= page["last_checkpoint_timestamp_seconds"] - 1
         assert page["process_resident_memory_bytes"] > 0
+        assert page["scaling_efficiency"] == pytest.approx(page["samples_per_second"] / 200)
+        assert page["restarts"] == page["straggler forward"] == page["bad_steps_total"] == 0
+        assert page["slowness forward"] >= 1
+        assert page["replica_checks_total equal"] >= 2
+        _assert_phases_add_up(page)
     assert first["samples_total"] / first["steps_total"] == pytest.approx(57 / 16, rel=0.2)
     assert second["tokens_total"] > second["samples_total"] > 0
+
+
+def _assert_phases_add_up(page: Scrape) -> None:
+    """Each step has all its phases, which together take as long as the steps; checkpoints take their own time."""
+    phases = ("data", "forward", "backward", "optimizer", "step", "agree", "other")
+    for phase in phases:
+        assert page[f"phase_seconds_count {phase}"] == pytest.approx(page["steps_total"], abs=2)
+    spent = sum(page[f"phase_seconds_sum {phase}"] for phase in phases)
+    assert spent == pytest.approx(page["step_seconds_sum"], rel=0.5)
+    assert page["phase_seconds_count save"] >= page["checkpoint_seconds_count"] > page["checkpoint_failures_total"] == 0
+    assert page["checkpoint_blocked_seconds_sum"] <= page["checkpoint_seconds_sum"]
+    assert page["collective_bytes_total all_reduce"] > page["collective_steps_total"] * 4 * 1_900_000
 
 
 def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: Callable[..., EpochMetrics]) -> None:
