@@ -30,7 +30,7 @@ def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, wh
     if found:
         raise TrainingFailure(
             f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of {found}. A backward pass "
-            "goes past what reduces them: call the wrapped model, and hold synchronisation back for no micro-batch that "
-            "is a step's last",
+            "goes past what reduces them: call the wrapped model, and hold synchronisation back for no step's last "
+            "micro-batch",
             quiet=not ranks.is_first,
         )
