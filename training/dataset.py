@@ -38,7 +38,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class NewsData:
-    """Training and test rows, and the names of their labels. ``left_out``: rows that cannot be used."""
+    """Training and test rows, and the names of their labels.
+
+    ``left_out``: how many rows cannot be used; the last of ``notes`` then names the first of them.
+    """
 
     name: str
     label_names: list[str]

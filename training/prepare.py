@@ -57,6 +57,8 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
             return ""
         say(f"Reading {config.dataset} ...")
         data = load_news(config.dataset, config.seed, config.bad_rows)
+        if data.left_out:
+            say(data.notes[-1])
         tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
         key = cache_key(data, tokenizer_json, config.max_length)

@@ -119,6 +119,18 @@ def test_a_cache_file_cut_short_is_made_again(tmp_path: Path, kept: int) -> None
     assert_same_news(read_tokens(tmp_path, key), whole)
 
 
+def test_a_cache_file_with_a_changed_byte_is_made_again_and_that_is_said(tmp_path: Path) -> None:
+    write(tmp_path)
+    (file,) = list(tmp_path.iterdir())
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+
+    write(tmp_path, told=(told := Told()))
+
+    assert told[0] == f"The cached tokens {file} are damaged (they do not match their SHA-256): made anew"
+    assert file.read_bytes() == content
+
+
 def test_a_cache_file_of_something_else_is_made_again(tmp_path: Path) -> None:
     key = write(tmp_path)
     (file,) = list(tmp_path.iterdir())

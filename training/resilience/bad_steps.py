@@ -71,6 +71,10 @@ class BadSteps:
         self.trainer = trainer
         self.budget = trainer.config.bad_steps
         self.file = JsonLines(trainer.config.run_dir / BAD_ROWS_FILE)
+        texts = trainer.news.texts
+        if trainer.ranks.is_first and texts.left_out and not trainer.state.step:
+            self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
+            trainer.events.agreed("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
     def remaining(self, batch: np.ndarray) -> np.ndarray:
         """The rows of a global batch that are not left out, in their order."""
