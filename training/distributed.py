@@ -206,7 +206,7 @@ def ranks(
         torch.set_num_threads(max(1, usable_cpus() // local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
-        _join_group(backend, chosen, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
+        _join_group(backend, chosen, restart, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
         milestones["group_formed"] = time.time()
     try:
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
@@ -245,13 +245,19 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     return chosen
 
 
-def _join_group(backend: str, device: torch.device, *, also_on_cpu: bool, timeout: float) -> None:
+def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
     bound = device if backend == "nccl" else None
     both = "cpu:gloo,cuda:nccl" if bound and also_on_cpu else backend
     # Every rank remembers its last collectives, for the record that a hang leaves.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    waits = timedelta(seconds=timeout + TIMEOUT_MARGIN)
     try:
-        dist.init_process_group(both, timeout=timedelta(seconds=timeout + TIMEOUT_MARGIN), device_id=bound)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
+            # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
+            store = dist.PrefixStore(f"restart_{restart}", store)
+        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound)
     except (ValueError, RuntimeError, dist.DistError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
