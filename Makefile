@@ -36,7 +36,7 @@ test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(INSTALLED) ## Run the tests with the slower matrix
-	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev,ray,deepspeed]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev,ray,deepspeed,wandb,mlflow,trackio]"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED) ## Check style and types of mistakes
