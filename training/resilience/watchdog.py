@@ -93,7 +93,7 @@ class Watchdog(Observer):
         with self._has_the_word:
             status = self._status.status
             waits = leave_record(self._run_dir, status, self._phases, seconds)
-            why = f"did not come for {seconds:.0f} s (--collective_timeout)"
+            why = f"did not come for {seconds:.0f} s"
             if not waits:
                 self._status.failed(why)
             missing, speaks = self._look_around()

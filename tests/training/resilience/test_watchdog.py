@@ -67,7 +67,7 @@ def _raise(rank: int) -> None:
 def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives(
     train: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    ranks, run_dir = train(2, "--collective_timeout", 2), tmp_path / "model.run"
+    ranks, run_dir = train(2, "--collective_timeout", 4), tmp_path / "model.run"
     ranks.wait_until(_has_stepped(ranks))
 
     ranks.signal(1, signal.SIGSTOP)
@@ -92,7 +92,7 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
 def test_a_rank_busy_with_something_else_is_named_by_the_one_that_waits(
     train: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    ranks, run_dir = train(2, "--collective_timeout", 4, fault=_loop_for_ever), tmp_path / "model.run"
+    ranks, run_dir = train(2, "--collective_timeout", 6, fault=_loop_for_ever), tmp_path / "model.run"
 
     assert [ranks.exit_code(rank) for rank in (0, 1)] == [1, 1]
 
@@ -142,11 +142,11 @@ def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(train: Callabl
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_and_continued_is_no_hang(train: Callable[..., StartedRanks]) -> None:
-    ranks = train(1, "--collective_timeout", 2, "--epochs", 8)
+    ranks = train(1, "--collective_timeout", 6, "--epochs", 4)
     ranks.wait_until(_has_stepped(ranks))
 
     ranks.signal(0, signal.SIGSTOP)
-    time.sleep(4)  # it is longer stopped than it may hang
+    time.sleep(9)  # it is longer stopped than it may hang
     ranks.signal(0, signal.SIGCONT)
 
     assert ranks.exit_code(0) == 0

@@ -1,0 +1,121 @@
+"""Status files: whole at any moment, true of their rank, and no reason for a run to fail."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.distributed import Ranks
+from training.monitoring import StepMetrics
+from training.monitoring.records import SavedCheckpoint
+from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path
+from training.phases import Phases
+
+
+def _ranks(rank: int = 0, world_size: int = 2) -> Ranks:
+    return Ranks(rank, world_size, rank, world_size, torch.device("cpu"), "gloo", restart=1)
+
+
+def _metrics(step: int) -> StepMetrics:
+    return StepMetrics(step, 2, 0.5, 1e-3, 1.0, 100.0, 4000.0, 60.0, rows=8)
+
+
+def test_a_status_tells_what_its_rank_does(tmp_path: Path) -> None:
+    phases = Phases()
+    with StatusFile(tmp_path, _ranks(), phases) as file:
+        file.run_starts(0, 40, [])
+        for step in range(1, STEPS_AVERAGED + 1):
+            with phases("forward"):
+                phases.step = step
+            file.steps_agreed([_metrics(step)])
+        file.checkpoint_saved(SavedCheckpoint(step, 0.1, 0.2, 1000))
+        with phases("data"):
+            file.write()
+            [status] = read_statuses(tmp_path)
+
+    assert (status.rank, status.world_size, status.restart, status.pid) == (0, 2, 1, os.getpid())
+    assert (status.state, status.phase, status.step, status.total_steps, status.epoch) == ("running", "data", 10, 40, 2)
+    assert (status.loss, status.samples_per_second, status.tokens_per_second) == (0.5, 100.0, 4000.0)
+    assert status.phases.keys() >= {"start", "forward"}
+    assert status.last_checkpoint_step == 10
+    assert status.phase_since <= status.written
+    assert status.phase_seconds >= 0
+    assert status.cpu_seconds > 0
+    assert status.memory_bytes > 2**20
+
+
+@pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
+def test_at_the_end_it_says_how_the_run_ended(tmp_path: Path, ending: str) -> None:
+    def run() -> None:
+        with StatusFile(tmp_path, _ranks(), Phases()) as file:
+            if ending == "stopped":
+                file.stopped()
+            if ending == "failed":
+                raise ValueError("the disk is full\nand more")
+
+    if ending == "failed":
+        with pytest.raises(ValueError, match="disk"):
+            run()
+    else:
+        run()
+
+    [status] = read_statuses(tmp_path)
+    assert status.state == ending
+    assert status.message == ("the disk is full" if ending == "failed" else "")
+
+
+def test_it_is_rewritten_while_the_main_thread_does_something_else(tmp_path: Path) -> None:
+    written = set()
+    with StatusFile(tmp_path, _ranks(), Phases()):
+        while len(written) < 2:
+            written.add(read_statuses(tmp_path)[0].written)
+
+
+def test_readers_see_whole_statuses_while_they_are_rewritten(tmp_path: Path) -> None:
+    with StatusFile(tmp_path, _ranks(), Phases()) as file:
+        enough = threading.Event()
+        writer = threading.Thread(target=lambda: [file.write() for _ in iter(enough.is_set, True)])
+        writer.start()
+        try:
+            for _ in range(300):
+                json.loads(status_path(tmp_path, 0).read_text())
+        finally:
+            enough.set()
+            writer.join()
+
+
+def test_a_folder_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_text("a file in its place")
+
+    with StatusFile(tmp_path, _ranks(), Phases()) as file:
+        file.write()
+        (tmp_path / "ranks").unlink()
+        (tmp_path / "ranks").mkdir()
+
+    assert [status.state for status in read_statuses(tmp_path)] == ["finished"]
+
+
+def test_ranks_that_an_earlier_start_had_more_are_forgotten(tmp_path: Path) -> None:
+    for rank in (2, 3):
+        with StatusFile(tmp_path, _ranks(rank, world_size=4), Phases()):
+            pass
+
+    with StatusFile(tmp_path, _ranks(0, world_size=3), Phases()):
+        assert [status.rank for status in read_statuses(tmp_path)] == [0, 2]
+
+
+def test_torn_and_foreign_files_are_left_out_and_unknown_fields_ignored(tmp_path: Path) -> None:
+    with StatusFile(tmp_path, _ranks(), Phases()):
+        pass
+    whole = json.loads(status_path(tmp_path, 0).read_text())
+    status_path(tmp_path, 1).write_text('{"rank": 1, "ho')
+    status_path(tmp_path, 2).write_text("{}")
+    status_path(tmp_path, 3).write_text(json.dumps(whole | {"rank": 3, "of a later version": True}))
+
+    assert [status.rank for status in read_statuses(tmp_path)] == [0, 3]
+    shutil.rmtree(tmp_path / "ranks")
+    assert read_statuses(tmp_path) == []

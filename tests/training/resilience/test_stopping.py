@@ -1,0 +1,111 @@
+"""A run that is asked to stop in an evaluation gives it up, and ends, when it goes on, as if nothing had been."""
+
+import itertools
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.resilience.started_ranks import StartedRanks
+from training import finish, prepare, trainer
+from training.monitoring.status import read_statuses
+
+FLAGS = ("--batch_size", 8, "--save_every", 0)
+
+
+def _result(output: Path) -> dict[str, Any]:
+    metrics = json.loads((output / "metrics.json").read_text())
+    return {"weights": (output / "model.safetensors").read_bytes(), **metrics}
+
+
+def _ask_before_evaluation(number: int) -> Callable[..., Any]:
+    """An evaluation before whose ``number``-th call in this process the run is asked to stop."""
+    evaluate, calls = trainer.evaluate, itertools.count(1)
+
+    def evaluates(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(*arguments, **options)
+
+    return evaluates
+
+
+def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
+    train_here: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    metrics_of: Callable[..., Any],
+) -> None:
+    flags, output = (*FLAGS, "--stopped_exit_code", 75), tmp_path / "model"
+    assert train_here(*flags, "--output_dir", tmp_path / "undisturbed") == 0
+
+    # In the first epoch's validation, in the last one's and in the test after it.
+    for room, steps, epochs in ((trainer, 8, 0), (trainer, 16, 1), (finish, 16, 2)):
+        with monkeypatch.context() as once:
+            once.setattr(room, "evaluate", _ask_before_evaluation(1 if room is finish or not epochs else 2))
+            assert train_here(*flags, "--output_dir", output) == 75
+        assert f"Stopped at step {steps}, all saved." in capfd.readouterr().out
+        assert not output.exists()
+        assert len(metrics_of(tmp_path / "model.run", "epoch")) == epochs
+        assert [status.state for status in read_statuses(tmp_path / "model.run")] == ["stopped"]
+
+    assert train_here(*flags, "--output_dir", output) == 0
+    assert _result(output) == _result(tmp_path / "undisturbed")
+    assert [epoch["epoch"] for epoch in metrics_of(tmp_path / "model.run", "epoch")] == [1, 2]
+
+
+def test_a_run_that_is_stopped_while_data_is_prepared_says_so_and_leaves_nothing(
+    train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = prepare.load_news
+
+    def loads(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return load(*arguments)
+
+    monkeypatch.setattr(prepare, "load_news", loads)
+
+    code = train_here(*FLAGS, "--output_dir", tmp_path / "model")
+
+    assert code == 75
+    assert "Stopped before the first step, nothing to save." in capfd.readouterr().out
+    assert not list(tmp_path.glob("model*"))
+
+
+def _one_rank_is_asked(rank: int) -> None:
+    if rank == 1:
+        trainer.evaluate = _ask_before_evaluation(1)
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., StartedRanks]]:
+    """`start_ranks(name, flags, fault)`: two ranks of training, ended with the test."""
+    started: list[StartedRanks] = []
+
+    def start(name: str, flags: tuple[Any, ...], fault: Callable[[int], None] | None = None) -> StartedRanks:
+        started.append(StartedRanks(tmp_path / name, 2, flags, fault))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.kill()
+
+
+@pytest.mark.slow
+def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
+    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = (*base_flags, "--batch_size", 4, "--save_every", 0)
+    stopped = start_ranks("stopped", (*flags, "--output_dir", tmp_path / "model"), _one_rank_is_asked)
+    alone = start_ranks("alone", (*flags, "--output_dir", tmp_path / "undisturbed"))
+    assert [stopped.exit_code(rank) for rank in (0, 1)] == [0, 0]
+    assert "Stopped at step 8, all saved." in stopped.out()
+
+    resumed = start_ranks("resumed", (*flags, "--output_dir", tmp_path / "model"))
+
+    assert [ranks.exit_code(rank) for ranks in (resumed, alone) for rank in (0, 1)] == [0, 0, 0, 0]
+    assert _result(tmp_path / "model") == _result(tmp_path / "undisturbed")
