@@ -99,9 +99,9 @@ class Exporter(Observer):
         self._skipped = counter("skipped_steps", "Steps that left the weights alone, the loss scale's included.")
         self.bad_steps = counter("bad_steps", "Steps skipped for a loss or gradient that is not finite.")
         self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above those before.")
-        self.replica_checks = counter("replica_checks", "Comparisons of what ranks hold copies of.", "result")
-        for result in ("equal", "different"):
-            self.replica_checks.labels(result)
+        self.replica_checks = counter("replica_checks", "Comparisons of what ranks hold copies of.", "outcome")
+        for outcome in ("equal", "different"):
+            self.replica_checks.labels(outcome)
         text = "Seconds of this rank in a phase over the median of all, at the last look; NaN where none is compared."
         self.slowness = self._gauge("slowness", text, math.nan, "phase")
         self.straggler = self._gauge("straggler", "1 while this rank is said to be slow.", 0, "phase")

@@ -62,7 +62,7 @@ def _named(fields: dict[str, Any], name: str, odd: int) -> tuple[str, str]:
         (2, {"strategy": "tp"}, NORM, 0, "is not the same on ranks 0 and 1"),
         # Copies of stages: ranks 0 and 1 the first, 2 and 3 the second, which has the second block's end.
         pytest.param(
-            *(4, {"strategy": "pp", "dp": 2, "gradient_accumulation": 4, "dp_shard": 1}, EMBEDDINGS, 0),
+            *(4, {"strategy": "pp", "dp": 2, "gradient_accumulation": 4}, EMBEDDINGS, 0),
             *("is not the same on ranks 0 and 1",),
             marks=pytest.mark.slow,
         ),
@@ -99,7 +99,7 @@ def _checked(folder: Path) -> tuple[str, list[float | None]]:
         with pytest.raises(TrainingFailure) as failure:
             _go_astray(check, strategy)
     read, name = exporter.registry.get_sample_value, "distrinews_training_replica_checks_total"
-    return str(failure.value), [read(name, {"result": result}) for result in ("equal", "different")]
+    return str(failure.value), [read(name, {"outcome": outcome}) for outcome in ("equal", "different")]
 
 
 def test_a_run_whose_copies_differ_ends_on_all_ranks_with_what_is_known(tmp_path: Path) -> None:
