@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -21,11 +19,10 @@ from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.describe import describe_run
 from training.distributed import Ranks, seed_everything
-from training.errors import TrainingFailure
-from training.evaluation import EvaluationStopped, evaluate
+from training.evaluation import EvaluationStopped
 from training.failures import explained
 from training.finish import finish_run
-from training.monitoring import Console, EpochMetrics, EventLog, Exporter, RunLog, SavedCheckpoint
+from training.monitoring import Console, EventLog, Exporter, RunLog, SavedCheckpoint
 from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.observers import build_observers
@@ -42,6 +39,7 @@ from training.resilience.watchdog import Watchdog
 from training.run_state import RunState
 from training.step_log import Agreed, StepLog, StepRecord, rows_of
 from training.utils import AverageMeter, only_run_in, write_whole
+from training.validation import validate_epoch
 
 
 class Trainer:
@@ -111,10 +109,8 @@ class Trainer:
             self.ranks.together(
                 lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
             )
-            stack.enter_context(self.events.writing())
-            stack.enter_context(self.interruption.saving())
-            stack.enter_context(self.status)
-            stack.enter_context(self.watchdog)
+            for context in (self.events.writing(), self.interruption.saving(), self.status, self.watchdog):
+                stack.enter_context(context)
             self.saver = Saver(self.config, self.ranks, self.storage, self.say)
             stack.enter_context(contextlib.closing(self.saver))
             self.save_schedule = SaveSchedule(self.config.save_every, self.config.save_minutes, time.monotonic())
@@ -257,30 +253,12 @@ class Trainer:
 
     def _end_epoch(self, epoch: int) -> bool:
         """Validate and save; returns whether that was done, not cut short by a stop: then the validation is owed."""
-        tokens, state = self.news.tokens, self.state
         try:
-            with self.phases("evaluate"), explained(self.ranks, state.step + 1):
-                validation, _ = evaluate(
-                    partial(self.strategy.logits, precision=self.precision),
-                    tokens.train,
-                    self.ranks,
-                    tokens.label_names,
-                    self.place,
-                    self.news.validation_index,
-                    stops=self.stop_agreed,
-                )
+            metrics = validate_epoch(self, epoch)
         except EvaluationStopped:
             self._save()
             return False
-        if not math.isfinite(validation["loss"]):
-            raise TrainingFailure(
-                f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and stays; "
-                "lower --learning_rate, then start again",
-                quiet=not self.ranks.is_first,
-            )
-        is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in state.epochs)
-        metrics = EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)
-        state.epochs.append(metrics)
+        self.state.epochs.append(metrics)
         self.observers.epoch_ends(metrics)
         if self.console:
             self.bar.epoch_table([metrics])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.training.resilience.started_ranks import StartedRanks
-from training import finish, prepare, trainer
+from training import finish, prepare, validation
 from training.monitoring.status import read_statuses
 
 FLAGS = ("--batch_size", 8, "--save_every", 0)
@@ -23,7 +23,7 @@ def _result(output: Path) -> dict[str, Any]:
 
 def _ask_before_evaluation(number: int) -> Callable[..., Any]:
     """An evaluation before whose ``number``-th call in this process the run is asked to stop."""
-    evaluate, calls = trainer.evaluate, itertools.count(1)
+    evaluate, calls = validation.evaluate, itertools.count(1)
 
     def evaluates(*arguments: Any, **options: Any) -> Any:
         if next(calls) == number:
@@ -44,7 +44,7 @@ def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
     assert train_here(*flags, "--output_dir", tmp_path / "undisturbed") == 0
 
     # In the first epoch's validation, in the last one's and in the test after it.
-    for room, steps, epochs in ((trainer, 8, 0), (trainer, 16, 1), (finish, 16, 2)):
+    for room, steps, epochs in ((validation, 8, 0), (validation, 16, 1), (finish, 16, 2)):
         with monkeypatch.context() as once:
             once.setattr(room, "evaluate", _ask_before_evaluation(1 if room is finish or not epochs else 2))
             assert train_here(*flags, "--output_dir", output) == 75
@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_while_data_is_prepared_says_so_and_leaves_nothing
 
 def _one_rank_is_asked(rank: int) -> None:
     if rank == 1:
-        trainer.evaluate = _ask_before_evaluation(1)
+        validation.evaluate = _ask_before_evaluation(1)
 
 
 @pytest.fixture
