@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
-import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, Any
+from typing import Any
 
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-from torch.futures import Future
+from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
-from training.checkpointing.safe_reading import SafeReader
+from training.checkpointing.remote_files import BLOCK_BYTES, HashedFiles, RemoteReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, Unreachable, free_name, is_of_step, manifest_of
 
-# Read ahead this far: tensors are read in the order in which they lie.
-BLOCK_BYTES = 8 * 2**20
+# Marks a folder that is being written, or was when its writer died: it is no checkpoint, not even a damaged one.
+UNFINISHED = "unfinished"
 
 
 class RemoteStorage(Storage):
@@ -36,26 +32,28 @@ class RemoteStorage(Storage):
     def __init__(self, address: str) -> None:
         self.location = address.rstrip("/")
         # Other ranks write here too, so a remembered listing would be wrong.
-        self.files, self.root = url_to_fs(self.location, use_listings_cache=False)
+        self.files, _ = url_to_fs(self.location, use_listings_cache=False)
         self.place = ""
         self.written: dict[str, dict[str, Any]] = {}
 
     def begin(self, step: int) -> None:
-        """Choose the place of ``step``, and empty it of an earlier try."""
+        """Mark the place of ``step`` as one that is being written, and remove earlier tries."""
         self.discard(step)
-        self._choose_place(step)
+        self._put(f"{self.location}/{free_name(step, self._folders())}/{UNFINISHED}", b"")
 
     def writer(self, step: int) -> StorageWriter:
         """Write tensors to the place of ``step``, one file a rank, each hashed while it is sent."""
-        self._choose_place(step)
+        (name,) = (name for name in self._unfinished() if is_of_step(name, step))
+        self.place = f"{self.location}/{name}"
+        self.written = {}
         # There is nothing to sync: without a file descriptor DCP would sync the whole machine.
         writer = FileSystemWriter(self.place, single_file_per_rank=True, sync_files=False)
-        writer.fs, writer.path = _HashedFiles(self.files, self.written), self.place
+        writer.fs, writer.path = HashedFiles(self.files, self.written), self.place
         return writer
 
     def reader(self, path: str) -> StorageReader:
         """Read tensors of a checkpoint; no code in it is run."""
-        return _Reader(path, self.files)
+        return RemoteReader(path, self.files)
 
     def write_json(self, step: int, name: str, value: Any) -> None:
         """Write plain values to the place of ``step``."""
@@ -73,13 +71,21 @@ class RemoteStorage(Storage):
         """Make a checkpoint of these files by putting their manifest, then ``latest``; returns its path."""
         manifest = manifest_of(step, files, self._sizes(self.place))
         self._put_whole(f"{self.place}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
+        self._delete(f"{self.place}/{UNFINISHED}")
         self._put_whole(f"{self.location}/{LATEST}", f"{self.place.rsplit('/', 1)[-1]}\n".encode())
         return self.place
 
     def discard(self, step: int) -> None:
-        """Remove what was written for ``step`` and has no manifest."""
-        for name, is_whole in self._folders().items():
-            if is_of_step(name, step) and not is_whole:
+        """Remove what was written for ``step`` and not committed."""
+        for name in self._unfinished():
+            if is_of_step(name, step):
+                self._remove(name)
+
+    def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
+        """Remove what need not stay, and what writers that were killed have left."""
+        super().prune(keep_last, keep_every, best_step)
+        with contextlib.suppress(OSError):
+            for name in self._unfinished():
                 self._remove(name)
 
     def move_aside(self, path: str) -> str:
@@ -104,21 +110,21 @@ class RemoteStorage(Storage):
 
     def remove_probe(self, name: str) -> None:
         """Remove it again."""
-        with self._answering():
-            self.files.rm_file(f"{self.location}/{name}")
-
-    def _choose_place(self, step: int) -> None:
-        # No manifest appears during a save, so that all ranks choose alike.
-        whole = {name: True for name, is_whole in self._folders().items() if is_whole}
-        self.place = f"{self.location}/{free_name(step, whole)}"
-        self.written = {path: known for path, known in self.written.items() if path.startswith(f"{self.place}/")}
+        self._delete(f"{self.location}/{name}")
 
     def _folders(self) -> dict[str, bool]:
-        folders: dict[str, bool] = {}
+        contents = self._contents().items()
+        return {name: MANIFEST in held for name, held in contents if MANIFEST in held or UNFINISHED not in held}
+
+    def _unfinished(self) -> list[str]:
+        return [name for name, held in self._contents().items() if UNFINISHED in held and MANIFEST not in held]
+
+    def _contents(self) -> dict[str, set[str]]:
+        folders: dict[str, set[str]] = {}
         for file in self._sizes(self.location):
             folder, slash, name = file.partition("/")
             if slash:
-                folders[folder] = folders.get(folder, False) or name == MANIFEST
+                folders.setdefault(folder, set()).add(name)
         return folders
 
     def _sizes(self, path: str) -> dict[str, int]:
@@ -150,12 +156,15 @@ class RemoteStorage(Storage):
 
     def _remove(self, name: str) -> None:
         path = f"{self.location}/{name}"
-        names = sorted(self._sizes(path), key=lambda name: name != MANIFEST)
-        with self._answering():
-            for file in names:
-                self.files.rm_file(f"{path}/{file}")
+        # Cut short, an unfinished one stays marked as such.
+        for file in sorted(self._sizes(path), key=lambda file: (file != MANIFEST, file == UNFINISHED)):
+            self._delete(f"{path}/{file}")
 
-    @contextmanager
+    def _delete(self, path: str) -> None:
+        with self._answering():
+            self.files.rm_file(path)
+
+    @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
         """Turn what drivers raise, each its own kind, into errors of the system."""
         try:
@@ -164,74 +173,3 @@ class RemoteStorage(Storage):
             raise
         except Exception as error:
             raise Unreachable(" ".join(f"{type(error).__name__}: {error}".split())) from error
-
-
-class _HashedFiles(FileSystem):
-    """DCP's view of the remote files: what it writes is hashed on its way."""
-
-    def __init__(self, files: Any, written: dict[str, dict[str, Any]]) -> None:
-        super().__init__()
-        self.fs = files
-        self.written = written
-
-    @contextmanager
-    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        """Open a file, and keep size and hash of what was written."""
-        options = {"block_size": BLOCK_BYTES} if "r" in mode else {}
-        with self.fs.open(path, mode, **options) as stream:
-            if "r" in mode:
-                yield stream
-                return
-            hashed = _HashedStream(stream)
-            yield hashed
-            self.written[path] = {"bytes": hashed.size, "sha256": hashed.sha256.hexdigest()}
-
-    def mkdir(self, path: str) -> None:
-        """Do nothing: there are no folders, and a bucket is not for us to make."""
-
-    def rename(self, path: str, new_path: str) -> None:
-        """Rename a file, and what is known of it."""
-        super().rename(path, new_path)
-        self.written[new_path] = self.written.pop(path)
-
-
-class _HashedStream:
-    """A stream that is written from front to back."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.sha256 = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        self.size += memoryview(data).nbytes
-        return self.stream.write(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Reader(SafeReader):
-    """DCP's reader, in the order in which tensors lie, each in one piece: every jump would be another request."""
-
-    def __init__(self, path: str, files: Any) -> None:
-        super().__init__(path)
-        self.fs, self.path = _HashedFiles(files, {}), path
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors of a plan."""
-
-        def place(item: Any) -> tuple[str, int]:
-            stored = self.storage_data[item.storage_index]
-            return stored.relative_path, stored.offset
-
-        return super().read_data(dataclasses.replace(plan, items=sorted(plan.items, key=place)), planner)
-
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        return io.BytesIO(file.read(sinfo.length))

@@ -55,6 +55,15 @@ def test_what_is_not_committed_is_no_checkpoint(storage: Storage) -> None:
     assert newest_whole(storage) == (1, 1.0)
 
 
+def test_a_first_save_that_was_never_finished_is_no_checkpoint_and_goes_with_the_next(storage: Storage) -> None:
+    write_files(storage, 1, 1.0)
+
+    assert storage.steps() == {}
+    save(storage, 2, 2.0)
+    storage.prune(keep_last=1, keep_every=0, best_step=None)
+    assert names_in(storage.location) == ["latest", "step_00000002"]
+
+
 def test_what_is_discarded_is_gone_and_the_step_can_be_saved_again(storage: Storage) -> None:
     write_files(storage, 2, 1.0)
 

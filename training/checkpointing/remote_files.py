@@ -1,0 +1,90 @@
+"""What ``torch.distributed.checkpoint`` writes to and reads from an fsspec file system."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+from collections.abc import Iterator
+from typing import IO, Any
+
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+from torch.futures import Future
+
+from training.checkpointing.safe_reading import SafeReader
+
+# Read ahead this far: tensors are read in the order in which they lie.
+BLOCK_BYTES = 8 * 2**20
+
+
+class HashedFiles(FileSystem):
+    """DCP's view of the remote files: what it writes is hashed on its way."""
+
+    def __init__(self, files: Any, written: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.fs = files
+        self.written = written
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
+        """Open a file, and keep size and hash of what was written."""
+        options = {"block_size": BLOCK_BYTES} if "r" in mode else {}
+        with self.fs.open(path, mode, **options) as stream:
+            if "r" in mode:
+                yield stream
+                return
+            hashed = _HashedStream(stream)
+            yield hashed
+            self.written[path] = {"bytes": hashed.size, "sha256": hashed.sha256.hexdigest()}
+
+    def mkdir(self, path: str) -> None:
+        """Do nothing: there are no folders, and a bucket is not for us to make."""
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Rename a file, and what is known of it."""
+        super().rename(path, new_path)
+        self.written[new_path] = self.written.pop(path)
+
+
+class _HashedStream:
+    """A stream that is written from front to back."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.size += memoryview(data).nbytes
+        return self.stream.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RemoteReader(SafeReader):
+    """DCP's reader, in the order in which tensors lie, each in one piece: every jump would be another request."""
+
+    def __init__(self, path: str, files: Any) -> None:
+        super().__init__(path)
+        self.fs, self.path = HashedFiles(files, {}), path
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the tensors of a plan."""
+
+        def place(item: Any) -> tuple[str, int]:
+            stored = self.storage_data[item.storage_index]
+            return stored.relative_path, stored.offset
+
+        return super().read_data(dataclasses.replace(plan, items=sorted(plan.items, key=place)), planner)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        file.seek(sinfo.offset)
+        return io.BytesIO(file.read(sinfo.length))
