@@ -1,0 +1,45 @@
+"""The table of faults, written between two marks of a page."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from inference.cpu import cpu_name, usable_cpus
+from tests.training.faults.cases import FAMILIES
+from tests.training.faults.judgement import Finding
+from training.utils import write_whole
+
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+HEADER = ("fault", "promised", "what happened", "recovery, s", "rows lost / repeated", "weights")
+
+
+def write_faults(page: Path, findings: Sequence[Finding]) -> None:
+    """Put the table between the marks of ``page``; what stood there goes."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    write_whole(page, f"{before}{BEGIN}\n{_table(findings)}{END}{after}".encode())
+
+
+def _table(findings: Sequence[Finding]) -> str:
+    found = {finding.fault: finding for finding in findings}
+    names = [fault.name for family in FAMILIES for fault in family]
+    rows = [_row(found[name]) if name in found else (name, *["not tried on this machine"] * 5) for name in names]
+    lines = [HEADER, ("---", "---", "---", "---:", "---:", "---"), *rows]
+    machine = f"{cpu_name()}, {usable_cpus()} cores"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, gloo"
+    return f"{len(found)} faults, {datetime.now(UTC):%Y-%m-%d}, on {machine}; {versions}.\n\n" + "".join(
+        f"| {' | '.join(line)} |\n" for line in lines
+    )
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    recovery = "–" if finding.recovery is None else f"{finding.recovery:.1f}"
+    weights = f"within {finding.difference:.0e}" if finding.difference else "equal to the bit"
+    texts = (finding.fault, finding.promised, finding.happened.replace("|", "\\|"))
+    return (*texts, recovery, f"{finding.lost} / {finding.repeated}", weights)
