@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from training.monitoring.collectives import Collectives
 from training.monitoring.divergence import ReplicaCheck
+from training.monitoring.loss_spikes import LossSpikes
 from training.monitoring.observer import Observer, Observers
 from training.monitoring.profiler import Profiler
 from training.monitoring.stragglers import Stragglers
@@ -24,6 +25,7 @@ def build_observers(trainer: Trainer) -> Observers:
         observers.append(Profiler(trainer.config, trainer.ranks, trainer.phases, trainer.console))
     if trainer.log:
         observers += [trainer.log, trainer.events]
+    observers.append(LossSpikes(trainer.events, trainer.exporter, trainer.say))
     if trainer.ranks.world_size > 1:
         observers += _comparisons(trainer)
     return Observers(observers)
