@@ -46,6 +46,8 @@ class Profiler(Observer):
         ranks: all of them make one.
         phases: of this rank.
         console: on rank 0.
+
+    ``steps`` are those still to be recorded.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases, console: Console | None) -> None:
@@ -54,33 +56,41 @@ class Profiler(Observer):
         self._phases = phases
         self._console = console
         self._folder = config.run_dir / FOLDER
-        chosen = config.profile_ranks
-        self._records = chosen == "all" or str(ranks.rank) in chosen.split(",")
-        self._steps = range(0)  # still to be recorded
+        every, asked = range(ranks.world_size), config.profile_ranks
+        self._chosen = set(every if asked == "all" else map(int, asked.split(",")))
+        self.steps = range(0)
         self._profile: profile | None = None
         self._problem = ""
 
     def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
         """Choose the steps."""
+        if max(self._chosen) >= self._ranks.world_size:
+            last = self._ranks.world_size - 1
+            self._say(f"--profile_ranks {self._config.profile_ranks}: the ranks of this run are 0 to {last}")
         asked = self._config.profile
         first = self._config.profile_start or min(step + 1 + FIRST_STEPS, max(step + 1, total_steps - asked + 1))
-        self._steps = range(first, min(first + asked - 1, total_steps) + 1)
-        if first <= step or not self._steps:
-            self._steps = range(0)
+        self.steps = range(first, min(first + asked - 1, total_steps) + 1)
+        if first <= step or not self.steps:
+            self.steps = range(0)
             self._say(f"--profile_start {first}: steps {step + 1} to {total_steps} are to be made; none is recorded")
 
     def step_begins(self, step: int) -> None:
         """Begin, where this rank is to."""
-        if self._steps and step >= self._steps.start and self._records and not (self._profile or self._problem):
+        if (
+            self.steps
+            and step >= self.steps.start
+            and self._ranks.rank in self._chosen
+            and not (self._profile or self._problem)
+        ):
             self._guarded(self._start)
 
     def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
         """After the last step, write and show what was found; all ranks take part."""
-        if not self._steps or step < self._steps[-1]:
+        if not self.steps or step < self.steps[-1]:
             return
         with self._phases("profile"):
             found = self._guarded(self._stop) if self._profile else None
-            self._steps = range(0)
+            self.steps = range(0)
             gathered = self._ranks.gather(found or self._problem)
         for rank, problem in enumerate(gathered):
             if isinstance(problem, str) and problem:
@@ -101,7 +111,7 @@ class Profiler(Observer):
         starting.start()
         self._profile = starting
         if on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         self._phases.mark = lambda name: record_function(f"phase/{name}")
         self._phases.take("profiler")
 
@@ -116,7 +126,7 @@ class Profiler(Observer):
     def _stop(self) -> RankProfile:
         seconds = self._phases.take("profiler")
         seconds.pop("profile", None)
-        first, last = self._steps[0], self._steps[-1]
+        first, last = self.steps[0], self.steps[-1]
         name = f"rank_{self._ranks.rank}_step_{first}_{last}"
         on_gpu = self._ranks.device.type == "cuda"
         if on_gpu:

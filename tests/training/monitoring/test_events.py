@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import RankFailure, run_on_ranks
 from training.distributed import Ranks
 from training.errors import TrainingFailure
-from training.monitoring.events import EventLog, RestartSplit, read_events, restart_split
+from training.monitoring.events import EventLog, read_events, restart_split
 from training.phases import Phases
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
@@ -133,6 +132,7 @@ def test_nothing_is_written_before_the_folder_is_the_runs_own(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_events_and_not_the_run(train_here: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "model.run").mkdir()
     (tmp_path / "model.run" / "events.jsonl").symlink_to("/dev/full")
@@ -156,8 +156,8 @@ def test_torchrun_restarts_a_killed_rank_and_each_part_of_it_is_known(
 
     assert run.wait() == 0, run.err
     [split] = restart_split(run_dir, run.err)
+    moments = [killed, split.detected, split.started, split.imported, split.grouped, split.loaded, split.stepped]
     assert {event["restart"] for event in read_events(run_dir)} == {0, 1}
-    moments = json.loads(json.dumps(replace(split, lost=min(split.lost, killed)).__dict__)).values()
+    # Its process's start is known to a hundredth of a second.
     assert all(before <= after + 0.02 for before, after in pairwise(moments))
-    assert killed - 0.02 <= split.detected <= split.started
-    assert split == RestartSplit(*moments) or split.lost > killed
+    assert split.lost <= split.detected

@@ -1,0 +1,135 @@
+"""Traces of chosen steps and ranks, what they come to, and that a run goes on without them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.monitoring.small_training import train_on_ranks
+from tests.training.parallelism.ranks import run_on_ranks
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.monitoring.profile_summary import RankProfile, merged, overlap, read_summary
+from training.monitoring.profiler import Profiler
+from training.phases import Phases
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, base_flags: tuple[str, ...]) -> Path:
+    """The run folder of two ranks, both profiled in three steps of 16."""
+    output = tmp_path_factory.mktemp("profiled") / "model"
+    flags = [*base_flags, "--batch_size", "4", "--output_dir", str(output)]
+    run_on_ranks(2, train_on_ranks, [*flags, "--profile", "3", "--profile_ranks", "all"])
+    return output.with_name("model.run")
+
+
+def _trace(run_dir: Path, profile: RankProfile) -> list[dict[str, Any]]:
+    with gzip.open(run_dir / "profile" / profile.trace, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_each_chosen_rank_leaves_a_trace_of_the_steps_after_the_first_ten(profiled: Path) -> None:
+    names = {path.name for path in (profiled / "profile").iterdir()}
+
+    assert names == {"rank_0_step_11_13.json.gz", "rank_1_step_11_13.json.gz", "summary.json"}
+
+
+def test_a_trace_shows_operators_collectives_and_the_phases_of_each_step(profiled: Path) -> None:
+    for profile in read_summary(profiled):
+        names = [event["name"] for event in _trace(profiled, profile) if event.get("ph") == "X"]
+        assert names.count("phase/data") == names.count("phase/backward") == names.count("phase/step") == 3
+        assert names.count("aten::addmm") > 0
+        assert names.count("gloo:all_reduce") >= 3
+
+
+def test_the_summary_says_what_each_ranks_time_went_into(profiled: Path) -> None:
+    profiles = read_summary(profiled)
+
+    assert [profile.rank for profile in profiles] == [0, 1]
+    for profile in profiles:
+        assert (profile.first_step, profile.last_step) == (11, 13)
+        assert sum(profile.phases.values()) == pytest.approx(1)
+        assert {"data", "forward", "backward", "optimizer"} <= profile.phases.keys()
+        assert all(0 < share <= 1 for share in profile.phases.values())
+        assert 0 < profile.communication < profile.seconds
+        assert 0 <= profile.hidden <= 1
+        shares = [operator.share for operator in profile.operators]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < sum(shares) <= 1
+        assert PRODUCTS & {operator.name for operator in profile.operators[:5]}
+
+
+def test_the_calls_of_an_operator_are_those_of_the_trace(profiled: Path) -> None:
+    profile = read_summary(profiled)[0]
+    names = [event["name"] for event in _trace(profiled, profile) if event.get("cat") == "cpu_op"]
+    products = [operator for operator in profile.operators if operator.name in PRODUCTS]
+
+    assert products
+    assert all(product.calls == names.count(product.name) for product in products)
+
+
+def test_the_report_shows_both_tables(profiled: Path) -> None:
+    page = (profiled / "report.html").read_text()
+
+    assert "Profile of steps 11 to 13" in page
+    assert "rank_1_step_11_13.json.gz" in page
+    assert f"<td>{read_summary(profiled)[0].operators[0].name}</td>" in page
+
+
+def test_a_profile_that_cannot_be_written_is_one_line_and_not_the_runs_end(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.run").mkdir()
+    (tmp_path / "model.run" / "profile").write_text("in the way")
+    flags = ("--batch_size", 8, "--epochs", 1, "--profile", 2, "--output_dir", tmp_path / "model")
+
+    assert train_here(*flags) == 0
+    [line] = [line for line in capfd.readouterr().out.splitlines() if "no profile" in line]
+    assert line.startswith("rank 0: no profile ([Errno 17] File exists")
+    assert line.endswith("; the run goes on")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "step", "expected"),
+    [
+        ({"profile": 5}, 0, range(11, 16)),
+        ({"profile": 5}, 100, range(111, 116)),
+        ({"profile": 5}, 990, range(996, 1001)),  # no ten steps are left before them
+        ({"profile": 5, "profile_start": 3}, 0, range(3, 8)),
+        ({"profile": 5, "profile_start": 999}, 0, range(999, 1001)),
+        ({"profile": 5, "profile_start": 3}, 3, range(0)),
+        ({"profile": 5, "profile_start": 1001}, 0, range(0)),
+    ],
+)
+def test_the_steps_that_are_recorded(fields: dict[str, int], step: int, expected: range) -> None:
+    profiler = Profiler(TrainConfig(**fields), ALONE, Phases(), None)
+    profiler.run_starts(step, 1000, [])
+
+    assert profiler.steps == expected
+
+
+@pytest.mark.parametrize("ranks", ["", "1,", "first", "0-3", "-1"])
+def test_ranks_that_are_no_numbers_are_refused(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: str
+) -> None:
+    assert train_here("--output_dir", tmp_path / "model", f"--profile_ranks={ranks}") == 2
+    assert capfd.readouterr().err == f"error: --profile_ranks {ranks}: must be all, or numbers such as 0,3\n"
+
+
+def test_time_that_two_kinds_of_work_share() -> None:
+    talks = merged([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
+    works = merged([(2.5, 6.0), (6.5, 6.75), (9.0, 10.0)])
+
+    assert talks == [(0.0, 4.0), (5.0, 7.0)]
+    assert overlap(talks, works) == overlap(works, talks) == 1.5 + 1.0 + 0.25
+    assert overlap(talks, []) == 0
