@@ -28,20 +28,27 @@ fi
 
 # Said here, torchrun does not warn of its own default; the ranks share the cores out themselves.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# No node can join here: a run that was asked to stop is not to be started again, whatever its exit code.
-export STOP_IS_FINAL=1
-# torchrun ends with 1 whatever its ranks end with; what they want said stands here.
+# torchrun ends with 1 whatever its ranks end with, and would start again what was asked to stop: what stands in a file
+# exit_code here counts, and ends all attempts to come.
 logs=$(mktemp -d) || exit 1
 trap 'rm -rf "$logs"' EXIT
+# shellcheck disable=SC2329 # the trap calls it
+ask_to_stop() {
+  for launch in "$logs"/*/; do
+    [ -d "$launch" ] && echo 143 >"$launch/exit_code" # until a rank that has saved says otherwise
+  done
+  pkill -TERM -P "$launcher" 2>/dev/null || kill -TERM "$launcher" 2>/dev/null
+}
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
 setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
   --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
-trap 'pkill -TERM -P "$launcher" 2>/dev/null' TERM INT
+trap ask_to_stop TERM INT
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
 done
 wait "$launcher" # once more: a signal may have cut the last one short
 code=$?
-exit "$(cat "$logs"/*/exit_code 2>/dev/null || echo "$code")"
+[ "$code" -eq 0 ] || code=$(cat "$logs"/*/exit_code 2>/dev/null || echo "$code")
+exit "$code"

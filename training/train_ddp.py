@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.resilience.restarts import leave_if_settled, refusing_once, stop_with_launcher, stopped_exit_code
+from training.resilience.restarts import leave_if_settled, settled, stop_with_launcher, stopped_exit_code
 
 if __name__ == "__main__":  # before the other imports, which take seconds
     stop_with_launcher()
@@ -27,7 +27,7 @@ def train() -> int:
     """Parse, join the process group, train; returns the exit code."""
     # DeepSpeed's launcher adds a flag for what the environment says too.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
-    with refusing_once():
+    with settled():
         with one_voice():
             config = parse_config(arguments, description=__doc__)
         with (

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.errors import UserError
+from training.errors import StopAsked, UserError
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,7 +26,7 @@ def leave_if_settled() -> None:
 
 
 @contextlib.contextmanager
-def refusing_once() -> Iterator[None]:
+def settled() -> Iterator[None]:
     """Settle a launch that is refused for its flags, data or machine: all attempts to come would say the same again.
 
     Later attempts are another matter: since the first one trained, what they lack may come back.
@@ -37,6 +37,9 @@ def refusing_once() -> Iterator[None]:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             _settle(error.exit_code)
         raise
+    except StopAsked as stop:
+        _settle_again(stop.exit_code)
+        raise
 
 
 def stopped_exit_code(wanted: int) -> int:
@@ -44,15 +47,13 @@ def stopped_exit_code(wanted: int) -> int:
 
     Where several launchers share the run and restart it, 0 will not do: a launcher may see its ranks end before it
     hears that a node joins or leaves, would take the run for finished, and the others would wait for it in vain.
-    run_ddp.sh, alone with its ranks, says that a stop is meant for good, whatever the code.
 
     Args:
         wanted: ``--stopped_exit_code``.
     """
     shared = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     code = wanted or (os.EX_TEMPFAIL if shared else 0)
-    if os.environ.get("STOP_IS_FINAL"):
-        _settle(code)
+    _settle_again(code)
     return code
 
 
@@ -67,6 +68,12 @@ def stop_with_launcher() -> None:
 
 def _settle(code: int) -> None:
     if (file := _verdict_file()) is not None:
+        file.write_text(str(code))
+
+
+def _settle_again(code: int) -> None:
+    """Correct what run_ddp.sh wrote when it was asked to stop: a stop is for good there, since no node can join."""
+    if (file := _verdict_file()) is not None and file.exists():
         file.write_text(str(code))
 
 

@@ -1,0 +1,259 @@
+"""Show that a run outlives its processes: kill a rank, lose a machine, let another one join, and compare the end.
+
+python deployment/demo_elastic.py [--output_dir FOLDER]. Machines are launchers on this one; no network is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from safetensors.numpy import load_file
+
+from deployment.launchers import Cluster, kill, kill_tree, launch, usable_cores
+from training.errors import TrainingFailure, run_command
+from training.monitoring.dashboard import draw
+from training.monitoring.events import read_events, restart_split
+from training.monitoring.run_folder import RunFolder
+from training.monitoring.run_log import read_metrics
+from training.monitoring.status import read_statuses
+from training.watch import make_console
+
+ROOT = Path(__file__).resolve().parents[1]
+# 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two ranks and over
+# three differ in their last bits, which a high one would blow up over some hundred steps.
+FLAGS = (
+    *("--dataset", "sample", "--model", "tiny", "--device", "cpu", "--precision", "fp32", "--deterministic"),
+    *("--epochs", "5", "--batch_size", "8", "--learning_rate", "3e-4", "--save_every", "20", "--log_every", "1"),
+)
+STEPS_BETWEEN = 20
+DEADLINE = 120.0  # seconds that any one thing may take
+LOSSES_MAY_DIFFER, WEIGHTS_MAY_DIFFER = 1e-4, 1e-3
+STAGES = ("detection", "rendezvous", "import", "group", "load", "first_step", "total")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something done to the run: what, and the optimizer steps that were done before it."""
+
+    name: str
+    step: int
+
+
+class Stage:
+    """Shows the run and what is done to it; live in a terminal, else a line for each thing done."""
+
+    def __init__(self, run_dir: Path, console: Console) -> None:
+        self.run_dir = run_dir
+        self._console = console
+        self._said: list[Text] = []
+        self._began = time.monotonic()
+        self._live: Live | None = None
+        self._folder: RunFolder | None = None
+
+    @contextlib.contextmanager
+    def showing(self) -> Iterator[None]:
+        """Show the run while the context lasts."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, screen=True, auto_refresh=False) as self._live:
+            yield
+        self._console.print(*self._said, sep="\n")
+
+    def say(self, text: str) -> None:
+        """Tell what is being done."""
+        line = Text(f"{time.monotonic() - self._began:6.1f} s  {text}")
+        self._said.append(line)
+        if self._live is None:
+            self._console.print(line, soft_wrap=True)
+
+    def redraw(self) -> None:
+        """Draw the run as it stands."""
+        if self._live is None:
+            return
+        if self._folder is None:
+            with contextlib.suppress(Exception):  # not begun to write
+                self._folder = RunFolder(self.run_dir)
+        run = draw(self._folder.look()) if self._folder else Text("starting ...")
+        self._live.update(Group(*self._said[-6:], Rule(style="dim"), run), refresh=True)
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "checkpoints" / "demo_elastic")
+    options = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    output_dir: Path = options.output_dir.resolve()
+    remove(output_dir)
+    undisturbed = output_dir.with_name(output_dir.name + ".undisturbed")
+    remove(undisturbed)
+    undisturbed.parent.mkdir(parents=True, exist_ok=True)
+    console = make_console()
+    stage = Stage(output_dir.with_name(output_dir.name + ".run"), console)
+    stage.say("First a run that nobody disturbs: 3 ranks ...")
+    train_undisturbed(undisturbed)
+    with contextlib.closing(Cluster(FLAGS, output_dir)) as cluster, stage.showing():
+        faults = disturb(cluster, stage)
+    stage.say("Both runs have ended.")
+    console.print(table_of(faults, stage.run_dir, cluster.log("A").read_text()))
+    return compare(output_dir, undisturbed, console)
+
+
+def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
+    """Train, and do to the run what a cluster does; returns what was done."""
+    cores = usable_cores()
+    faults: list[Fault] = []
+
+    def trains_again(name: str) -> None:
+        """Wait until the ranks have done a first step, so many times in all, and some steps more."""
+        starts = len(faults) + 1
+        wait_until(lambda: len(starts_of(stage.run_dir)) >= starts, f"a first step after: {name}", cluster, stage)
+        size, step = starts_of(stage.run_dir)[-1]
+        stage.say(f"{size} ranks train, from step {step} on.")
+        wait_until(
+            lambda: saved_of(stage.run_dir) >= step + STEPS_BETWEEN, f"a checkpoint after: {name}", cluster, stage
+        )
+
+    def do(name: str, deed: Callable[[], None]) -> None:
+        step = step_of(stage.run_dir)
+        stage.say(f"{name}, at step {step} ...")
+        deed()
+        faults.append(Fault(name, step))
+        trains_again(name)
+
+    stage.say("Then the same run on two machines: A with 2 ranks, B with 1 ...")
+    cluster.start("A", 2, cores[:2])
+    cluster.start("B", 1, cores[-1:])
+    trains_again("the start")
+    if starts_of(stage.run_dir)[0][0] != 3:
+        raise TrainingFailure("machine B came too late for the first start; is this machine busy? Try again")
+    do("Rank 1 is killed", lambda: kill([read_statuses(stage.run_dir)[1].pid]))
+    do("Machine B is lost", lambda: cluster.lose("B"))
+    do("Machine C joins", lambda: cluster.start("C", 1, cores[-1:]))
+    launchers = cluster.machines.values()
+    wait_until(lambda: all(launcher.poll() == 0 for launcher in launchers), "the end of the run", cluster, stage)
+    return faults
+
+
+def wait_until(holds: Callable[[], bool], what: str, cluster: Cluster, stage: Stage) -> None:
+    """Look four times a second.
+
+    Raises:
+        TrainingFailure: a machine failed, or it took too long.
+    """
+    end = time.monotonic() + DEADLINE
+    while not holds():
+        cluster.check()
+        if time.monotonic() > end:
+            raise TrainingFailure(f"{what}: not within {DEADLINE:.0f} s; see {cluster.log('A')}")
+        stage.redraw()
+        time.sleep(0.25)
+
+
+def train_undisturbed(output_dir: Path) -> None:
+    """Train on three ranks to the end."""
+    log = output_dir.with_name(f"{output_dir.name}.log")
+    launcher = launch(
+        ("--standalone", "--nproc_per_node=3"), (*FLAGS, "--output_dir", str(output_dir)), log, usable_cores()[:3]
+    )
+    try:
+        if launcher.wait(2 * DEADLINE):
+            raise TrainingFailure(f"the undisturbed run ended with code {launcher.returncode}; see {log}")
+    finally:
+        kill_tree(launcher)
+
+
+def remove(output_dir: Path) -> None:
+    """Remove what an earlier demonstration left."""
+    for ending in ("", ".run"):
+        shutil.rmtree(output_dir.with_name(output_dir.name + ending), ignore_errors=True)
+
+
+def starts_of(run_dir: Path) -> list[tuple[int, int]]:
+    """Of each start that came to a first step: the world size, and the steps done before."""
+    starts, start = [], (0, 0)
+    for event in read_events(run_dir):
+        if event["kind"] == "start":
+            start = event["world_size"], event["step"]
+        elif event["kind"] == "first_step":
+            starts.append(start)
+    return starts
+
+
+def step_of(run_dir: Path) -> int:
+    """Optimizer steps done."""
+    return max((record["step"] for record in read_metrics(run_dir)), default=0)
+
+
+def saved_of(run_dir: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"), default=0)
+
+
+def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
+    """What was done, what it cost in steps, and how many seconds each part of the recovery took."""
+    resumed = [step for _, step in starts_of(run_dir)[1:]]
+    table = Table(title="Seconds from the last sign of life to the first step after", title_justify="left")
+    table.add_column("what")
+    for heading in ("at step", "on from", *(stage.replace("_", " ") for stage in STAGES)):
+        table.add_column(heading, justify="right")
+    for fault, step, split in zip(faults, resumed, restart_split(run_dir, launcher_log), strict=False):
+        seconds = split.seconds()
+        shown = ("–" if np.isnan(seconds[stage]) else f"{seconds[stage]:.1f}" for stage in STAGES)
+        table.add_row(fault.name, str(fault.step), str(step), *shown)
+    return table
+
+
+def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
+    """Hold the disturbed run's steps, losses and weights to the undisturbed one's; returns the exit code."""
+    ours, theirs = (losses_of(folder) for folder in (output_dir, undisturbed))
+    steps = range(1, max(theirs) + 1)
+    whole = sorted(ours) == sorted(theirs) == list(steps)
+    same = next((step - 1 for step in steps if ours.get(step) != theirs.get(step)), len(steps))
+    apart = max(abs(ours.get(step, np.inf) - theirs[step]) / theirs[step] for step in steps)
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (output_dir, undisturbed))
+    farthest = max(float(np.abs(weights[name] - expected[name]).max()) for name in expected)
+    lines = (
+        f"Each of {len(steps)} steps is on record once: {'yes' if whole else 'NO'}. Its loss, the mean over 24 rows:",
+        f"up to step {same} it equals the undisturbed run's to the last bit, then it is {apart:.0e} off at most,",
+        "since sums over 2 ranks round otherwise than over 3. A row left out or seen twice would show.",
+        f"The final weights are {farthest:.0e} off at most.",
+    )
+    console.print(*lines, sep="\n", soft_wrap=True)
+    equal = whole and apart < LOSSES_MAY_DIFFER and farthest < WEIGHTS_MAY_DIFFER
+    console.print("The run ended as if nothing had happened." if equal else "error: the runs differ.", style="bold")
+    return 0 if equal else 1
+
+
+def losses_of(output_dir: Path) -> dict[int, float]:
+    """The loss of each step on record; of a step that is there twice, infinity."""
+    losses: dict[int, float] = {}
+    for record in read_metrics(output_dir.with_name(output_dir.name + ".run")):
+        if record["kind"] == "step":
+            losses[record["step"]] = np.inf if record["step"] in losses else record["loss"]
+    return losses
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,104 @@
+"""Launchers: torchrun's, each of which stands for a machine, started, lost and joined again on this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from training.errors import TrainingFailure
+
+TRAIN = Path(__file__).resolve().parents[1] / "training" / "train_ddp.py"
+# How long the others wait for one machine more, and how soon one that says nothing counts as lost: seconds.
+RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+# The launchers' own store is kept from the ranks: PyTorch 2.13 would wait in it for ever where a machine joins anew.
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+class Cluster:
+    """Up to two machines that train together and meet on a port of this one.
+
+    Args:
+        flags: of train_ddp.py.
+        output_dir: the model folder.
+    """
+
+    def __init__(self, flags: Sequence[str], output_dir: Path) -> None:
+        self.output_dir = output_dir
+        self._flags = (*flags, "--output_dir", str(output_dir))
+        self.machines: dict[str, subprocess.Popen[bytes]] = {}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(self, name: str, processes: int, cores: Sequence[int]) -> None:
+        """Start a machine of so many ranks on some cores; the first one hosts the meeting, and is not to be lost."""
+        is_host = int(not self.machines)
+        launcher = (
+            *(f"--nnodes=1:2 --nproc_per_node={processes} --max_restarts=5 --rdzv_backend=c10d".split()),
+            *(f"--rdzv_endpoint={self._endpoint} --rdzv_id=demo --local_addr=127.0.0.1".split()),
+            f"--rdzv_conf={RENDEZVOUS},is_host={is_host}",
+        )
+        self.machines[name] = launch(launcher, self._flags, self.log(name), cores)
+
+    def log(self, name: str) -> Path:
+        """What a machine prints."""
+        return self.output_dir.with_name(f"{self.output_dir.name}.machine_{name}.log")
+
+    def lose(self, name: str) -> None:
+        """SIGKILL a machine's ranks and its launcher, as when its power fails."""
+        kill_tree(self.machines.pop(name))
+
+    def check(self) -> None:
+        """See that none has failed.
+
+        Raises:
+            TrainingFailure: one has.
+        """
+        for name, launcher in self.machines.items():
+            if launcher.poll():
+                raise TrainingFailure(f"machine {name} ended with code {launcher.returncode}; see {self.log(name)}")
+
+    def close(self) -> None:
+        """End what still runs."""
+        for launcher in self.machines.values():
+            kill_tree(launcher)
+
+
+def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start torchrun on some cores alone, as few as it has ranks, so that each rank computes with one thread."""
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAIN), *flags]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env=os.environ | ENVIRONMENT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        )
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use, by number; empty where the system does not tell (not Linux)."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def kill_tree(launcher: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a launcher and its ranks, as when a machine's power fails."""
+    if launcher.poll() is None:
+        listed = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+        kill([*map(int, listed.stdout.split()), launcher.pid])
+    launcher.wait()
+
+
+def kill(pids: Sequence[int]) -> None:
+    """SIGKILL processes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
