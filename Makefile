@@ -11,7 +11,7 @@ TORCH_CPU ?= --torch-backend cpu
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
 	--no-emit-index-url --custom-compile-command "make lock"
 
-.PHONY: help install demo test test-all lint format bench bench-serving image image-torch lock sbom clean
+.PHONY: help install demo demo-elastic test test-all lint format bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,9 @@ demo: $(INSTALLED) ## Train with two processes on the built-in sample, evaluate,
 	$(BIN)/python -m training.evaluate $(DEMO)
 	$(BIN)/python -m inference.export $(DEMO)
 	$(BIN)/python deployment/demo.py $(DEMO)
+
+demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
+	$(BIN)/python deployment/demo_elastic.py
 
 test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"

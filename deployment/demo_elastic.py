@@ -214,7 +214,8 @@ def saved_of(run_dir: Path) -> int:
 def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
     """What was done, what it cost in steps, and how many seconds each part of the recovery took."""
     resumed = [step for _, step in starts_of(run_dir)[1:]]
-    table = Table(title="Seconds from the last sign of life to the first step after", title_justify="left")
+    title = "\nSeconds from the last sign of life to the first step after it"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("what")
     for heading in ("at step", "on from", *(stage.replace("_", " ") for stage in STAGES)):
         table.add_column(heading, justify="right")
@@ -240,7 +241,7 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
         "since sums over 2 ranks round otherwise than over 3. A row left out or seen twice would show.",
         f"The final weights are {farthest:.0e} off at most.",
     )
-    console.print(*lines, sep="\n", soft_wrap=True)
+    console.print("", *lines, sep="\n", soft_wrap=True)
     equal = whole and apart < LOSSES_MAY_DIFFER and farthest < WEIGHTS_MAY_DIFFER
     console.print("The run ended as if nothing had happened." if equal else "error: the runs differ.", style="bold")
     return 0 if equal else 1

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from training.optimization import build_optimizer, parameter_groups
 from training.parallelism.ddp import DDPStrategy
@@ -27,6 +26,9 @@ class Zero1Strategy(DDPStrategy):
         if not self.ranks.is_distributed:
             self.own_optimizer = build_optimizer(self.parameters.values(), self.config.weight_decay)
             return self.own_optimizer
+        # Here, since it imports a dozen compiled optimizers that no other strategy needs.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         groups = parameter_groups(self.parameters.values(), self.config.weight_decay)
         shared_out = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.0, fused=True)
         self.own_optimizer = shared_out.optim
