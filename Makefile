@@ -14,7 +14,7 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate
 .PHONY: help install demo demo-elastic test test-all lint format bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 install: $(INSTALLED) ## Make .venv and install everything that training, serving and the tests need
 
