@@ -111,6 +111,10 @@ class DeepSpeedStrategy:
         """Clip and step unless the norm is not finite, at which DeepSpeed looks itself; returns it, ()."""
         if self.config.deepspeed_stage > 0:
             self.engine.step()
+            if self.config.deepspeed_stage == 3 and self.engine.optimizer.overflow:
+                # Small parameters that stay whole were cut up, and are put together again only after a step that is
+                # made; the next forward pass would do it in bf16.
+                self.engine.optimizer.checkpoint_event_epilogue()
             return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.ranks.device)
         # Stage 0 clips as it steps, but tells no norm and looks at none.
         norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])

@@ -175,25 +175,50 @@ def test_a_state_lies_on_one_rank_or_the_other_and_on_none_whole() -> None:
         assert abs(sum(rank_0.values()) - sum(rank_1.values())) <= largest
 
 
-def _meet_a_gradient_that_is_no_number(all_fields: list[Fields]) -> list[dict[str, Any]]:
+def _meet_a_bad_step(all_fields: list[tuple[str, Fields]]) -> list[tuple[float, bool, bool]]:
+    """A step whose rows weigh infinitely much on rank 1: its norm; whether it changed nothing, then or a step later."""
     met = []
-    for fields in all_fields:
-        strategy = DeepSpeedStrategy(_model(), _config(strategy="deepspeed", **fields), here(), "fp32")
-        before = copy.deepcopy(strategy.full_weights())
-        share = rank_share(_rows(), np.arange(7), strategy.place)
-        broken = [replace(batch, weights=batch.weights * math.inf) for batch in share]
-        norm = float(strategy.step(broken, 1, LEARNING_RATE).grad_norm)
-        after = copy.deepcopy(strategy.full_weights())
-        again = strategy.step(share, 2, LEARNING_RATE)
-        met.append({"before": before, "norm": norm, "after": after, "next": float(again.grad_norm)})
+    for precision, fields in all_fields:
+        config = _config(strategy="deepspeed", **fields)
+        strategy, spared = (DeepSpeedStrategy(_model(), config, here(), precision) for _ in range(2))
+        first, second, third = (rank_share(_rows(), np.arange(i, i + 7), strategy.place) for i in (0, 7, 14))
+        if here().rank == 1:
+            second = [replace(batch, weights=batch.weights * math.inf) for batch in second]
+        strategy.step(first, 1, LEARNING_RATE)
+        before = _tensors(strategy)
+        norm = float(strategy.step(second, 2, LEARNING_RATE).grad_norm)
+        changed_nothing = _equal(before, _tensors(strategy))
+        strategy.step(third, 3, LEARNING_RATE)
+        spared.step(first, 1, LEARNING_RATE)
+        spared.step(third, 3, LEARNING_RATE)
+        assert not _equal(before, _tensors(strategy))
+        met.append((norm, changed_nothing, _equal(_tensors(spared), _tensors(strategy))))
     return met
 
 
-def test_gradients_that_are_no_numbers_leave_the_weights_alone() -> None:
-    for met in run_on_ranks(2, _meet_a_gradient_that_is_no_number, PLAIN[::2])[0]:
-        assert not math.isfinite(met["norm"])
-        assert _distance(met["after"], met["before"]) == 0
-        assert math.isfinite(met["next"])
+def _tensors(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
+    """A copy of those weights, moments and numbers of steps that this rank would save."""
+    return copy.deepcopy(strategy.state_dict().tensors)
+
+
+def _equal(mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return mine.keys() == others.keys() and all(tensor.equal(others[name]) for name, tensor in mine.items())
+
+
+def test_a_step_that_is_bad_on_one_rank_changes_nothing_at_any_stage(tmp_path: Path) -> None:
+    file = tmp_path / "deepspeed.json"
+    file.write_text('{"bf16": {"enabled": true}}')
+    stages = [{"deepspeed_stage": stage} for stage in range(4)]
+    cases = [(precision, fields) for precision in ("fp32", "bf16") for fields in stages]
+    # With weights in bf16; and offloaded.
+    cases += [("bf16", fields | {"deepspeed_config": file}) for fields in stages[1:]]
+    cases += [("fp32", fields | {"cpu_offload": True}) for fields in stages[1:]]
+
+    for met in run_on_ranks(2, _meet_a_bad_step, cases, seconds=240.0):
+        for case, (norm, changed_nothing, later_equal) in zip(cases, met, strict=True):
+            assert not math.isfinite(norm), case
+            assert changed_nothing, case
+            assert later_equal, case
 
 
 def _train_in_bf16(all_fields: list[Fields]) -> list[dict[str, Any]]:
