@@ -37,14 +37,15 @@ ask_to_stop() {
   for launch in "$logs"/*/; do
     [ -d "$launch" ] && echo 143 >"$launch/exit_code" # until a rank that has saved says otherwise
   done
-  pkill -TERM -P "$launcher" 2>/dev/null || kill -TERM "$launcher" 2>/dev/null
+  pkill "-$1" -P "$launcher" 2>/dev/null || kill -TERM "$launcher" 2>/dev/null
 }
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
 setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
   --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
-trap ask_to_stop TERM INT
+trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop INT' INT # the second of them ends the ranks at once
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
 done

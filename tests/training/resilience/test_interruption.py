@@ -108,8 +108,9 @@ def test_a_stopped_run_ends_with_the_exit_code_that_its_scheduler_wants(
     assert run.err == ""
 
 
-def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
-    start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_the_launcher_script_passes_a_stop_on_and_ends_with_0(
+    start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path, number: signal.Signals
 ) -> None:
     script = REPOSITORY / "training" / "run_ddp.sh"
     output = tmp_path / "model"
@@ -117,7 +118,7 @@ def test_the_launcher_script_passes_sigterm_on_and_ends_with_0(
     run = start(["bash", script, 2, *base_flags, *_flags(4, output)], wait=False, env=environment)
     run.wait_until(lambda: "step 2/" in run.out)
 
-    os.kill(run.process.pid, signal.SIGTERM)
+    os.kill(run.process.pid, number)
 
     assert run.wait() == 0, run.err
     assert "all saved. To go on, start the same command again." in run.out
