@@ -204,7 +204,7 @@ def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
 ) -> None:
     data, model = poisoned
     flags = ("--dataset", data, "--model", model, "--max_train_rows", 0, "--batch_size", 4, "--save_every", 1)
-    flags += ("--max_length", 128)
+    flags += ("--max_length", 128, "--bad_steps", 0)
 
     ended = launch(2, *flags, "--output_dir", tmp_path / "model")
 
@@ -215,7 +215,7 @@ def test_nan_loss_names_step_rank_and_row_and_the_checkpoint_stays(
     )
     assert found, line
     step, run_dir = int(found[1]), tmp_path / "model.run"
-    assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, step))
+    assert [record["step"] for record in metrics_of(run_dir) if not record["skipped"]] == list(range(1, step))
     weights = checkpoint_state(run_dir, step - 1).model
     nan_rows = {name: int(weight.isnan().any(dim=-1).sum()) for name, weight in weights.items() if weight.isnan().any()}
     assert list(nan_rows.values()) == [1]

@@ -29,6 +29,20 @@ def test_resuming_drops_the_lines_after_the_checkpoint(tmp_path: Path, step_metr
     assert read_metrics(tmp_path)[5]["loss"] == 5.0
 
 
+def test_going_back_drops_the_lines_after_the_step_and_goes_on(tmp_path: Path, step_metrics: Step) -> None:
+    log = RunLog(tmp_path, resume_step=0)
+    for step in range(1, 9):
+        log.step(step_metrics(step, loss=1.0))
+
+    log.rolled_back(5)
+    for step in range(6, 8):
+        log.step(step_metrics(step, loss=2.0))
+    log.close()
+
+    assert _steps(tmp_path) == list(range(1, 8))
+    assert [record["loss"] for record in read_metrics(tmp_path)] == [1.0] * 5 + [2.0] * 2
+
+
 def test_a_fresh_run_in_an_old_folder_starts_with_no_line(tmp_path: Path, step_metrics: Step) -> None:
     _log_steps(tmp_path, step_metrics, 1, 8, resume_step=0)
     _log_steps(tmp_path, step_metrics, 1, 2, resume_step=0)
