@@ -42,7 +42,7 @@ class Stragglers(Observer):
     """Compares the ranks every so many steps; one that is slow in several looks in a row is named, once.
 
     Args:
-        trainer: whose ranks, strategy, phases, exporter, events and console are used.
+        trainer: whose ranks, strategy, phases, exporter, status, events and console are used.
         collectives: looks at one step in as many.
         every: optimizer steps between two looks.
     """
@@ -126,6 +126,7 @@ class Stragglers(Observer):
         self.trainer.events.agreed("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
             self.trainer.exporter.straggler.labels(phase).set(int(slow))
+            self.trainer.status.status.slow_phase = phase if slow else ""
 
 
 class BackwardStopwatch(Stopwatch):

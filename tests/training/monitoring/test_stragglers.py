@@ -21,6 +21,7 @@ from training.monitoring import Exporter
 from training.monitoring.collectives import Collectives
 from training.monitoring.events import EventLog, read_events
 from training.monitoring.observer import Observers
+from training.monitoring.status import StatusFile
 from training.monitoring.stragglers import LOOKS_IN_A_ROW, Stragglers, at_even_shares, compare
 from training.parallelism import Strategy
 from training.phases import Phases
@@ -41,14 +42,14 @@ def _hold_up(strategy: Strategy, phase: str) -> Callable[[], None]:
     return block.register_forward_pre_hook(_wait).remove
 
 
-def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list[str], list[float | None]]:
+def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Steps in which the second rank is held up, then some without; what is said, and this rank's gauges in between."""
     ranks, phases, said, config = here(), Phases(), [], TrainConfig(**fields)
     strategy, events = small_strategy(**(fields | {"balance": "none"})), EventLog(folder, ranks, phases)
     strategy.phases = phases
     with closing(Exporter(config, ranks, phases)) as exporter, events.writing():
         trainer = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
-        trainer.events, trainer.say = events, said.append
+        trainer.events, trainer.say, trainer.status = events, said.append, StatusFile(folder, ranks, phases)
         collectives = Collectives(exporter, "gloo", EVERY)
         with closing(Observers([collectives, Stragglers(trainer, collectives, EVERY)])) as observers:
             observers.run_starts(0, 100, [])
@@ -56,6 +57,7 @@ def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list
             _take_steps(observers, trainer, range(1, 1 + (LOOKS_IN_A_ROW + 1) * EVERY), slow_data=phase == "data")
             read = exporter.registry.get_sample_value
             gauges = [read(f"distrinews_training_{name}", {"phase": phase}) for name in ("straggler", "slowness")]
+            gauges.append(trainer.status.status.slow_phase)
             let_go()
             _take_steps(observers, trainer, range(10, 20), slow_data=False)
     return said, gauges
@@ -100,6 +102,7 @@ def test_a_slow_rank_is_named_with_its_phase(phase: str, fields: dict[str, Any],
     assert second[0] == 1
     assert second[1] > 1.2
     assert first[0] == 0
+    assert (first[2], second[2]) == ("", phase)
 
 
 def test_ranks_are_compared_with_those_that_do_the_same_work() -> None:
