@@ -238,7 +238,7 @@ class Trainer:
             self.bar.update(agreed.steps[-1])
         if agreed.raised["saved"] == self.ranks.world_size:
             self.hear_of_saves(self.saver.collect)
-        if agreed.raised["retry"]:
+        if agreed.raised["retry"] and not agreed.raised["save"]:
             self.saver.retry()
         return agreed
 

@@ -259,6 +259,37 @@ def test_a_run_with_no_whole_checkpoint_is_refused_and_left_as_it_is(
     assert sorted(_checkpoint(copied, 0).parent.glob("step_*")) == checkpoints
 
 
+def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_test(
+    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    best = _checkpoint(copied, 8)
+    why = _flip_a_bit(best)
+
+    code = train_here(*_flags(1, copied))
+
+    out = capfd.readouterr().out
+    assert code == 0
+    assert f"Passing over epoch 1, as good as it was: {best} {why}" in out
+    assert "Testing epoch 2" in out
+    assert (copied / "model.safetensors").exists()
+
+
+def test_checkpoints_in_a_place_of_their_own_are_gone_on_from_and_moved_aside_with_the_run(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place, output = tmp_path / "elsewhere", tmp_path / "model"
+    flags = (*_flags(1, output), "--epochs", "1", "--checkpoint_dir", place)
+    codes = [train_here(*flags), train_here(*flags), train_here(*flags, "--resume", "none")]
+
+    out = capfd.readouterr().out
+    assert codes == [0, 0, 0]
+    assert not (tmp_path / "model.run" / "checkpoints").exists()
+    assert f"Resuming from {place}/step_00000008" in out
+    assert f"Moved the earlier checkpoint {place}/step_00000008 to {place}/step_00000008.1" in out
+    assert (place / "step_00000008" / "manifest.json").exists()
+    assert (place / "step_00000008.1" / "manifest.json").exists()
+
+
 def test_another_configuration_into_the_same_folder_is_refused_with_the_fields(
     copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:

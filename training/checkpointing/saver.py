@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -172,6 +173,8 @@ class Saver:
         self._thread.start()
 
     def _run(self, order: _Order) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # a thread begins on GPU 0
         try:
             num_bytes = self._write(order)
             self._outcome = SavedCheckpoint(order.step, 0.0, time.perf_counter() - order.began, num_bytes)

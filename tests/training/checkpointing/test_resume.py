@@ -17,6 +17,9 @@ from training.checkpointing.resume import find_shared_damage, newest_checkpoint,
 from training.errors import UserError
 from training.parallelism.state import StrategyState
 
+# One process saves as one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 STATE = StrategyState({"model/weight": torch.arange(12.0).view(3, 4), "model/bias": torch.ones(5)}, {})
 
 

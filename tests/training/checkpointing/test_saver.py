@@ -26,6 +26,9 @@ from training.errors import TrainingFailure
 from training.failures import explained
 from training.parallelism.state import StrategyState
 
+# One process saves as one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 Tensors = dict[str, torch.Tensor]
 
 
