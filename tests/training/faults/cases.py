@@ -11,11 +11,12 @@ SAVED = "all ranks stop after the same step, with all saved; started again, they
 NAMED = "the rank and where it stands are named; " + AGAIN
 REPORTED = "the failed save is reported and tried again, the run goes on"
 WHOLE = "the damaged checkpoint is named, the newest whole one gone on from"
+WENT_ON = r"Training goes on, but the checkpoint of step \d+ could not be written.*"
 
 NO_RESTARTS = ("--standalone", "--nproc_per_node=2", "--max_restarts=0")
 TWO_MACHINES = ("--nnodes=2", "--nproc_per_node=1", "--max_restarts=3")
 MEETING = ("--rdzv_backend=c10d", "--rdzv_endpoint=10.77.0.1:29400", "--rdzv_id=faults")
-SHORT_WAIT = ("--collective_timeout", "10")
+SHORT_WAIT = ("--collective_timeout", "20")
 KILLS = 100
 AT_THE_END = 5  # of the kills
 
@@ -93,7 +94,6 @@ def _stored() -> list[Fault]:
     fill, free = "head -c 1G /dev/zero > $CHECKPOINTS/../fill || true", "rm $CHECKPOINTS/../fill"
     lock = "until mount -o remount,ro $CHECKPOINTS/..; do sleep 0.01; done"
     unlock = "mount -o remount,rw $CHECKPOINTS/.."
-    went_on = r"Training goes on, but the checkpoint of step \d+ could not be written.*"
     flip = (
         "import sys; f = open(sys.argv[1], 'r+b'); f.seek(999); b = f.read(1)[0]; f.seek(999); f.write(bytes([b ^ 1]))"
     )
@@ -113,8 +113,8 @@ def _stored() -> list[Fault]:
         return (Strike("renames */latest", f"{do}; kill -9 $PID", count=4),)
 
     return [
-        Fault("disk full, later room again", REPORTED, for_a_while(fill, free), disk=256, says=went_on),
-        Fault("checkpoint folder read-only for a while", REPORTED, for_a_while(lock, unlock), disk=256, says=went_on),
+        Fault("disk full, later room again", REPORTED, for_a_while(fill, free), disk=256, says=WENT_ON),
+        Fault("checkpoint folder read-only for a while", REPORTED, for_a_while(lock, unlock), disk=256, says=WENT_ON),
         Fault(
             "disk full for good",
             "the third failed save ends the run; with room again, it goes on from the newest checkpoint",
@@ -129,6 +129,17 @@ def _stored() -> list[Fault]:
             Fault(f"newest checkpoint {how}", WHOLE, damaged(do), says=r"Skipping the damaged checkpoint.*")
             for how, do in damages.items()
         ),
+    ]
+
+
+def _bucket() -> list[Fault]:
+    return [
+        Fault(
+            "S3 server gone in the middle of a save, later back",
+            REPORTED,
+            flags=("--checkpoint_dir", "s3://bucket/run"),
+            says=WENT_ON,
+        )
     ]
 
 
@@ -211,5 +222,5 @@ def _soak() -> list[Fault]:
 
 
 KILLED, STOPPED, STUCK, STORED = _killed(), _stopped(), _stuck(), _stored()
-NUMBERS, NETWORK, SOAK = _numbers(), _network(), _soak()
-FAMILIES = (KILLED, STOPPED, STUCK, STORED, NUMBERS, NETWORK, SOAK)
+BUCKET, NUMBERS, NETWORK, SOAK = _bucket(), _numbers(), _network(), _soak()
+FAMILIES = (KILLED, STOPPED, STUCK, STORED, BUCKET, NUMBERS, NETWORK, SOAK)

@@ -111,7 +111,7 @@ class Suffering:
         """Torchrun, and the run below it."""
         launcher = [*TORCHRUN, *self.fault.launcher, STRUCK]
         places = ["--output_dir", self.folder / "model", "--checkpoint_dir", self.checkpoints]
-        flags = [*base_flags, *FLAGS, "--epochs", self.fault.epochs, *self.fault.flags, *places]
+        flags = [*base_flags, *FLAGS, *places, "--epochs", self.fault.epochs, *self.fault.flags]
         return [str(part).format(port=self.port) for part in (*launcher, *flags)]
 
     def take(self, *started: Any, seconds: float = SECONDS_TO_END) -> None:

@@ -20,7 +20,7 @@ from training.monitoring.run_log import read_metrics
 if TYPE_CHECKING:
     from tests.training.faults.faults import Fault
 
-LONGEST_QUOTE = 160
+LONGEST_QUOTE = 260
 
 
 @dataclass(frozen=True)

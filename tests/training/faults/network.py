@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import pytest
 
 CABLE = "cable"  # its end's name on each machine
-PORT = 29400
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A network namespace with one address."""
+    """A network namespace with one address; ``hosts``: its launcher keeps the store at which all meet."""
 
     name: str
     address: str
+    hosts: bool
 
     def command(self, command: Sequence[str]) -> list[str]:
         """The command that runs ``command`` there."""
@@ -29,6 +29,7 @@ class Machine:
         """What torchrun and gloo must know there, where no name of a machine leads anywhere."""
         return {
             "PET_LOCAL_ADDR": self.address,
+            "PET_RDZV_CONF": f"is_host={int(self.hosts)}",
             "GLOO_SOCKET_IFNAME": CABLE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
@@ -37,7 +38,7 @@ class Machine:
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Lay the cable, and take all away again."""
-    machines = Machine("faults-a", "10.77.0.1"), Machine("faults-b", "10.77.0.2")
+    machines = Machine("faults-a", "10.77.0.1", hosts=True), Machine("faults-b", "10.77.0.2", hosts=False)
     with ExitStack() as stack:
         for machine in machines:
             if subprocess.run(["ip", "netns", "add", machine.name], capture_output=True).returncode:
