@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus: apt-get install prometheus"),
 ]
 COMPOSED = yaml.safe_load((REPOSITORY / "deployment" / "compose.yaml").read_text())
-# Nothing is dropped from the queue of a server that is well. The run is not told what a rank makes alone, and of ddp the
-# passes are compared, not what lies between collectives.
+# Nothing is dropped from the queue of a server that is well. The run is not told what a rank makes alone, and of ddp
+# the passes are compared, not what lies between collectives.
 MAY_BE_EMPTY = {"Texts dropped before the model", "Scaling efficiency", "Between collectives, over the median"}
 STARTUP_SECONDS = 120
 
