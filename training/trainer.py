@@ -106,9 +106,8 @@ class Trainer:
             stack.enter_context(contextlib.closing(self.exporter))
             if self.ranks.is_first:
                 self.config.run_dir.mkdir(parents=True, exist_ok=True)
-            self.ranks.together(
-                lambda: stack.enter_context(only_run_in(self.config.run_dir)) if self.ranks.is_first else None
-            )
+            for held in (lambda: only_run_in(self.config.run_dir), self.storage.alone):
+                self.ranks.together(lambda held=held: stack.enter_context(held()) if self.ranks.is_first else None)
             for context in (self.events.writing(), self.interruption.saving(), self.status, self.watchdog):
                 stack.enter_context(context)
             self.saver = Saver(self.config, self.ranks, self.storage, self.say)

@@ -97,8 +97,8 @@ def move_aside(folder: Path) -> Path:
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process; the system lets go of it even when the process is killed.
+def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
+    """Hold the folder that ``flag`` names for this process; the system lets go of it even when the process is killed.
 
     Raises:
         UserError: another process holds it, or its file system has no locks.
@@ -107,7 +107,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder}: another run is training into this folder; use another --output_dir") from error
+            raise UserError(f"{folder}: another run is training into this folder; use another {flag}") from error
         except OSError as error:
             raise UserError(f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)") from error
         yield

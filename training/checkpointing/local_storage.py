@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter, StorageReader, Storag
 
 from training.checkpointing.safe_reading import SafeReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name, manifest_of
-from training.utils import move_aside, sync_folder, write_json, write_whole
+from training.utils import move_aside, only_run_in, sync_folder, write_json, write_whole
 
 
 class LocalStorage(Storage):
@@ -25,6 +26,15 @@ class LocalStorage(Storage):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.location = str(folder)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Hold the folder for this run.
+
+        Raises:
+            UserError: another run holds it.
+        """
+        _make_folder(self.folder)
+        return only_run_in(self.folder, "--checkpoint_dir")
 
     def begin(self, step: int) -> None:
         """Make an empty place for the files of ``step``."""

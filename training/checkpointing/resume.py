@@ -42,9 +42,7 @@ def find_resume_point(
         UserError: it is damaged, or of another configuration, other data or another global batch.
     """
     with contextlib.ExitStack() as stack:
-        # Nothing may be moved from under a run that is still writing.
-        holds = ranks.is_first and config.run_dir.is_dir()
-        ranks.together(lambda: stack.enter_context(only_run_in(config.run_dir)) if holds else None)
+        ranks.together(lambda: _hold(config, storage, stack) if ranks.is_first else None)
         if config.resume == "none":
             ranks.together(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
             return None
@@ -135,6 +133,15 @@ def _answering(storage: Storage) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{storage.location}: does not answer ({error}); start again when it does") from error
+
+
+def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) -> None:
+    """Nothing may be moved from under a run that is still writing."""
+    with _answering(storage):
+        if config.run_dir.is_dir():
+            stack.enter_context(only_run_in(config.run_dir))
+        if storage.steps():
+            stack.enter_context(storage.alone())
 
 
 def _start_anew(config: TrainConfig, storage: Storage, say: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -39,6 +40,14 @@ class Storage(ABC):
     """
 
     location: str
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Hold the place for this run, where it can be held.
+
+        Raises:
+            UserError: another run holds it.
+        """
+        return contextlib.nullcontext()
 
     @abstractmethod
     def begin(self, step: int) -> None:
