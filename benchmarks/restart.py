@@ -38,8 +38,8 @@ STAGES = {
 INTRODUCTION = f"""# Restart
 
 Written by `python -m {MODULE}`. One run under `training/run_ddp.sh` with restarts; its ranks are killed by SIGKILL
-in turn, each after a checkpoint. Seconds; the median over kills, with the smallest and the largest. The moments are those
-that the run writes into `events.jsonl`, and torchrun's own line about the rank that failed.
+in turn, each after a checkpoint. Seconds; the median over kills, with the smallest and the largest. The moments are
+those that the run writes into `events.jsonl`, and torchrun's own line about the rank that failed.
 
 """
 

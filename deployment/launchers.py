@@ -21,15 +21,17 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": 
 
 
 class Cluster:
-    """Up to two machines that train together and meet on a port of this one.
+    """Machines that train together, and meet on a port of this one.
 
     Args:
         flags: of train_ddp.py.
         output_dir: the model folder.
+        most: machines that may train at a time; with fewer, a start waits a few seconds for more.
     """
 
-    def __init__(self, flags: Sequence[str], output_dir: Path) -> None:
+    def __init__(self, flags: Sequence[str], output_dir: Path, most: int = 2) -> None:
         self.output_dir = output_dir
+        self._most = most
         self._flags = (*flags, "--output_dir", str(output_dir))
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
         with socket.socket() as free:
@@ -40,7 +42,7 @@ class Cluster:
         """Start a machine of so many ranks on some cores; the first one hosts the meeting, and is not to be lost."""
         is_host = int(not self.machines)
         launcher = (
-            *(f"--nnodes=1:2 --nproc_per_node={processes} --max_restarts=5 --rdzv_backend=c10d".split()),
+            *(f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --rdzv_backend=c10d".split()),
             *(f"--rdzv_endpoint={self._endpoint} --rdzv_id=demo --local_addr=127.0.0.1".split()),
             f"--rdzv_conf={RENDEZVOUS},is_host={is_host}",
         )

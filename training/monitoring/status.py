@@ -171,7 +171,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
     known = {known.name for known in fields(RankStatus)}
     statuses = []
     for path in sorted((run_dir / "ranks").glob("rank_*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             found = json.loads(path.read_text(encoding="utf-8"))
             statuses.append(RankStatus(**{name: value for name, value in found.items() if name in known}))
     return statuses

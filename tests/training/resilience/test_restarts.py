@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.parallelism.ranks import here
-from training.config import parse_config
+from tests.training.monitoring.small_training import train_on_ranks
 from training.monitoring.run_folder import RunFolder
-from training.resilience.interruption import Interruption
-from training.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "training" / "run_ddp.sh"
@@ -91,18 +88,13 @@ def test_launchers_that_share_a_run_never_take_a_stop_for_the_end(
     assert attempt(0, "stopped", wanted, **torchrun) == code
 
 
-def _train(*flags: str) -> None:
-    config, ranks = parse_config(flags), here()
-    Trainer(config, ranks, Interruption(75, is_first=ranks.is_first)).fit()
-
-
 @pytest.fixture(scope="module")
 def left_alone(
     run_on_ranks: Callable[..., Any], base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The run folder of a run on two ranks that nobody disturbed."""
     output = tmp_path_factory.mktemp("alone") / "model"
-    run_on_ranks(2, _train, *base_flags, *TWO_RANKS, "--output_dir", str(output))
+    run_on_ranks(2, train_on_ranks, [*base_flags, *TWO_RANKS, "--output_dir", str(output)])
     return output.with_name("model.run")
 
 
@@ -159,8 +151,8 @@ def test_a_stopped_run_is_not_started_again_and_ends_with_the_code_that_was_aske
 def test_ranks_whose_launcher_is_killed_save_and_end(
     launch: Callable[..., Any], tmp_path: Path, metrics_of: Callable[..., Any]
 ) -> None:
-    run = launch(2, *TWO_RANKS, "--epochs", "9", "--output_dir", tmp_path / "model", wait=False)
-    run.wait_until(lambda: "step 4/" in run.out)
+    run = launch(2, *TWO_RANKS, "--epochs", "99", "--output_dir", tmp_path / "model", wait=False)
+    run.wait_until(lambda: "step 1/" in run.out)
     ranks = run.ranks
 
     run.process.kill()

@@ -1,0 +1,200 @@
+"""The picture of a run in a terminal: while it trains, afterwards, and whatever is missing or torn."""
+
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.training.monitoring.small_training import train_on_ranks
+from training import watch
+from training.distributed import Ranks
+from training.errors import run_command
+from training.monitoring.dashboard import draw, sparkline
+from training.monitoring.records import SavedCheckpoint, StepMetrics
+from training.monitoring.run_folder import RunFolder
+from training.monitoring.status import StatusFile, read_statuses, status_path
+from training.phases import Phases
+
+WIDTH = 80
+
+
+def _frame(folder: RunFolder, width: int = WIDTH) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False)
+    console.print(draw(folder.look()))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`watched(*arguments)`: exit code and output of the command."""
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["watch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_command(watch.main)
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(
+    run_on_ranks: Callable[..., Any], base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The run folder of two ranks that have finished."""
+    output = tmp_path_factory.mktemp("watched") / "model"
+    flags = ("--epochs", "1", "--batch_size", "4", "--output_dir", str(output))
+    run_on_ranks(2, train_on_ranks, [*base_flags, *flags])
+    return output.with_name("model.run")
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may spoil, beside a model folder."""
+    (tmp_path / "model").mkdir()
+    return shutil.copytree(trained, tmp_path / "model.run")
+
+
+@pytest.fixture
+def alive(tmp_path: Path) -> Iterator[tuple[Path, StatusFile]]:
+    """The run folder of this very process as rank 0 of two, 40 of 100 steps done, in its backward pass."""
+    ranks, phases = Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo"), Phases()
+    phases.step, phases.now = 40, "backward"
+    steps = [StepMetrics(step, 1, 2 - step / 40, 1e-3, 1.0, 80.0, 3000.0, step / 10, 8) for step in range(1, 41)]
+    with StatusFile(tmp_path, ranks, phases) as status:
+        status.run_starts(0, 100, [])
+        status.steps_agreed(steps)
+        status.checkpoint_saved(SavedCheckpoint(30, 0.01, 0.2, 24_000_000))
+        status.write()
+        lines = [json.dumps({"kind": "step", **asdict(step)}) for step in steps]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        yield tmp_path, status
+
+
+def test_a_finished_run_is_a_still_picture(finished: Path, watched: Callable[..., tuple[int, str]]) -> None:
+    code, frame = watched(finished)
+
+    assert code == 0
+    assert "model.run  finished  tiny, sample, ddp, 2 ranks" in frame
+    assert "step 8/8" in frame
+    assert "checkpoint of step 8" in frame
+    assert [status.pid for status in read_statuses(finished)] == [
+        int(pid) for pid in re.findall(r"(\d+) finished", frame)
+    ]
+    assert "first step" in frame
+    assert "\x1b" not in frame
+
+
+def test_a_running_run_says_where_each_rank_stands_and_when_it_will_end(alive: tuple[Path, StatusFile]) -> None:
+    frame = _frame(RunFolder(alive[0]))
+
+    assert re.search(rf" {os.getpid()} running +backward 0s +40 ", frame)
+    assert "step 40/100" in frame
+    assert "ETA 6.0s" in frame  # a tenth of a second a step
+    assert "checkpoint of step 30, 0.0s ago" in frame
+    assert "80 samples/s" in frame
+
+
+def test_no_line_is_wider_than_the_terminal(alive: tuple[Path, StatusFile], finished: Path) -> None:
+    for folder in (alive[0], finished):
+        for width in (80, 120):
+            assert max(map(len, _frame(RunFolder(folder), width).splitlines())) <= width
+
+
+def test_a_rank_that_no_longer_writes_is_called_silent(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, status = alive
+    folder = RunFolder(run_dir)
+    assert folder.look().state == "running"
+
+    gone = asdict(status.status) | {"rank": 1, "written": time.time() - 60}
+    status_path(run_dir, 1).write_text(json.dumps(gone))
+
+    assert "silent 1m 00s" in _frame(folder)
+    assert folder.look().state == "running"  # rank 0 is
+
+
+def test_a_machine_with_another_clock_is_judged_by_what_it_writes_alone(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, status = alive
+    elsewhere = asdict(status.status) | {"rank": 1, "host": "elsewhere", "written": time.time() - 3600}
+    status_path(run_dir, 1).write_text(json.dumps(elsewhere))
+
+    picture = RunFolder(run_dir).look()
+
+    assert picture.has_strangers
+    assert not any(picture.is_silent(status) for status in picture.statuses)
+
+
+def test_a_slow_rank_and_a_failed_one_are_named(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, status = alive
+    status.status.slow_phase = "data"
+    status.write()
+    failed = asdict(status.status) | {"rank": 1, "state": "failed", "message": "out of memory", "slow_phase": ""}
+    status_path(run_dir, 1).write_text(json.dumps(failed))
+
+    frame = _frame(RunFolder(run_dir))
+
+    assert "rank 0 is slower than the others in: data" in frame
+    assert "rank 1: out of memory" in frame
+    assert frame.splitlines()[0].split()[1:2] == ["failed"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "config.yaml", "ranks/rank_00000.json"])
+def test_files_that_are_torn_or_missing_cost_their_part_of_the_picture_alone(finished: Path, name: str) -> None:
+    path = finished / name
+    whole = path.read_bytes()
+    for size in range(0, len(whole), max(1, len(whole) // 23)):
+        path.write_bytes(whole[:size])
+        assert "step " in _frame(RunFolder(finished))
+    for torn in (b'{"kind": "step"}\n[]\n', b"\xff\xfe\x00", b"null\n"):
+        path.write_bytes(torn)
+        _frame(RunFolder(finished))
+    path.unlink()
+
+    assert "step 8" in _frame(RunFolder(finished))
+
+
+def test_what_is_written_later_is_read_and_curves_that_were_cut_are_forgotten(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, _ = alive
+    folder = RunFolder(run_dir)
+    assert len(folder.look().losses) == 40
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(lines[0][:-10])  # half a line: the run is writing it now
+        file.flush()
+        assert len(folder.look().losses) == 40
+        file.write(lines[0][-10:])
+    assert len(folder.look().losses) == 41
+
+    (run_dir / "new").write_text("".join(lines[:5]))
+    shutil.move(run_dir / "new", run_dir / "metrics.jsonl")
+    assert len(folder.look().losses) == 5
+
+
+def test_a_folder_that_is_no_run_is_refused_in_one_line(
+    finished: Path, tmp_path: Path, watched: Callable[..., tuple[int, str]]
+) -> None:
+    code, line = watched(tmp_path / "gone")
+    assert (code, line.count("\n")) == (2, 1)
+    assert line.startswith(f"error: {tmp_path}/gone: not the folder of a training run")
+
+    code, line = watched(finished.with_name("model"))
+    assert code == 2
+    assert line.endswith(f"did you mean {finished}?\n")
+
+
+def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value() -> None:
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1]) == "█▇▆▅▄▃▂▁"
+    assert sparkline([1.0, 3.0, 1.0, 3.0], cells=2) == "▁▁"
+    assert sparkline([]) == ""
