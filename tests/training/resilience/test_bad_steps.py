@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ def same(found: State, expected: State) -> bool:
     return all(torch.equal(found[name].nan_to_num(1e9), expected[name].nan_to_num(1e9)) for name in expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_size: int) -> None:
     bench = Bench(tmp_path, bad=[3])
 
@@ -163,7 +164,7 @@ def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_s
     assert all(math.isfinite(epoch["train_loss"]) for epoch in epochs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_going_back_equals_a_run_that_never_had_the_bad_rows(tmp_path: Path, world_size: int) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
 
@@ -180,6 +181,7 @@ def test_going_back_equals_a_run_that_never_had_the_bad_rows(tmp_path: Path, wor
     assert same(ended.state, run_on_ranks(world_size, train_without, config, bench.rows)[0])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_without_the_rows_on_any_number_of_ranks(tmp_path: Path) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
     whole = bench.run(1, bad_steps=2)
@@ -194,6 +196,7 @@ def test_a_resumed_run_goes_on_without_the_rows_on_any_number_of_ranks(tmp_path:
     assert not list(tmp_path.glob("on_*.run/bad_rows.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
     bench = Bench(tmp_path, bad=[3, 4, 5, 6, 7, 8])
 
@@ -231,9 +234,11 @@ def test_a_run_without_a_budget_or_a_checkpoint_stops(tmp_path: Path, fields: di
 
     step = 3 + fields["bad_steps"]
     assert failure.startswith(f"step {step}: the loss is nan (rank 0, training rows {bench.rows[fields['bad_steps']]})")
+    assert re.search(r'; row \d+ reads ".+"\. ', failure)
     assert expected in failure
 
 
+@pytest.mark.slow
 def test_what_was_skipped_is_said_with_the_text(
     train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
