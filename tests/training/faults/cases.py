@@ -106,7 +106,7 @@ def _stored() -> list[Fault]:
     }
 
     def for_a_while(bad: str, good: str) -> tuple[Strike, Strike]:
-        return Strike("phase save", bad, after=6), Strike("phase forward", good, after=9)
+        return Strike("phase save", bad, after=10), Strike("phase forward", good, after=13)
 
     def damaged(do: str) -> tuple[Strike]:
         # The fourth time that `latest` moves the checkpoint of step 8 stands under its name.
@@ -187,7 +187,7 @@ def _network() -> list[Fault]:
     return [
         Fault(
             f"network between two machines cut for {seconds} s",
-            "whatever the processes make of it, the run ends right",
+            "the ranks wait, or stop with all saved and are started again",
             (Strike("phase forward", f"ip link set cable down; (sleep {seconds}; ip link set cable up) &", after=5),),
             launcher=(*TWO_MACHINES, *MEETING),
         )

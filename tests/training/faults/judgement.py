@@ -68,7 +68,7 @@ def judge(
     return Finding(
         fault.name,
         fault.promised,
-        _story(fault, folder, codes) + (f': "{quoted}"' if fault.says else ""),
+        _story(folder, codes) + (f': "{quoted}"' if fault.says else ""),
         median(recoveries) if recoveries else None,
         (wanted - seen).total(),
         (seen - wanted).total(),
@@ -76,10 +76,10 @@ def judge(
     )
 
 
-def _story(fault: Fault, folder: Path, codes: Sequence[int]) -> str:
+def _story(folder: Path, codes: Sequence[int]) -> str:
     resumed = [f"step {event['step']}" for event in _events(folder / "model.run", "resumed")]
     parts = [f"ended with {code}, was started again" for code in codes[:-1]]
-    if fault.code is None:
+    if len(codes) == 1:
         times = len(list(folder.glob("attempt_0_*"))) - 1
         parts.append(f"restarted by torchrun{f' {times} times' if times > 1 else ''}" if times else "went on")
     return ", ".join(parts) + (f" from {', '.join(resumed)}" if 0 < len(resumed) < 4 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,22 +15,32 @@ CABLE = "cable"  # its end's name on each machine
 
 @dataclass(frozen=True)
 class Machine:
-    """A network namespace with one address; ``hosts``: its launcher keeps the store at which all meet."""
+    """A network namespace with one address and half of the cores; number 0 keeps the store at which all meet."""
 
-    name: str
-    address: str
-    hosts: bool
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The namespace's."""
+        return f"faults-{self.number}"
+
+    @property
+    def address(self) -> str:
+        """On the cable."""
+        return f"10.77.0.{self.number + 1}"
 
     def command(self, command: Sequence[str]) -> list[str]:
         """The command that runs ``command`` there."""
-        return ["ip", "netns", "exec", self.name, *command]
+        cores = sorted(os.sched_getaffinity(0))
+        mine = ",".join(map(str, cores[self.number :: 2] or cores))
+        return ["ip", "netns", "exec", self.name, "taskset", "--cpu-list", mine, *command]
 
     @property
     def environment(self) -> dict[str, str]:
         """What torchrun and gloo must know there, where no name of a machine leads anywhere."""
         return {
             "PET_LOCAL_ADDR": self.address,
-            "PET_RDZV_CONF": f"is_host={int(self.hosts)}",
+            "PET_RDZV_CONF": f"is_host={int(self.number == 0)}",
             "GLOO_SOCKET_IFNAME": CABLE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
@@ -38,7 +49,7 @@ class Machine:
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Lay the cable, and take all away again."""
-    machines = Machine("faults-a", "10.77.0.1", hosts=True), Machine("faults-b", "10.77.0.2", hosts=False)
+    machines = Machine(0), Machine(1)
     with ExitStack() as stack:
         for machine in machines:
             if subprocess.run(["ip", "netns", "add", machine.name], capture_output=True).returncode:
