@@ -51,6 +51,16 @@ def test_two_machines_train_one_model(
     assert (tmp_path / "shared" / "demo" / "model.safetensors").exists()
 
 
+def test_a_machine_trains_alone_where_others_may_come(
+    start: Callable[..., Any], machine: dict[str, Any], tmp_path: Path
+) -> None:
+    run = start(["bash", "-c", documented("docs/deployment.md", "elastic")], **machine)
+
+    assert run.wait() == 0, run.err
+    assert "1 (gloo)" in run.out
+    assert (tmp_path / "shared" / "demo" / "model.safetensors").exists()
+
+
 def test_machines_that_do_not_share_the_folder_are_refused_in_one_line(
     start: Callable[..., Any], commands: list[list[str]], machine: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Elastic runs: launchers come and go, each as a machine of its own, and the run goes on with those that are there."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,7 +77,9 @@ def left_alone(
     return {record["step"]: record["loss"] for record in metrics_of(output.with_name("model.run"))}
 
 
-def test_a_launcher_killed_alone_takes_its_ranks_along_and_the_other_goes_on_without_losing_a_step(
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_launcher_that_goes_takes_its_ranks_along_and_the_other_goes_on_without_losing_a_step(
+    number: signal.Signals,
     cluster: Callable[[int], Cluster],
     run_dir: Path,
     metrics_of: Callable[..., Any],
@@ -85,7 +88,7 @@ def test_a_launcher_killed_alone_takes_its_ranks_along_and_the_other_goes_on_wit
     machines = cluster(2)
     _start(machines, run_dir, "AB")
 
-    os.kill(machines.machines["B"].pid, 9)
+    os.kill(machines.machines["B"].pid, number)
     machines.machines.pop("B").wait()
     _wait_until(lambda: _ended(machines), machines)
 
