@@ -106,7 +106,7 @@ def _stored() -> list[Fault]:
     }
 
     def for_a_while(bad: str, good: str) -> tuple[Strike, Strike]:
-        return Strike("phase save", bad, after=10), Strike("phase forward", good, after=13)
+        return Strike("writes */.step_00000010.tmp/*.distcp", bad), Strike("phase forward", good, after=13)
 
     def damaged(do: str) -> tuple[Strike]:
         # The fourth time that `latest` moves the checkpoint of step 8 stands under its name.

@@ -35,7 +35,7 @@ class Strike:
         rank: the one it falls on.
         after: optimizer steps done at that moment; None = any.
         count: the how manieth such moment of the process.
-        turn: how many strikes fell before the process began; None = any number.
+        turn: how many strikes fell before the attempt of the launcher; None = any number.
     """
 
     on: str

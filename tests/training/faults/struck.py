@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
@@ -31,6 +31,7 @@ from training.phases import Phases
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = Path(os.environ["FAULT_FOLDER"])
 RANK, RESTART = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+LAUNCH = int(os.environ.get("FAULT_LAUNCH", 0))
 BUSY = threading.local()
 
 
@@ -38,7 +39,7 @@ class Strikes:
     """The strikes that are to fall on this process, each once in the whole life of the run."""
 
     def __init__(self, listed: list[dict[str, Any]]) -> None:
-        fallen = len(list(FOLDER.glob("strike_*.json")))
+        fallen = _strikes_before_this_attempt()
         self.left = {
             number: strike
             for number, strike in enumerate(listed)
@@ -76,6 +77,17 @@ class Strikes:
             ACTS[do]()
         else:
             _shell(do)
+
+
+def _strikes_before_this_attempt() -> int:
+    """How many strikes have fallen, the same for all ranks of an attempt: the first of them to come counts."""
+    attempt = FOLDER / f"attempt_{LAUNCH}_{RESTART}"
+    mine = attempt.with_name(f"{attempt.name}.{os.getpid()}")
+    mine.write_text(str(len(list(FOLDER.glob("strike_*.json")))))
+    with suppress(FileExistsError):
+        os.link(mine, attempt)
+    mine.unlink()
+    return int(attempt.read_text())
 
 
 def _shell(command: str) -> None:
@@ -171,7 +183,7 @@ def _note_rows() -> None:
     from training.step_log import StepLog
 
     add, first = StepLog.add, []
-    place = {"launch": int(os.environ.get("FAULT_LAUNCH", 0)), "restart": RESTART}
+    place = {"launch": LAUNCH, "restart": RESTART}
     place["world_size"] = int(os.environ["WORLD_SIZE"])
 
     def noted(self: StepLog, record: Any) -> None:
@@ -215,7 +227,6 @@ def _leave_out(steps: list[int], rows: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    (FOLDER / f"attempt_{os.environ.get('FAULT_LAUNCH', 0)}_{RESTART}").touch()
     sys.addaudithook(_audited)
     _watch_phases()
     STRIKES.look("starts", "")
