@@ -27,6 +27,8 @@ LOOK_SECONDS = 4.0
 _LOOK_AGAIN = 0.25
 # How the last message of a rank begins that ends only because of others.
 LOST = "lost at step"
+# How that of a rank begins that others wait for, while it waits for nobody.
+BUSY = "did not come for"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def find_missing(run_dir: Path, ranks: Ranks, *, patience: float = LOOK_SECONDS)
 def _evident(status: RankStatus) -> str | None:
     """What is wrong with a rank, as its own file or this machine's processes say it."""
     if status.state == "failed" and not status.message.startswith(LOST):
-        return f"failed: {status.message}"
+        return status.message if status.message.startswith(BUSY) else f"failed: {status.message}"
     if status.state != "running" or status.host != platform.node():
         return None
     state = _process_state(status.pid)
@@ -98,7 +100,7 @@ def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(record_path(run_dir, rank).read_text())
             if record["pid"] == status.pid and record["step"] == status.step and not record["waits"]:
-                busy[rank] = f"did not come for {record['seconds']:.0f} s"
+                busy[rank] = f"{BUSY} {record['seconds']:.0f} s"
     return busy
 
 

@@ -12,7 +12,7 @@ from training.distributed import is_lost_rank, limit_waiting, start_timeout
 from training.errors import LostRank
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
-from training.resilience.hangs import LOST, Missing, find_missing, leave_record, place_of
+from training.resilience.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
 from training.resilience.interruption import STOP_SECONDS, leave
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Watchdog(Observer):
         with self._has_the_word:
             status = self._status.status
             waits = leave_record(self._run_dir, status, self._phases, seconds)
-            why = f"did not come for {seconds:.0f} s"
+            why = f"{BUSY} {seconds:.0f} s"
             if not waits:
                 self._status.failed(why)
             missing, speaks = self._look_around()
