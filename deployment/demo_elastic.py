@@ -10,10 +10,10 @@ import contextlib
 import io
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # started by path: the imports below need the folder above this one
@@ -28,7 +28,7 @@ from rich.text import Text
 from safetensors.numpy import load_file
 
 from deployment.launchers import Cluster, kill, kill_tree, launch, usable_cores
-from training.errors import TrainingFailure, run_command
+from training.errors import TrainingFailure, UserError, run_command
 from training.monitoring.dashboard import draw
 from training.monitoring.events import read_events, restart_split
 from training.monitoring.run_folder import RunFolder
@@ -44,17 +44,9 @@ FLAGS = (
     *("--epochs", "5", "--batch_size", "8", "--learning_rate", "3e-4", "--save_every", "20", "--log_every", "1"),
 )
 STEPS_BETWEEN = 20
-DEADLINE = 120.0  # seconds that any one thing may take
+DEADLINE = 300.0  # seconds that any one thing may take
 LOSSES_MAY_DIFFER, WEIGHTS_MAY_DIFFER = 1e-4, 1e-3
 STAGES = ("detection", "rendezvous", "import", "group", "load", "first_step", "total")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something done to the run: what, and the optimizer steps that were done before it."""
-
-    name: str
-    step: int
 
 
 class Stage:
@@ -74,9 +66,11 @@ class Stage:
         if not self._console.is_terminal:
             yield
             return
+        before = len(self._said)
         with Live(console=self._console, screen=True, auto_refresh=False) as self._live:
             yield
-        self._console.print(*self._said, sep="\n")
+        self._live = None
+        self._console.print(*self._said[before:], sep="\n")
 
     def say(self, text: str) -> None:
         """Tell what is being done."""
@@ -90,7 +84,7 @@ class Stage:
         if self._live is None:
             return
         if self._folder is None:
-            with contextlib.suppress(Exception):  # not begun to write
+            with contextlib.suppress(UserError):  # it has not begun to write
                 self._folder = RunFolder(self.run_dir)
         run = draw(self._folder.look()) if self._folder else Text("starting ...")
         self._live.update(Group(*self._said[-6:], Rule(style="dim"), run), refresh=True)
@@ -120,10 +114,10 @@ def main() -> int:
     return compare(output_dir, undisturbed, console)
 
 
-def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
-    """Train, and do to the run what a cluster does; returns what was done."""
+def disturb(cluster: Cluster, stage: Stage) -> list[tuple[str, int]]:
+    """Train, and do to the run what happens to a cluster; returns what was done, and after which steps."""
     cores = usable_cores()
-    faults: list[Fault] = []
+    faults: list[tuple[str, int]] = []
 
     def trains_again(name: str) -> None:
         """Wait until the ranks have done a first step, so many times in all, and some steps more."""
@@ -131,15 +125,14 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
         wait_until(lambda: len(starts_of(stage.run_dir)) >= starts, f"a first step after: {name}", cluster, stage)
         size, step = starts_of(stage.run_dir)[-1]
         stage.say(f"{size} ranks train, from step {step} on.")
-        wait_until(
-            lambda: saved_of(stage.run_dir) >= step + STEPS_BETWEEN, f"a checkpoint after: {name}", cluster, stage
-        )
+        due = step + STEPS_BETWEEN
+        wait_until(lambda: saved_of(stage.run_dir) >= due, f"a checkpoint after: {name}", cluster, stage)
 
     def do(name: str, deed: Callable[[], None]) -> None:
         step = step_of(stage.run_dir)
         stage.say(f"{name}, at step {step} ...")
         deed()
-        faults.append(Fault(name, step))
+        faults.append((name, step))
         trains_again(name)
 
     stage.say("Then the same run on two machines: A with 2 ranks, B with 1 ...")
@@ -174,14 +167,16 @@ def wait_until(holds: Callable[[], bool], what: str, cluster: Cluster, stage: St
 def train_undisturbed(output_dir: Path) -> None:
     """Train on three ranks to the end."""
     log = output_dir.with_name(f"{output_dir.name}.log")
-    launcher = launch(
-        ("--standalone", "--nproc_per_node=3"), (*FLAGS, "--output_dir", str(output_dir)), log, usable_cores()[:3]
-    )
+    flags = (*FLAGS, "--output_dir", str(output_dir))
+    launcher = launch(("--standalone", "--nproc_per_node=3"), flags, log, usable_cores()[:3])
     try:
-        if launcher.wait(2 * DEADLINE):
-            raise TrainingFailure(f"the undisturbed run ended with code {launcher.returncode}; see {log}")
+        code = launcher.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        code = f"nothing within {DEADLINE:.0f} s"
     finally:
         kill_tree(launcher)
+    if code != 0:
+        raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}")
 
 
 def remove(output_dir: Path) -> None:
@@ -211,7 +206,7 @@ def saved_of(run_dir: Path) -> int:
     return max((event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"), default=0)
 
 
-def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
+def table_of(faults: Sequence[tuple[str, int]], run_dir: Path, launcher_log: str) -> Table:
     """What was done, what it cost in steps, and how many seconds each part of the recovery took."""
     resumed = [step for _, step in starts_of(run_dir)[1:]]
     title = "\nSeconds from the last sign of life to the first step after it"
@@ -219,10 +214,10 @@ def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table
     table.add_column("what")
     for heading in ("at step", "on from", *(stage.replace("_", " ") for stage in STAGES)):
         table.add_column(heading, justify="right")
-    for fault, step, split in zip(faults, resumed, restart_split(run_dir, launcher_log), strict=False):
-        seconds = split.seconds()
+    splits = [split.seconds() for split in restart_split(run_dir, launcher_log) if not np.isnan(split.stepped)]
+    for (name, at), step, seconds in zip(faults, resumed, splits, strict=True):
         shown = ("–" if np.isnan(seconds[stage]) else f"{seconds[stage]:.1f}" for stage in STAGES)
-        table.add_row(fault.name, str(fault.step), str(step), *shown)
+        table.add_row(name, str(at), str(step), *shown)
     return table
 
 
