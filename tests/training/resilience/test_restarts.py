@@ -88,6 +88,13 @@ def test_launchers_that_share_a_run_never_take_a_stop_for_the_end(
     assert attempt(0, "stopped", wanted, **torchrun) == code
 
 
+def test_a_number_of_restarts_that_is_none_is_refused(start: Callable[..., Any]) -> None:
+    run = start(["bash", SCRIPT, 2], env={"PYTHON": sys.executable, "MAX_RESTARTS": "some"})
+
+    assert run.process.returncode == 2
+    assert run.err == "error: MAX_RESTARTS=some: must be a whole number, 0 = off\n"
+
+
 @pytest.fixture(scope="module")
 def left_alone(
     run_on_ranks: Callable[..., Any], base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
