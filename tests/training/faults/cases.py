@@ -52,19 +52,22 @@ def _killed() -> list[Fault]:
 def _stopped() -> list[Fault]:
     everyone, other = "kill -TERM $(pgrep -P $LAUNCHER)", "$(pgrep -P $LAUNCHER | grep -vx $PID)"
 
-    def in_a_step(do: str, rank: int = 0) -> tuple[Strike]:
-        return (Strike("phase forward", do, rank, after=5),)
+    def in_a_step(do: str, rank: int = 0) -> Strike:
+        return Strike("phase forward", do, rank, after=5)
 
+    asked = {  # and what torchrun ends with
+        "SIGTERM to both ranks": (in_a_step(everyone), 0),
+        "SIGTERM to rank 1": (in_a_step("kill -TERM $PID", rank=1), 0),
+        "SIGTERM to both in an evaluation": (Strike("phase evaluate", everyone, after=8), 0),
+        "SIGTERM to torchrun": (in_a_step("kill -TERM $LAUNCHER"), -1),
+        "torchrun killed": (in_a_step("kill -9 $LAUNCHER"), -1),
+    }
     return [
-        Fault("SIGTERM to both ranks", SAVED, in_a_step(everyone), code=0),
-        Fault("SIGTERM to rank 1", SAVED, in_a_step("kill -TERM $PID", rank=1), code=0),
-        Fault("SIGTERM to both in an evaluation", SAVED, (Strike("phase evaluate", everyone, after=8),), code=0),
-        Fault("SIGTERM to torchrun", SAVED, in_a_step("kill -TERM $LAUNCHER"), code=-1),
-        Fault("torchrun killed", SAVED, in_a_step("kill -9 $LAUNCHER"), code=-1),
+        *(Fault(name, SAVED, (strike,), code=code, all_saved=True) for name, (strike, code) in asked.items()),
         Fault(
             "SIGTERM to rank 0 while rank 1 is frozen",
             "rank 0 leaves in 20 s, unsaved; started again, the ranks go on from the newest checkpoint",
-            in_a_step(f"kill -TERM {other}; kill -STOP $PID", rank=1),
+            (in_a_step(f"kill -TERM {other}; kill -STOP $PID", rank=1),),
             code=-1,
             launcher=NO_RESTARTS,
         ),

@@ -62,6 +62,7 @@ class Fault:
         launcher: flags of torchrun.
         disk: MB of a disk of its own that checkpoints go to; 0 = the one of the run.
         epochs: of 8 steps.
+        all_saved: no step is to be done again.
         left_out: optimizer steps that are to be left out.
         without: steps of which the rows of rank 1 are to be left out for good.
     """
@@ -76,6 +77,7 @@ class Fault:
     launcher: tuple[str, ...] = ("--standalone", "--nproc_per_node=2", "--max_restarts=3")
     disk: int = 0
     epochs: int = 2
+    all_saved: bool = False
     left_out: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
 

@@ -58,6 +58,8 @@ def judge(
     run_dir = folder / "model.run"
     logged = [record["step"] for record in read_metrics(run_dir) if record["kind"] == "step"]
     assert [step for step in logged if step not in fault.left_out] == list(reference.rows)
+    if fault.all_saved:
+        assert not [step for step, attempts in _attempts(folder).items() if len(attempts) > 1]
     said = re.search(fault.says, printed)
     assert said, f"{fault.says!r} was not said\n{printed}"
     quoted = said[0].replace(f"{folder}/", "")[:LONGEST_QUOTE]
@@ -95,18 +97,23 @@ def _all_rows(rows: dict[int, list[int]]) -> list[int]:
 
 def lineage(folder: Path) -> dict[int, list[int]]:
     """The rows of each step as the finished weights saw them: of a step done more than once, the last time."""
+    last = {
+        step: max(attempts.values(), key=lambda by_rank: max(note["time"] for note in by_rank.values()))
+        for step, attempts in _attempts(folder).items()
+    }
+    return {
+        step: sorted(row for note in by_rank.values() for row in note["rows"]) for step, by_rank in sorted(last.items())
+    }
+
+
+def _attempts(folder: Path) -> dict[int, dict[tuple[int, ...], dict[int, dict[str, Any]]]]:
+    """Of each step, by attempt and rank, what was noted of it."""
     attempts: dict[int, dict[tuple[int, ...], dict[int, dict[str, Any]]]] = {}
     for rank, path in enumerate(sorted(folder.glob("rows_*.jsonl"))):
         for note in read_lines(path):
             attempt = (note["launch"], note["restart"], note["world_size"], note["first_step"])
             attempts.setdefault(note["step"], {}).setdefault(attempt, {})[rank] = note
-    last = {
-        step: max(tries.values(), key=lambda by_rank: max(note["time"] for note in by_rank.values()))
-        for step, tries in attempts.items()
-    }
-    return {
-        step: sorted(row for note in by_rank.values() for row in note["rows"]) for step, by_rank in sorted(last.items())
-    }
+    return attempts
 
 
 def rows_of_rank(rank: int, steps: Sequence[int], folder: Path) -> list[int]:

@@ -94,7 +94,8 @@ def _shell(command: str) -> None:
     BUSY.striking = True
     places = {"PID": os.getpid(), "LAUNCHER": os.getppid(), "PYTHON": shlex.quote(sys.executable)}
     named = os.environ | {name: str(value) for name, value in places.items()}
-    subprocess.run(["bash", "-c", command], env=named, check=True)
+    # In a session of its own, where the launcher's signals to the ranks do not reach it.
+    subprocess.run(["bash", "-c", command], env=named, check=True, start_new_session=True)
     BUSY.striking = False
 
 
