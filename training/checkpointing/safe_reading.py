@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
         Raises:
             pickle.UnpicklingError: it names something else.
         """
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _ListOfTensors(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -48,6 +48,7 @@ def test_killed_anywhere_in_a_save_or_its_pruning_the_old_or_the_new_one_is_whol
     check(deaths, old=(2, 2.0), new=(3, 3.5), left=["latest", "step_00000009"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("open_", KINDS)
 def test_killed_anywhere_in_replacing_a_step_the_old_or_the_new_one_is_whole(
     run_on_ranks: Callable[..., Any], tmp_path: Path, open_: Callable[[Path], Storage]
