@@ -65,7 +65,8 @@ def judge(
     quoted = said[0].replace(f"{folder}/", "")[:LONGEST_QUOTE]
     mine = {step: rows for step, rows in lineage(folder).items() if step not in fault.left_out}
     seen, wanted = Counter(_all_rows(mine)), Counter(_all_rows(reference.rows))
-    steps = [event["time"] for event in _events(run_dir, "first_step")]
+    restarted = len(list(folder.glob("attempt_*"))) > 1
+    steps = [event["time"] for event in _events(run_dir, "first_step")] if restarted else []
     recoveries = [min(later) - fell for fell in struck if (later := [step for step in steps if step > fell])]
     return Finding(
         fault.name,
