@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.faults.cases import FAMILIES
 from tests.training.faults.faults import FLAGS, STRUCK, Fault, suffer
 from tests.training.faults.judgement import Finding, Reference, lineage, rows_of_rank, state_of
 from tests.training.faults.table import write_faults
@@ -45,7 +46,10 @@ def findings(request: pytest.FixtureRequest) -> Iterator[list[Finding]]:
     """Collects what was found; with --write_faults a page's table is made of it."""
     collected: list[Finding] = []
     yield collected
-    if page := request.config.getoption("--write_faults"):
+    if (page := request.config.getoption("--write_faults")) and not request.session.testsfailed:
+        here = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+        if len(here) < sum(map(len, FAMILIES)):
+            pytest.fail("--write_faults: for the whole table run all of tests/training/faults")
         write_faults(Path(page), collected)
 
 

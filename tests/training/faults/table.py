@@ -28,8 +28,9 @@ def write_faults(page: Path, findings: Sequence[Finding]) -> None:
 
 def _table(findings: Sequence[Finding]) -> str:
     found = {finding.fault: finding for finding in findings}
-    names = [fault.name for family in FAMILIES for fault in family]
-    rows = [_row(found[name]) if name in found else (name, *["not tried on this machine"] * 5) for name in names]
+    faults = [fault for family in FAMILIES for fault in family]
+    untried = ("not tried on this machine", "", "", "")
+    rows = [_row(found[f.name]) if f.name in found else (f.name, f.promised, *untried) for f in faults]
     lines = [HEADER, ("---", "---", "---", "---:", "---:", "---"), *rows]
     machine = f"{cpu_name()}, {usable_cpus()} cores"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, gloo"
