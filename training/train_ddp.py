@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from training.config import parse_config
 from training.distributed import one_voice, ranks
 from training.errors import run_command
-from training.resilience.interruption import Interruption
+from training.resilience.interruption import Interruption, leave
 from training.trainer import Trainer
 
 
@@ -45,4 +45,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        # A launcher waits for the last rank before it starts them again; tidying up its memory takes Python seconds.
+        leave(ended.code)
