@@ -151,6 +151,7 @@ def test_a_users_mistake_ends_a_process_with_code_2(launch: Callable[..., Any], 
             ("--epoch", "1"),
             "error: --epoch: no such flag; did you mean --epochs?",
             id="unknown flag",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -58,7 +58,7 @@ def _kill_after(run: Any, output: Path, step: int) -> None:
     assert not _checkpoint(output, LAST_STEP).exists()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_a_killed_run_ends_with_the_weights_of_one_never_killed(
     launch: Callable[..., Any],
     never_stopped: Callable[[int], Path],
@@ -154,7 +154,7 @@ def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Pat
     assert list(_checkpoint(output, 0).parent.glob("step_*"))
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_of_two_ranks_goes_on_with_another_number_and_repeats_no_row(
     stopped_on_two: tuple[Path, Any],
     never_stopped: Callable[[int], Path],

@@ -85,6 +85,7 @@ def test_the_report_shows_both_tables(profiled: Path) -> None:
     assert f"<td>{read_summary(profiled)[0].operators[0].name}</td>" in page
 
 
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_written_is_one_line_and_not_the_runs_end(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

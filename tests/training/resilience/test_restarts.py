@@ -105,6 +105,7 @@ def left_alone(
     return output.with_name("model.run")
 
 
+@pytest.mark.slow  # test_killed.py of the faults has one for every day
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_one_left_alone(
     start: Callable[..., Any],
     base_flags: tuple[str, ...],
