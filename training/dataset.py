@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from training.errors import UserError
-from training.row_files import AG_NEWS_LABELS, FORMATS, BadRows, FoundRow, UsableRow, first_line, read_file
+from training.errors import UserError, first_line
+from training.row_files import AG_NEWS_LABELS, FORMATS, BadRows, FoundRow, UsableRow, read_file
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"

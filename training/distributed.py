@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from inference.cpu import usable_cpus
-from training.errors import ForeseenError, TrainingFailure, UserError
+from training.errors import ForeseenError, TrainingFailure, UserError, first_line
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = 1800.0  # seconds
@@ -265,6 +265,6 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
                 "start with torchrun --standalone, which picks one"
             ) from error
         raise UserError(
-            f"the process group did not form ({str(error).splitlines()[0]}): start with "
+            f"the process group did not form ({first_line(error)}): start with "
             "torchrun --nproc_per_node=N training/train_ddp.py, on a free port (--standalone picks one)"
         ) from error

@@ -67,6 +67,11 @@ class StopAsked(BaseException):
             print(self, flush=True)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says in the first of its lines that says anything; its type where none does."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line, as every other error."""
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.errors import UserError
+from training.errors import UserError, first_line
 
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 FORMATS = (".csv", ".jsonl", ".json", ".parquet")
@@ -237,8 +237,3 @@ def _read_parquet(path: Path, bad: BadRows) -> Iterator[FoundRow]:
             for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=first):
                 yield f"{path} row {number}", text, label
         first += rows
-
-
-def first_line(error: Exception) -> str:
-    """What a library's error says first."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

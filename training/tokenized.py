@@ -21,7 +21,7 @@ from inference import tokenization
 from inference.tokenization import TextTokenizer, clean_text
 from training.config import TINY
 from training.dataset import NewsData, Rows
-from training.errors import UserError
+from training.errors import UserError, first_line
 from training.utils import write_whole
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def model_errors(model: str):  # noqa: ANN201
     except UserError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = first_line(error)
         if Path(model).expanduser().is_dir():
             raise UserError(f"--model {model}: the folder cannot be read as a model ({first})") from error
         raise UserError(

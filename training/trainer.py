@@ -182,7 +182,7 @@ class Trainer:
             self._train_step(epoch, self.bad_steps.remaining(self.news.train_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             is_last = state.step % len(self.sampler) == 0
-            saves = bool(config.save_every) and state.step % config.save_every == 0
+            saves = self.save_schedule.due_by_step(state.step)
             stop = False
             if is_last or saves or self.ranks.device.type == "cpu" or state.step % config.log_every == 0:
                 agreed = self._agree()

@@ -42,6 +42,11 @@ def format_time(seconds: float) -> str:
     return f"{minutes // 60}h {minutes % 60:02d}m"
 
 
+def nearest_folder(path: Path) -> Path:
+    """The path itself or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
 def sync_folder(folder: Path) -> None:
     """Ask the system to put a folder's entries on the disk, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

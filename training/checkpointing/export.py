@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from training.distributed import Ranks
 from training.errors import UserError
 from training.model_card import model_card
-from training.utils import replace_folder, write_json, write_whole
+from training.utils import nearest_folder, replace_folder, write_json, write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ def check_output(model_folder: Path) -> None:
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
         raise UserError(f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder")
-    nearest = _nearest_folder(model_folder)
+    nearest = nearest_folder(model_folder)
     probe = nearest / ".distrinews-write-test"
     try:
         probe.touch()
@@ -53,7 +53,7 @@ def check_shared(model_folder: Path, ranks: Ranks) -> None:
     with contextlib.ExitStack() as stack:
         probe = None
         if ranks.is_first:
-            folder = _nearest_folder(model_folder.absolute().parent)
+            folder = nearest_folder(model_folder.absolute().parent)
             probe = Path(stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name)
         probe = ranks.broadcast(probe)
         ranks.together(lambda: _check_seen(probe, model_folder))
@@ -65,11 +65,6 @@ def _check_seen(probe: Path, model_folder: Path) -> None:
             f"--output_dir {model_folder}: {socket.gethostname()} does not see what rank 0 writes to {probe.parent}; "
             "name a folder that all machines share"
         )
-
-
-def _nearest_folder(path: Path) -> Path:
-    """The path itself or the nearest parent that exists."""
-    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
 def write_model(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter, StorageReader, Storag
 
 from training.checkpointing.safe_reading import SafeReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name, manifest_of
-from training.utils import move_aside, only_run_in, sync_folder, write_json, write_whole
+from training.utils import move_aside, nearest_folder, only_run_in, sync_folder, write_json, write_whole
 
 
 class LocalStorage(Storage):
@@ -93,21 +93,18 @@ class LocalStorage(Storage):
 
     def put_probe(self, name: str) -> None:
         """Write a small file into the folder, or its nearest parent while there is none."""
-        (self._nearest() / name).touch()
+        (nearest_folder(self.folder) / name).touch()
 
     def sees_probe(self, name: str) -> bool:
         """Whether another rank's small file is seen from here."""
-        return (self._nearest() / name).exists()
+        return (nearest_folder(self.folder) / name).exists()
 
     def remove_probe(self, name: str) -> None:
         """Remove it again."""
-        (self._nearest() / name).unlink()
+        (nearest_folder(self.folder) / name).unlink()
 
     def _aside(self, step: int) -> Path:
         return self.folder / f".step_{step:08d}.tmp"
-
-    def _nearest(self) -> Path:
-        return next(folder for folder in [self.folder, *self.folder.absolute().parents] if folder.exists())
 
     def _folders(self) -> dict[str, bool]:
         if not self.folder.is_dir():

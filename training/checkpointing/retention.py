@@ -19,10 +19,13 @@ class SaveSchedule:
         self.seconds = 60 * minutes
         self.last = now
 
+    def due_by_step(self, step: int) -> bool:
+        """Whether the number of steps alone says to save, which every rank knows."""
+        return self.every > 0 and step % self.every == 0
+
     def due(self, step: int, now: float) -> bool:
         """Whether to save after ``step``. Clocks differ: rank 0's answer is agreed before it is acted on."""
-        by_step = self.every > 0 and step % self.every == 0
-        return by_step or (self.seconds > 0 and now - self.last >= self.seconds)
+        return self.due_by_step(step) or (self.seconds > 0 and now - self.last >= self.seconds)
 
     def saved(self, now: float) -> None:
         """A save began: the minutes count from here."""

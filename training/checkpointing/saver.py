@@ -23,7 +23,7 @@ from training.checkpointing.sharded import StagedPlanner, Staging, telling_write
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
 from training.distributed import Ranks
-from training.errors import TrainingFailure
+from training.errors import TrainingFailure, first_line
 from training.monitoring import SavedCheckpoint
 from training.parallelism.state import StrategyState
 
@@ -95,7 +95,8 @@ class Saver:
         run_state: dict[str, Any],
         best_step: int | None,
     ) -> list[SavedCheckpoint]:
-        """Copy the state and have it written; a save that is still under way is waited for first.
+        """Copy the state and have it written; a save that is still under way, and a failed one of the best step,
+        is waited for first.
 
         Args:
             step: optimizer steps done.
@@ -110,6 +111,8 @@ class Saver:
             TrainingFailure: the third in a row failed.
         """
         finished = self._join()
+        if self._failures and self._order.step == best_step:
+            finished += self.wait()  # only this copy is left of the best weights
         began = time.perf_counter()
         held = state()
         self._staging.take(held.tensors, self._ownership.pieces(held.tensors))
@@ -236,4 +239,4 @@ def _reason(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from training.checkpointing.ownership import Chunk
-from training.errors import UserError
+from training.errors import UserError, first_line
 
 
 class Staging:
@@ -139,5 +139,4 @@ class SavedShards:
         try:
             return work()
         except Exception as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"checkpoint {self.location}: cannot be read ({reason})") from error
+            raise UserError(f"checkpoint {self.location}: cannot be read ({first_line(error)})") from error

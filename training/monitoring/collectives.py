@@ -17,6 +17,7 @@ import torch
 
 from training.monitoring.exporter import Exporter
 from training.monitoring.observer import Observer
+from training.monitoring.profile_summary import merged
 
 if TYPE_CHECKING:
     from training.batching import MicroBatch
@@ -80,11 +81,7 @@ class Collectives(Observer):
 
 def covered_seconds(collectives: Iterable[Collective]) -> float:
     """Seconds in which at least one of them ran."""
-    total, until = 0.0, float("-inf")
-    for collective in sorted(collectives, key=lambda one: one.start):
-        total += max(0.0, collective.end - max(collective.start, until))
-        until = max(until, collective.end)
-    return total
+    return sum(end - start for start, end in merged((one.start, one.end) for one in collectives))
 
 
 def _start() -> bool:

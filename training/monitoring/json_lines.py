@@ -1,5 +1,6 @@
 """JSON lines: files that several processes may append records to, readable after a crash or a full disk."""
 
+import contextlib
 import json
 import math
 import os
@@ -38,17 +39,16 @@ class JsonLines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file in their order; a line that was torn is left out, and no file has none."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    records = (_parse(line) for line in lines)
-    return [record for record in records if record is not None]
+    return parse_lines(path.read_bytes()) if path.exists() else []
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """Read records as they stand in a file; a line that was torn is left out."""
+    records = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _null_for_not_finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from training.errors import first_line
 from training.monitoring.observer import Observer
 from training.monitoring.profile_summary import (
     FOLDER,
@@ -150,7 +151,7 @@ class Profiler(Observer):
         try:
             result = work()
         except Exception as error:
-            self._problem = (str(error) or type(error).__name__).splitlines()[0]
+            self._problem = first_line(error)
             return None
         return result if isinstance(result, RankProfile) else None
 

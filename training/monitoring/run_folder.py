@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
 import time
@@ -16,6 +14,7 @@ import yaml
 
 from training.errors import UserError
 from training.monitoring.events import EVENTS_FILE
+from training.monitoring.json_lines import parse_lines
 from training.monitoring.run_log import METRICS_FILE
 from training.monitoring.status import RankStatus, read_statuses
 
@@ -163,11 +162,7 @@ class _Tail:
         except OSError:
             return [], False
         self._offset += len(whole) + len(newline)
-        records = []
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-        return [record for record in records if isinstance(record, dict)], anew
+        return parse_lines(whole), anew
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from training.errors import first_line
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
@@ -99,7 +100,7 @@ class StatusFile(Observer):
         self._ended.set()
         self._thread.join(PERIOD)  # a disk that does not answer is no reason to stay
         if error is not None:
-            self.failed((str(error) or type(error).__name__).splitlines()[0])
+            self.failed(first_line(error))
             return
         if self.status.state == "running":
             self.status.state = "finished"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.errors import UserError
+from training.errors import UserError, first_line
 from training.utils import write_json
 
 PROJECT = "distrinews"
@@ -248,5 +248,4 @@ class TrackerThread:
                 self._tracker.log(*item)
             self._tracker.finish(finished=item)
         except Exception as error:
-            what = (str(error) or type(error).__name__).strip().splitlines()[0]
-            self._say(f"{self.name}: dropped, the run goes on without it ({what})")
+            self._say(f"{self.name}: dropped, the run goes on without it ({first_line(error)})")
