@@ -94,14 +94,14 @@ def finish_run(trainer: Trainer) -> Path:
 
 
 def _take_best(trainer: Trainer) -> EpochMetrics:
-    """Take the weights of the best epoch that can be had; a checkpoint may not have been written, or have suffered."""
+    """Take the weights of the best epoch that can be had; a checkpoint may have suffered, or be gone."""
     ranks, state = trainer.ranks, trainer.state
     paths = ranks.broadcast(trainer.storage.steps() if ranks.is_first else {})
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)
-        damage = find_shared_damage(path, ranks) if path else "was not saved"
+        damage = find_shared_damage(path, ranks) if path else "is gone"
         if damage is None:
             saved = open_checkpoint(path, ranks).tensors
             ranks.together(lambda saved=saved: trainer.strategy.load_weights(saved))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import threading
@@ -231,6 +232,30 @@ def test_the_third_failure_in_a_row_ends_the_run_in_one_line(tmp_path: Path) -> 
     assert "(rank 0: Not a directory" in line
     assert "for the 3rd time in a row" in line
     assert (first_quiet, second_quiet) == (False, True)
+
+
+class FullOnce(LocalStorage):
+    """A folder that has no room for the first save."""
+
+    full = True
+
+    def begin(self, step: int) -> None:
+        full, self.full = self.full, False
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().begin(step)
+
+
+def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(tmp_path: Path) -> None:
+    saver = saver_into(FullOnce(tmp_path), ALONE)
+    saver.save(1, lambda: _state(1.0), {}, 1)
+
+    finished = saver.save(2, lambda: _state(2.0), {}, 1)
+
+    assert [saved.step for saved in finished] == [1]
+    assert [saved.step for saved in saver.wait()] == [2]
+    for step in (1, 2):
+        assert read_whole(f"{tmp_path}/step_{step:08d}").model["weight"].unique().tolist() == [float(step)]
 
 
 class LeavingStorage(LocalStorage):
