@@ -1,7 +1,7 @@
-"""One rank of a run with all or none of its watchers: python -m benchmarks.observed_rank on|off FLAGS.
+"""One rank of a run whose watchers are clocked: python -m benchmarks.observed_rank FLAGS.
 
-``benchmarks.observation_cost`` starts it. Prints as one line of JSON the seconds of each step, watchers included, and
-those of comparing the copies once.
+``benchmarks.observation_cost`` starts it. Prints as one line of JSON the seconds of each step and of the watchers in
+it, and those of what they do now and then: comparing the copies, a page of metrics, a status file.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
+
+from prometheus_client import generate_latest
 
 import training.trainer
 from training.config import parse_config
@@ -23,63 +25,83 @@ from training.monitoring.observer import Observer, Observers
 from training.observers import build_observers
 from training.trainer import Trainer
 
-COMPARISONS = 5
+if TYPE_CHECKING:
+    from training.batching import MicroBatch
+    from training.parallelism import StepResult
+
+REPEATS = 5
 
 
-class TimedObservers(Observers):
-    """Observers that clock each step, from before they are told that it begins until after they were told all of it."""
+class Clocked(Observers):
+    """Observers with a clock: how long a step took, and how long of it they did.
+
+    Attributes:
+        seconds: of each step, from before its rows are read until all observers have heard all of it.
+        watching: seconds of each step inside the observers.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         super().__init__(observers)
         self.seconds: list[float] = []
-        self._began = 0.0
+        self.watching: list[float] = []
+        self._began = self._watched = 0.0
 
     def step_begins(self, step: int) -> None:
-        """Begin, then tell all."""
-        self._began = time.perf_counter()
-        super().step_begins(step)
+        """Begin, and tell all."""
+        self._began, self._watched = time.perf_counter(), 0.0
+        with self._watches():
+            super().step_begins(step)
+
+    def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
+        """Tell all."""
+        with self._watches():
+            super().step_ends(step, micro_batches, result)
 
     def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Tell all, then end."""
-        super().steps_agreed(steps)
+        """Tell all, and end."""
+        with self._watches():
+            super().steps_agreed(steps)
         self.seconds.append(time.perf_counter() - self._began)
+        self.watching.append(self._watched)
 
-
-class NoThread(nullcontext):
-    """In the place of what watches from a thread of its own."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__()
-
-    def stopped(self) -> None:
-        """Write nothing."""
+    @contextmanager
+    def _watches(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._watched += time.perf_counter() - began
 
 
 def main() -> None:
     """Train, and print what came of it."""
-    watched, config = sys.argv[1] == "on", parse_config(sys.argv[2:])
-    if not watched:
-        training.trainer.StatusFile = training.trainer.Watchdog = NoThread
-    timed: list[TimedObservers] = []
+    config = parse_config(sys.argv[1:])
+    clocked: list[Clocked] = []
 
     def build(trainer: Trainer) -> Observers:
-        timed.append(TimedObservers(build_observers(trainer).observers if watched else []))
-        return timed[-1]
+        clocked.append(Clocked(build_observers(trainer).observers))
+        return clocked[-1]
 
     training.trainer.build_observers = build
     with ranks(config.device) as mine:
         trainer = Trainer(config, mine)
         trainer.fit()
-        comparison = median(seconds_of_comparing(trainer) for _ in range(COMPARISONS))
-    print(json.dumps({"seconds": timed[-1].seconds, "comparison": comparison}), flush=True)
+        now_and_then = {
+            "comparison": seconds_of(lambda: first_difference(trainer.strategy.parameters, mine), mine.barrier),
+            "page": seconds_of(lambda: generate_latest(trainer.exporter.registry), mine.barrier),
+            "status": seconds_of(trainer.status.write, mine.barrier),
+        }
+    steps = {"seconds": clocked[-1].seconds, "watching": clocked[-1].watching}
+    print(json.dumps(steps | now_and_then), flush=True)
 
 
-def seconds_of_comparing(trainer: Trainer) -> float:
-    """Compare the copies of the weights once."""
-    trainer.ranks.barrier()
-    began = time.perf_counter()
-    first_difference(trainer.strategy.parameters, trainer.ranks)
-    return time.perf_counter() - began
+def seconds_of(work: Callable[[], object], meet: Callable[[], None]) -> float:
+    """Seconds of doing something once, after all ranks have met."""
+    found = []
+    for _ in range(REPEATS):
+        meet()
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return median(found)
 
 
 if __name__ == "__main__":
