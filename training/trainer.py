@@ -110,7 +110,7 @@ class Trainer:
                 self.ranks.together(lambda held=held: stack.enter_context(held()) if self.ranks.is_first else None)
             for context in (self.events.writing(), self.interruption.saving(), self.status, self.watchdog):
                 stack.enter_context(context)
-            self.saver = Saver(self.config, self.ranks, self.storage, self.say)
+            self.saver = Saver(self.config, self.ranks, self.storage, self.say, self.stop_agreed)
             stack.enter_context(contextlib.closing(self.saver))
             self.save_schedule = SaveSchedule(self.config.save_every, self.config.save_minutes, time.monotonic())
             self.log = None
@@ -138,7 +138,7 @@ class Trainer:
         return f'; row {row} reads "{self.news.texts.train.texts[row][:80]}"' if self.news.texts else ""
 
     def stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop; in the midst of an evaluation, where all ranks ask at the same batch."""
+        """Whether any rank was asked to stop; in a long phase, where all ranks ask at the same place."""
         self.phases.beat()
         return self.ranks.any(self.interruption.asked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -82,10 +83,11 @@ class LocalStorage(Storage):
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
         """Remove what need not stay, and what writers that were killed have left."""
         super().prune(keep_last, keep_every, best_step)
-        for leftover in self.folder.glob(".step_*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        for leftover in self.folder.glob(f".{LATEST}.*.tmp"):
-            leftover.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for leftover in self.folder.glob(".step_*.tmp"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            for leftover in self.folder.glob(f".{LATEST}.*.tmp"):
+                leftover.unlink(missing_ok=True)
 
     def move_aside(self, path: str) -> str:
         """Rename a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ...; returns the new name."""

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import StorageWriter
 
 from training.checkpointing.ownership import Ownership
-from training.checkpointing.sharded import StagedPlanner, Staging, telling_writer
+from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, telling_writer
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
 from training.distributed import Ranks
-from training.errors import TrainingFailure, first_line
+from training.errors import TrainingFailure
 from training.monitoring import SavedCheckpoint
 from training.parallelism.state import StrategyState
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 STATE_FILE = "state.json"
 MOST_FAILURES = 3  # in a row
 RETRY_SECONDS = 60.0
+TICK = 0.2  # seconds between two looks
 SECONDS_TO_CLOSE = 60.0
 
 
@@ -59,13 +61,22 @@ class Saver:
         ranks: all of them.
         storage: where checkpoints lie.
         say: takes a line for the user.
+        stop_agreed: whether any rank was asked to stop; all ranks ask together.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        storage: Storage,
+        say: Callable[[str], None],
+        stop_agreed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.storage = storage
         self.say = say
+        self.stop_agreed = stop_agreed
         # Two threads that share a group would take each other's messages.
         timeout = timedelta(seconds=config.collective_timeout)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if ranks.is_distributed else None
@@ -125,7 +136,12 @@ class Saver:
         """Wait until what was asked for stands, and try again what failed; returns and raises as :meth:`save`."""
         finished = self._join()
         while self._failures:
+            began = time.perf_counter()
+            # A short outage passes meanwhile; a scheduler that asks to stop gives half a minute.
+            while not (self.ranks.any(self.retry_due) or self.stop_agreed()):
+                time.sleep(TICK)
             self.retry()
+            self._blocked = time.perf_counter() - began
             finished += self._join()
         return finished
 
@@ -191,12 +207,14 @@ class Saver:
         """Write a checkpoint; returns its bytes."""
         storage, step = self.storage, order.step
         self._on_first(lambda: storage.begin(step))
-        writer, planner = telling_writer(storage.writer(step)), StagedPlanner(self._staging.copies)
+        made: list[StorageWriter] = []  # no result, which all ranks would be sent
+        self._together(lambda: made.append(telling_writer(storage.writer(step))))
+        [writer], planner = made, StagedPlanner(self._staging.copies)
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
         except dcp.CheckpointException as error:
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            raise SaveFailed(rank, _reason(cause)) from error
+            raise SaveFailed(rank, reason_of(cause)) from error
         files = {name: entry for part in self._together(lambda: self._files(order)) for name, entry in part.items()}
         self._on_first(lambda: storage.commit(step, files))
         self._on_first(lambda: storage.prune(self.config.keep_last, self.config.keep_every, order.best_step))
@@ -224,7 +242,7 @@ class Saver:
         try:
             result = work()
         except Exception as error:  # whatever it is, the others wait to hear of it
-            reason = _reason(error)
+            reason = reason_of(error)
         answers = [(result, reason)]
         if self.group:
             answers *= self.ranks.world_size
@@ -233,10 +251,3 @@ class Saver:
             if text is not None:
                 raise SaveFailed(rank, text)
         return [result for result, _ in answers]
-
-
-def _reason(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return first_line(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     SavePlan,
-    SavePlanner,
     StorageReader,
     StorageWriter,
 )
@@ -79,19 +78,32 @@ def _write_item(chunk: Chunk) -> WriteItem:
 
 
 def telling_writer(writer: StorageWriter) -> StorageWriter:
-    """A writer that says why it could not write: torch.save hides a full disk behind an error of its own."""
-    write_data = writer.write_data
+    """A writer that says in one line why it could not write.
 
-    def tell(plan: SavePlan, planner: SavePlanner) -> Any:
-        try:
-            return write_data(plan, planner)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    torch.save hides a full disk behind an error of its own, and DCP sends errors to other ranks pickled: with one of a
+    driver that cannot be, this rank would fail alone, and the others wait for it.
+    """
 
-    writer.write_data = tell
+    def telling(work: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*arguments: Any, **named: Any) -> Any:
+            try:
+                return work(*arguments, **named)
+            except Exception as error:
+                hidden = error.__context__ if isinstance(error, RuntimeError) else None
+                raise OSError(reason_of(hidden if isinstance(hidden, OSError) else error)) from None
+
+        return tell
+
+    for name in ("prepare_local_plan", "write_data", "finish"):
+        setattr(writer, name, telling(getattr(writer, name)))
     return writer
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return first_line(error)
 
 
 class SavedShards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 SAID: list[str] = []  # by the savers of this process
 
 
-def saver_into(place: Path | Storage, ranks: Ranks | None = None) -> Saver:
+def saver_into(
+    place: Path | Storage, ranks: Ranks | None = None, stop_agreed: Callable[[], bool] = lambda: False
+) -> Saver:
     """A saver of this rank."""
     SAID.clear()
     storage = open_location(str(place)) if isinstance(place, Path) else place
-    return Saver(TrainConfig(), ranks or here(), storage, SAID.append)
+    return Saver(TrainConfig(), ranks or here(), storage, SAID.append, stop_agreed)
 
 
 def save_now(saver: Saver, step: int, state: StrategyState, **run_state: Any) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import StorageWriter
 
 from tests.training.checkpointing.small_saves import ALONE, SAID, read_whole, save_now, saver_into
 from tests.training.parallelism.cases import Case
@@ -86,15 +90,34 @@ def test_every_layout_is_saved_whole_and_each_rank_writes_its_share_once(
 
 
 class SlowStorage(LocalStorage):
-    """A folder in which a save goes no further than its beginning until it is let."""
+    """A folder in which a save goes no further than its beginning until it is let; ``seen`` is the order of things."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.let = threading.Event()
+        self.seen: list[str] = []
 
     def begin(self, step: int) -> None:
         self.let.wait()
         super().begin(step)
+
+    def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
+        path = super().commit(step, files)
+        self.seen.append(f"step {step} stands")
+        return path
+
+    def let_once_waited_for(self, thread: threading.Thread) -> None:
+        """Let it go on when somebody waits for its thread, not before; ``waited``: how long that took, in seconds."""
+        join = thread.join
+
+        def joined(timeout: float | None = None) -> None:
+            began = time.perf_counter()
+            self.seen.append("waited for")
+            self.let.set()
+            join(timeout)
+            self.waited = time.perf_counter() - began
+
+        thread.join = joined
 
 
 def test_what_training_changes_while_a_save_is_under_way_is_not_in_it(tmp_path: Path) -> None:
@@ -124,14 +147,19 @@ def test_a_save_that_finds_another_under_way_waits_for_it(tmp_path: Path) -> Non
     storage = SlowStorage(tmp_path)
     saver = saver_into(storage, ALONE)
     saver.save(1, lambda: _state(1.0), {}, None)
-    threading.Timer(0.1, storage.let.set).start()
+    storage.let_once_waited_for(saver._thread)
 
-    finished = saver.save(2, lambda: _state(2.0), {}, None)
+    def copied() -> StrategyState:
+        storage.seen.append("step 2 is copied")
+        return _state(2.0)
 
+    finished = saver.save(2, copied, {}, None)
+
+    storage.let.set()
     assert [saved.step for saved in finished] == [1]
-    assert finished[0].blocked_seconds > 0
-    assert 1 in storage.steps()
+    assert finished[0].blocked_seconds >= storage.waited
     assert [saved.step for saved in saver.wait()] == [2]
+    assert storage.seen == ["waited for", "step 1 stands", "step 2 is copied", "step 2 stands"]
 
 
 def test_the_room_of_copies_is_used_again_and_follows_what_is_held(tmp_path: Path) -> None:
@@ -166,7 +194,7 @@ def test_no_thread_is_left_when_a_saver_is_closed_in_the_middle_of_a_save(tmp_pa
     storage = SlowStorage(tmp_path)
     saver = saver_into(storage, ALONE)
     saver.save(1, lambda: _state(1.0), {}, None)
-    threading.Timer(0.1, storage.let.set).start()
+    storage.let_once_waited_for(saver._thread)
 
     saver.close()
 
@@ -194,7 +222,7 @@ def _fail_on_rank_1(folder: Path) -> dict[str, Any]:
     saver.save(2, lambda: _state(2.0, 1_000_000), {"step": 2}, None)
     heard.append(_hear(saver))
     stands = sorted(path.name for path in folder.iterdir())
-    saver_module.RETRY_SECONDS = 0.0
+    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
     due = saver.retry_due
     _files_may_have(resource.RLIM_INFINITY)
     saver.retry()
@@ -215,7 +243,49 @@ def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_
     assert read_whole(f"{tmp_path}/step_00000002").model["weight"].unique().tolist() == [2.0]
 
 
+class UnwritableOnce(LocalStorage):
+    """A folder whose first save fails on this rank with an error of a driver, which cannot be pickled."""
+
+    def __init__(self, folder: Path, method: str) -> None:
+        super().__init__(folder)
+        self.fails_in = method
+
+    def _fail(self) -> NoReturn:
+        self.fails_in = ""
+        error = RuntimeError("the connection broke")
+        error.connection = threading.Lock()
+        raise error
+
+    def writer(self, step: int) -> StorageWriter:
+        if self.fails_in == "writer":
+            self._fail()
+        writer = super().writer(step)
+        if self.fails_in:
+            setattr(writer, self.fails_in, lambda *arguments, **named: self._fail())
+        return writer
+
+
+def _fail_in(method: str, failing: int, folder: Path) -> tuple[list[list[int]], str]:
+    saver = saver_into(UnwritableOnce(folder, method if here().rank == failing else ""))
+    saver.save(1, lambda: _state(1.0), {"step": 1}, None)
+    heard = [_hear(saver)]
+    saver.retry()
+    return [*heard, _hear(saver)], " ".join(SAID)
+
+
+@pytest.mark.parametrize(("method", "failing"), [("writer", 1), ("write_data", 1), ("finish", 0)])
+def test_all_ranks_hear_of_an_error_that_one_meets_anywhere_in_a_save_and_the_next_try_works(
+    tmp_path: Path, method: str, failing: int
+) -> None:
+    (heard, said), (same, _) = run_on_ranks(2, _fail_in, method, failing, tmp_path, seconds=20)
+
+    assert heard == same == [[], [1]]
+    assert f"(rank {failing}: the connection broke)" in said
+    assert read_whole(f"{tmp_path}/step_00000001").model["weight"].unique().tolist() == [1.0]
+
+
 def _never_succeed(folder: Path) -> tuple[str, bool]:
+    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
     saver = saver_into(folder)
     with pytest.raises(TrainingFailure) as failure:
         save_now(saver, 1, _state(1.0))
@@ -237,16 +307,73 @@ def test_the_third_failure_in_a_row_ends_the_run_in_one_line(tmp_path: Path) -> 
 class FullOnce(LocalStorage):
     """A folder that has no room for the first save."""
 
-    full = True
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.tried: list[float] = []  # when
 
     def begin(self, step: int) -> None:
-        full, self.full = self.full, False
-        if full:
+        self.tried.append(time.monotonic())
+        if len(self.tried) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().begin(step)
 
 
-def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(tmp_path: Path) -> None:
+def test_who_waits_for_a_failed_save_gives_a_short_outage_time_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.3)
+    storage, looked = FullOnce(tmp_path), []  # at the clock, in the pause
+    saver = saver_into(storage, ALONE, stop_agreed=lambda: looked.append(time.perf_counter()) is not None)
+    saver.save(1, lambda: _state(1.0), {}, None)
+
+    [saved] = saver.wait()
+
+    failed, again = storage.tried
+    assert again - failed >= 0.3
+    assert saved.blocked_seconds >= looked[-1] - looked[0], "the pause counts"
+
+
+def _wait_until_rank_1_is_asked_to_stop(folder: Path) -> tuple[list[int], int]:
+    asked: list[bool] = []
+
+    def stop_agreed() -> bool:
+        asked.append(here().rank == 1 and len(asked) == 1)
+        return here().any(asked[-1])
+
+    saver = saver_into(FullOnce(folder), stop_agreed=stop_agreed)
+    saver.save(1, lambda: _state(1.0), {}, None)
+    return [saved.step for saved in saver.wait()], len(asked)
+
+
+def test_a_stop_asked_of_one_rank_ends_the_pause_before_the_next_try_on_all(tmp_path: Path) -> None:
+    assert run_on_ranks(2, _wait_until_rank_1_is_asked_to_stop, tmp_path, seconds=20) == [([1], 2)] * 2
+
+
+def test_a_run_asked_to_stop_tries_its_failed_save_again_at_once(
+    train_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, begin = [], LocalStorage.begin
+
+    def failing_once(storage: LocalStorage, step: int) -> None:
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        begin(storage, step)
+
+    monkeypatch.setattr(LocalStorage, "begin", failing_once)
+
+    assert train_here("--epochs", "1", "--batch_size", "8", "--output_dir", tmp_path / "model") == 0
+
+    failed, again = tried
+    assert again - failed < saver_module.RETRY_SECONDS
+    assert (tmp_path / "model.run/checkpoints/step_00000008/manifest.json").exists()
+
+
+def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
     saver = saver_into(FullOnce(tmp_path), ALONE)
     saver.save(1, lambda: _state(1.0), {}, 1)
 

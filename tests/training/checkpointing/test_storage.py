@@ -142,6 +142,17 @@ def test_pruning_leaves_alone_what_is_the_only_one_and_what_is_no_checkpoint(
     assert storage.steps() == {2: torn}
 
 
+def test_a_leftover_that_cannot_be_removed_is_left(storage: Storage, tmp_path: Path) -> None:
+    save(storage, 1, 1.0)
+    leftover = tmp_path / "checkpoints" / ".latest.1.tmp"  # in a bucket nothing bears this name
+    (leftover / "in the way").mkdir(parents=True)
+
+    storage.prune(keep_last=1, keep_every=0, best_step=None)
+
+    assert leftover.exists()
+    assert newest_whole(storage) == (1, 1.0)
+
+
 def test_move_aside_deletes_nothing(storage: Storage) -> None:
     moved = [storage.move_aside(save(storage, 4, value)) for value in (1.0, 2.0)]
 
