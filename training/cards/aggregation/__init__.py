@@ -1,0 +1,1 @@
+"""The card that makes one model of what the ranks hold."""

@@ -1,0 +1,92 @@
+"""Card 11: make one model of what the ranks have saved."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from training.cards.base import BaseCard, CardConfig, Preview, Values
+from training.cards.held import describe
+from training.cards.storage import Storage
+
+
+class AggregateModelConfig(CardConfig):
+    """How several models become one."""
+
+    method: Literal["average", "weighted"] = Field(
+        "average", description="every rank's model counts the same, or by the rows that it was trained on"
+    )
+
+
+class AggregateModel(BaseCard[AggregateModelConfig]):
+    """Averages whole models, and puts slices of one together."""
+
+    card_type = "dist_aggregate_model"
+    display_name = "Aggregate model"
+    description = "Averages the models of the ranks; slices of one model (FSDP) are gathered instead."
+    look_at = "Models that stayed equal average to themselves: had a step gone without the all-reduce, it would show."
+    category = "aggregation"
+    execution_mode = "distributed"
+    output_view_type = "model_summary"
+    config_schema = AggregateModelConfig
+    input_schema: ClassVar = {"checkpoint": "checkpoint"}
+    output_schema: ClassVar = {"aggregated_model": "aggregated_model"}
+
+    def execute(self, config: AggregateModelConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Read this rank's file, and make the whole model of all; rank 0 writes it."""
+        checkpoint = inputs["checkpoint"]
+        device = next(storage.live["model"].parameters()).device
+        own = {name: tensor.to(device) for name, tensor in storage.tensors(checkpoint["model"]).items()}
+        if checkpoint["sharded"]:
+            whole = gather(own, checkpoint["shapes"], device)
+        else:
+            whole = average(own, checkpoint["rows"] if config.method == "weighted" else 1, device)
+        method = "gather" if checkpoint["sharded"] else config.method
+        facts = {"layers": checkpoint["layers"], "method": method}
+        if storage.rank == 0:
+            storage.save_tensors("model", whole)
+            storage.save("model", facts)
+        return {"aggregated_model": {"model": storage.key("model", 0)} | facts}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The tensors of the one model."""
+        model = outputs["aggregated_model"]
+        described = {name: describe(tensor) for name, tensor in storage.tensors(model["model"]).items()}
+        rows = [[name, " x ".join(map(str, facts["shape"])), facts["checksum"]] for name, facts in described.items()]
+        layers = ",".join(map(str, model["layers"]))
+        return self.preview(["tensor", "shape", "checksum"], rows, method=model["method"], layers=layers)
+
+
+def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -> dict[str, torch.Tensor]:
+    """The mean of the ranks' models, each counted ``weight`` times.
+
+    By rows it is federated averaging (McMahan et al., arXiv 1602.05629), here of models that should be equal.
+    """
+    total = torch.tensor(float(weight), device=device)
+    dist.all_reduce(total)
+    for tensor in own.values():
+        tensor.mul_(weight / total)
+        dist.all_reduce(tensor)
+    return own
+
+
+def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Whole tensors of the ranks' slices of their first dimension: an all-gather each.
+
+    Args:
+        own: this rank's slices; the last ranks' may be shorter, or empty.
+        shapes: of the whole tensors.
+        device: that they lie on.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    whole = {}
+    for name, tensor in own.items():
+        shape = torch.Size(shapes[name])
+        stride = torch.empty(shape, device="meta").stride()
+        whole[name] = DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
+    return whole

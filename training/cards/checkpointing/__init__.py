@@ -1,0 +1,1 @@
+"""The card that saves what was trained."""

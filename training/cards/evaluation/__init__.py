@@ -1,0 +1,1 @@
+"""The card that tests the model."""

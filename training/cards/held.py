@@ -1,0 +1,48 @@
+"""What a rank holds of the model at a moment: its parameters and gradients, their values and their checksums."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from training.cards.storage import Storage
+
+
+def record_held(moment: Literal["before", "after"], storage: Storage) -> None:
+    """Keep what the rank's model looks like at this moment; nothing before there is a model.
+
+    ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME``, those that there are; ``before.json`` their
+    shapes and checksums.
+    """
+    model = storage.live.get("model")
+    if model is None or not storage.recording:
+        return
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"parameters/{name}"] = own_part(parameter)
+        if parameter.grad is not None:
+            tensors[f"gradients/{name}"] = own_part(parameter.grad)
+    storage.save_tensors(moment, tensors)
+    storage.save(moment, {name: describe(tensor) for name, tensor in tensors.items()})
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank: its shard, or all of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
+    """A tensor's shape, and a checksum of its bytes: equal when the tensors are equal bit for bit."""
+    data = tensor.detach().cpu().contiguous().numpy().tobytes()
+    return {"shape": list(tensor.shape), "checksum": hashlib.sha256(data).hexdigest()[:12]}
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """The length of all gradients together; of sharded ones over all ranks, so that all must ask."""
+    norm = get_total_norm([parameter.grad for parameter in model.parameters()])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,0 +1,182 @@
+"""Runs a pipeline card by card, and the cards of the training loop for every global batch of every epoch."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from training.cards.storage import Storage
+from training.cards.wiring import Node, Pipeline
+from training.cards.workers import Job, Workers
+from training.errors import ForeseenError, UserError
+
+# Of a folder that a run made, which a later run may therefore empty.
+MARK = ".cards"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A card begins, is done, or failed."""
+
+    node: str
+    state: Literal["running", "done", "failed"]
+    epoch: int = 0  # from 1, of a card of the training loop; else 0
+    batch: int = 0
+    seconds: float = 0.0  # that the card took; of one of the loop, all its passes so far
+    metrics: dict[str, float] = field(default_factory=dict)
+    message: str = ""  # why it failed
+
+
+class Runner:
+    """One run of a pipeline; a context manager, after which no process is left.
+
+    Args:
+        pipeline: a checked one.
+        folder: the values are kept in a folder of the pipeline's name in it; those of an earlier run are removed.
+        on_event: told of every card as it begins and ends, in the thread that runs it.
+
+    Raises:
+        UserError: the folder of the pipeline's name holds something else.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, folder: Path, on_event: Callable[[Event], None] = lambda event: None
+    ) -> None:
+        self.pipeline = pipeline
+        self.storage = Storage(_new_folder(folder / pipeline.name))
+        self.on_event = on_event
+        # By node: what each rank put out; a local card counts as one.
+        self.outputs: dict[str, list[dict[str, Any]]] = {}
+        self.seconds: dict[str, float] = {}
+        self.passes_done = 0  # of the training loop
+        self._next = 0  # place in pipeline.nodes
+        self._workers: Workers | None = None
+
+    @property
+    def next_node(self) -> Node | None:
+        """The node whose card runs next; None at the end."""
+        return self.pipeline.nodes[self._next] if self._next < len(self.pipeline.nodes) else None
+
+    @property
+    def total_passes(self) -> int:
+        """Passes of the training loop: global batches of all epochs; 0 before the rows are sharded."""
+        return self.epochs * self._batches_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """How long the training loop runs: until the epoch that is saved."""
+        save = self.pipeline.of_type("dist_save_checkpoint")
+        return 1 if save is None else save.config.epoch
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks that the distributed cards run on."""
+        shard = self.pipeline.of_type("dist_shard_data")
+        return 1 if shard is None else shard.config.num_workers
+
+    @property
+    def _batches_per_epoch(self) -> int:
+        shard = self.pipeline.of_type("dist_shard_data")
+        outputs = self.outputs.get(shard.id) if shard else None
+        return outputs[0]["sharded_data"]["batches_per_epoch"] if outputs else 0
+
+    def step(self) -> bool:
+        """Run the next card, and keep what each rank held before and after it; returns whether there was one.
+
+        Raises:
+            UserError: a configuration does not go with the data.
+            TrainingFailure: a rank died or its card failed.
+        """
+        return self._step(recording=True)
+
+    def run(self) -> None:
+        """Run all that is left; of the training loop the first and the last pass are kept.
+
+        Raises:
+            UserError, TrainingFailure: as :meth:`step`.
+        """
+        while self._step(recording=self.passes_done in (0, self.total_passes - 1)):
+            pass
+
+    def close(self) -> None:
+        """End all processes, also from another thread than the one that runs."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(self, *, recording: bool) -> bool:
+        node = self.next_node
+        if node is None:
+            return False
+        epoch, batch = divmod(self.passes_done, self._batches_per_epoch) if node.in_loop else (-1, -1)
+        self.on_event(Event(node.id, "running", epoch + 1, batch + 1, self.seconds.get(node.id, 0.0)))
+        start = time.monotonic()
+        try:
+            self.outputs[node.id] = self._execute(node, recording=recording or not node.in_loop)
+        except ForeseenError as error:
+            self.on_event(Event(node.id, "failed", epoch + 1, batch + 1, message=str(error)))
+            raise
+        self.seconds[node.id] = self.seconds.get(node.id, 0.0) + time.monotonic() - start
+        self._advance(node)
+        metrics = node.card.metrics(self.outputs[node.id][0])
+        self.on_event(Event(node.id, "done", epoch + 1, batch + 1, self.seconds[node.id], metrics))
+        return True
+
+    def _advance(self, node: Node) -> None:
+        """Go on to the next node: after the last of the loop, to its first until all passes are done."""
+        self._next += 1
+        loop = self.pipeline.loop
+        if not loop or node != loop[-1]:
+            return
+        self.passes_done += 1
+        if self.passes_done == 1:
+            for member in loop:
+                self.storage.at(member.id).keep_first_pass()
+        if self.passes_done < self.total_passes:
+            self._next -= len(loop)
+
+    def _execute(self, node: Node, *, recording: bool) -> list[dict[str, Any]]:
+        if node.card.execution_mode == "local":
+            storage = self.storage.at(node.id)
+            outputs = node.card.execute(node.config, self._inputs(node, 0), storage)
+            storage.save("outputs", outputs)
+            return [outputs]
+        if self._workers is None:
+            self._workers = Workers(self.num_workers, self.storage.folder)
+        return self._workers.run(
+            [
+                Job(node.card.card_type, node.id, node.config.model_dump(), self._inputs(node, rank), recording)
+                for rank in range(self.num_workers)
+            ]
+        )
+
+    def _inputs(self, node: Node, rank: int) -> dict[str, Any]:
+        """What a rank takes: its own output of the card before, or the only one of a local card."""
+        values = {}
+        for name, source in node.inputs.items():
+            outputs = self.outputs[source.node]
+            values[name] = outputs[rank if len(outputs) > 1 else 0][source.output]
+        return values
+
+
+def _new_folder(folder: Path) -> Path:
+    try:
+        if folder.exists() and not (folder / MARK).exists():
+            raise UserError(f"{folder}: is there already and is no run of cards; choose another --output")
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / MARK).touch()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+    return folder

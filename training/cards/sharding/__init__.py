@@ -1,0 +1,1 @@
+"""The card that shares the rows out over the ranks."""

@@ -1,0 +1,113 @@
+"""Where a run keeps what can be looked at: JSON for values, safetensors for tensors, by pipeline, node and rank.
+
+iris/prepare/prepared.safetensors          of a local card
+iris/allreduce/rank_0/before.json          of a distributed card: what rank 0 held before it
+iris/allreduce/first/rank_0/before.json    of a card of the training loop: the same, of the first pass
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from training.utils import write_json, write_whole
+
+
+class Storage:
+    """One card's part of a run's folder; it reads everywhere, and writes in its own place.
+
+    What it saves has a key, the path without its ending, relative to the folder: ``forward/rank_0/batch``.
+
+    Args:
+        folder: of the pipeline.
+        node: of the card.
+        rank: of the process that the card runs in; None for a local card, or to look at all ranks.
+        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward pass.
+        recording: when false, nothing is written: a pass of the training loop that nobody will look at.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str = "",
+        rank: int | None = None,
+        *,
+        live: dict[str, Any] | None = None,
+        recording: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.node = node
+        self.rank = rank
+        self.live = {} if live is None else live
+        self.recording = recording
+
+    def at(self, node: str, rank: int | None = None) -> Storage:
+        """Another card's part, or another rank's, to read."""
+        return Storage(self.folder, node, rank)
+
+    def key(self, name: str, rank: int | None = None) -> str:
+        """The key of something of this card.
+
+        Args:
+            name: it was, or will be, saved under.
+            rank: whose; this storage's own when not given.
+        """
+        rank = self.rank if rank is None else rank
+        return "/".join([self.node, *([] if rank is None else [f"rank_{rank}"]), name])
+
+    def save(self, name: str, value: Any) -> str:
+        """Write a value as JSON, whole or not at all; returns its key."""
+        key = self.key(name)
+        if self.recording:
+            self._new(key)
+            write_json(self._path(key, "json"), value)
+        return key
+
+    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Write tensors as safetensors, whole or not at all; returns their key."""
+        key = self.key(name)
+        if self.recording:
+            self._new(key)
+            plain = {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
+            write_whole(self._path(key, "safetensors"), save(plain))
+        return key
+
+    def load(self, key: str) -> Any:
+        """The value under a key, of any card; None where there is none."""
+        path = self._path(key, "json")
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def tensors(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors under a key, of any card, by their names; none where there are none."""
+        path = self._path(key, "safetensors")
+        return load_file(path) if path.exists() else {}
+
+    def of_ranks(self, name: str) -> list[Any]:
+        """What each rank of this card saved as JSON under a name, in the order of ranks."""
+        return [self.load(self.key(name, rank)) for rank in self.ranks()]
+
+    def ranks(self) -> range:
+        """The ranks that have saved something of this card."""
+        return range(len(list((self.folder / self.node).glob("rank_*"))))
+
+    def first_pass(self) -> Storage:
+        """This card's part as it was after its first pass of the training loop."""
+        return Storage(self.folder, f"{self.node}/first", self.rank)
+
+    def keep_first_pass(self) -> None:
+        """Copy what the ranks have saved of this card, before a later pass writes over it."""
+        for rank in self.ranks():
+            source = self.folder / self.node / f"rank_{rank}"
+            shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
+
+    def _path(self, key: str, ending: str) -> Path:
+        return self.folder / f"{key}.{ending}"
+
+    def _new(self, key: str) -> None:
+        (self.folder / key).parent.mkdir(parents=True, exist_ok=True)

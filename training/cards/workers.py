@@ -1,0 +1,191 @@
+"""The ranks: long-lived processes that each run the card they are told to, and keep their model from card to card."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from training.cards.held import record_held
+from training.cards.registry import CARDS
+from training.cards.storage import Storage
+from training.distributed import is_lost_rank
+from training.errors import TrainingFailure, UserError, first_line
+
+# Once a rank says that another is gone, that other one has this long to say why.
+SECONDS_FOR_THE_CAUSE = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A card to run on a rank."""
+
+    card_type: str
+    node: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    recording: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job."""
+
+    kind: Literal["done", "user error", "failed", "lost a rank"]
+    outputs: Mapping[str, Any]
+    message: str = ""
+
+
+class Workers:
+    """As many processes as there are ranks; a context manager, after which none is left.
+
+    They find each other as under torchrun: by its environment variables, and a store that their parent holds.
+
+    Args:
+        count: of ranks.
+        folder: of the pipeline's storage.
+    """
+
+    def __init__(self, count: int, folder: Path) -> None:
+        # A fork of a server that has imported torch starts in no time, and holds none of this program's files.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes, self._pipes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            place = (theirs, folder, rank, count, self._store.port)
+            process = context.Process(target=_run_rank, args=place, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Run a card on all ranks, one job each; returns their outputs in the order of ranks.
+
+        Raises:
+            UserError: of the card, on the first rank that raised one.
+            TrainingFailure: a rank died or its card failed; no process is left.
+        """
+        try:
+            for pipe, job in zip(self._pipes, jobs, strict=True):
+                pipe.send(job)
+            answers = self._answers()
+        except BrokenPipeError:
+            answers = self._answers()
+        bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
+        if not bad:
+            return [dict(answers[rank].outputs) for rank in range(len(self._pipes))]
+        self.close()
+        rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
+        if answer.kind == "user error":
+            raise UserError(answer.message)
+        raise TrainingFailure(f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}")
+
+    def _answers(self) -> dict[int, Answer]:
+        """Every rank's answer; fewer once one has failed, since the others may wait for it for ever."""
+        answers: dict[int, Answer] = {}
+        deadline = None
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                answers[waiting[pipe]] = self._answer(pipe, waiting[pipe])
+            kinds = {answer.kind for answer in answers.values()}
+            if kinds & {"user error", "failed"} or (deadline and not ready):
+                break
+            if "lost a rank" in kinds and deadline is None:
+                deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
+        return answers
+
+    def _answer(self, pipe: Connection, rank: int) -> Answer:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process = self._processes[rank]
+            process.join()
+            code = process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return Answer("failed", {}, f"the process ended ({how})")
+
+    def close(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
+    """A rank's life: a job, an answer, until the parent ends it or is gone."""
+    # Ctrl-C reaches the whole terminal; the parent ends its ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The parent holds the store, as torchrun's agent does: no port is chosen before it is taken.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    # gloo looks up the machine's own name, which a sandbox may not know.
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    )
+    live: dict[str, Any] = {}
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer_of(job, Storage(folder, job.node, rank, live=live, recording=job.recording)))
+
+
+def _answer_of(job: Job, storage: Storage) -> Answer:
+    card = CARDS[job.card_type]
+    try:
+        record_held("before", storage)
+        outputs = card.execute(card.config_schema.model_validate(job.config), job.inputs, storage)
+        record_held("after", storage)
+        storage.save("outputs", outputs)
+    except UserError as error:
+        return Answer("user error", {}, str(error))
+    except Exception as error:
+        if is_lost_rank(error):
+            return Answer("lost a rank", {}, "another rank went away")
+        path = storage.folder / f"{storage.key('error')}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        return Answer("failed", {}, f"{type(error).__name__}: {first_line(error)}; traceback in {path}")
+    return Answer("done", outputs)
+
+
+def _end_with_parent() -> None:
+    """Leave no rank behind when the parent is killed, not even one that waits for the others in a collective."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
