@@ -1,0 +1,23 @@
+"""What the checker says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a function, and where to look; never the answer.
+
+    Args:
+        problem: one line.
+        hint: what to think about.
+        detail: lines of proof: numbers, or lines of the learner's file.
+    """
+
+    problem: str
+    hint: str
+    detail: str = ""
+
+
+NOT_WRITTEN = Finding("not written yet", "Replace its `raise NotImplementedError`.")

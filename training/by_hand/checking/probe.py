@@ -1,0 +1,57 @@
+"""The model that solutions are tried on. It has all that they may overlook, and numbers that tell whose they are."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+MOST_RANKS = 9  # one for each digit but 0
+
+
+class Probe(nn.Module):
+    """Weights, buffers (one of whole numbers), a frozen weight, and one that takes no part in the loss.
+
+    Args:
+        rank: whose numbers its weights and buffers are.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.unused = nn.Linear(2, 1, bias=False)
+        generator = torch.Generator().manual_seed(rank)
+        for tensor in chain(self.parameters(), self.buffers()):
+            tensor.detach().copy_(numbers_of(rank, tensor.shape, generator))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of all weights and buffers."""
+        named = chain(self.named_parameters(), self.named_buffers())
+        return {name: tensor.detach().clone() for name, tensor in named}
+
+    def gradients(self, rank: int) -> dict[str, torch.Tensor]:
+        """What a backward on this rank might leave in each parameter that takes part in the loss."""
+        generator = torch.Generator().manual_seed(100 + rank)
+        learning = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        return {
+            name: numbers_of(rank, self.get_parameter(name).shape, generator)
+            for name in learning
+            if not name.startswith("unused")
+        }
+
+
+def numbers_of(rank: int, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Whole numbers below 100 whose last digit is the rank plus 1: no two ranks have one in common."""
+    return (10 * torch.randint(10, shape, generator=generator) + rank + 1).float()
+
+
+def same(tensor: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    """Whether a tensor has this type and shape, and these values but for rounding."""
+    return (
+        tensor is not None
+        and (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+        and torch.allclose(tensor, expected, rtol=1e-4, atol=0)
+    )

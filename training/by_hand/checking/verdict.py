@@ -1,0 +1,96 @@
+"""From what became of the ranks to a verdict on a function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.by_hand.checking.exercises import EXERCISES
+from training.by_hand.checking.finding import NOT_WRITTEN, Finding
+from training.by_hand.checking.rank import Report
+from training.by_hand.checking.supervision import call_on_ranks
+
+SECONDS = 20.0  # for a call that takes milliseconds
+
+# What is raised most often, and what is behind it.
+_HINTS = {
+    "NoneType": "A parameter that took no part in the loss has no gradient: its .grad is None, on every rank.",
+    "leaf Variable that requires grad": "To autograd, a write into a weight is a part of the loss. Values are changed "
+    "where it does not look: under torch.no_grad(), or in .detach().",
+    "preamble|Connection|gloo": "The ranks were in different collectives, or in one with tensors of different sizes. "
+    "All ranks make the same calls, in the same order.",
+    "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
+    "operation can write its result into one.",
+    "type torch.Tensor": "A collective takes a tensor and works in it; a plain number has to be put into one first.",
+    "trying to initialize": "The process group stands already when your functions are called.",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about one function.
+
+    Args:
+        name: of the function.
+        finding: what is wrong; None if nothing is.
+        world_size: the number of ranks of the last call.
+        printed: what the learner's file printed in it, by rank.
+    """
+
+    name: str
+    finding: Finding | None
+    world_size: int
+    printed: dict[int, str]
+
+
+def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: float = SECONDS) -> Verdict:
+    """Call a learner's function on each number of ranks, until something is wrong.
+
+    Args:
+        path: the learner's file.
+        name: of the function, as in the exercise.
+        world_sizes: numbers of ranks, at least one.
+        seconds: after which a call counts as hanging.
+    """
+    for world_size in world_sizes:
+        reports = call_on_ranks(world_size, path.resolve(), name, seconds)
+        finding = explain(name, reports, seconds)
+        printed = {rank: report.printed for rank, report in sorted(reports.items()) if report.printed}
+        if finding:
+            break
+    return Verdict(name, finding, world_size, printed)
+
+
+def explain(name: str, reports: Mapping[int, Report], seconds: float) -> Finding | None:
+    """What is wrong; the first rank to fail is to blame."""
+    for rank, report in reports.items():
+        if report.outcome == "misfit":
+            return Finding(report.error, "Keep the names and arguments of exercise.py; what they are is up to you.")
+        if report.outcome == "raised":
+            return NOT_WRITTEN if report.error == "NotImplementedError" else _raised(rank, report)
+        if report.outcome == "gone":
+            hint = "The function is to return; the process was ended, by os._exit or by a crash outside of Python."
+            return Finding(f"the process of rank {rank} ended during the call", hint)
+    if any(report.outcome == "waits" for report in reports.values()):
+        return _hanging(reports, seconds)
+    return EXERCISES[name].judge([reports[rank].value for rank in sorted(reports)])
+
+
+def _raised(rank: int, report: Report) -> Finding:
+    hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
+    hint = next(hints, "This is the last line of your file that ran; print what it works on, and it is shown here.")
+    return Finding(f"rank {rank} raised {report.error}", hint, report.place)
+
+
+def _hanging(reports: Mapping[int, Report], seconds: float) -> Finding:
+    lines = []
+    for rank, report in sorted(reports.items()):
+        stands = f"stands at {report.place}" if report.place else "does not say where it stands"
+        lines.append(f"rank {rank} {'has returned' if report.outcome == 'returned' else stands}")
+    return Finding(
+        f"the ranks wait for each other: not all had returned after {seconds:.0f} s",
+        "A collective returns once every rank has called it. Which ranks come to that line, and how often?",
+        "\n".join(lines),
+    )
