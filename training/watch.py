@@ -14,15 +14,14 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from training.errors import OneLineParser, run_command
 from training.monitoring.dashboard import draw
-from training.monitoring.run_folder import RunFolder
+from training.monitoring.run_folder import SILENT_SECONDS, Picture, RunFolder
 
 SECONDS_A_FRAME = 0.5
-STATUS_SECONDS = 2.5  # in which every rank that lives has written its status anew
 PLAIN_WIDTH = 120
 
 
@@ -40,7 +39,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             _follow(folder, console)
     elif folder.look().has_strangers:
-        time.sleep(STATUS_SECONDS)
+        time.sleep(SILENT_SECONDS + 1)  # by then one that lives has written anew, and one that does not is silent
     console.print(draw(folder.look()))
 
 
@@ -51,11 +50,17 @@ def make_console() -> Console:
     return Console(force_terminal=is_terminal, width=width, markup=False, highlight=False, emoji=False)
 
 
+def fitted(picture: Picture, console: Console) -> RenderableType:
+    """The frame with as many ranks as the terminal has lines for: it shows nothing beyond its last one."""
+    num_others = len(console.render_lines(draw(picture, most_ranks=0)))
+    return draw(picture, max(1, console.height - num_others))
+
+
 def _follow(folder: RunFolder, console: Console) -> None:
     """Redraw until the run has finished, or q is pressed."""
     with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while (picture := folder.look()).state != "finished":
-            live.update(draw(picture), refresh=True)
+            live.update(fitted(picture, console), refresh=True)
             if pressed(SECONDS_A_FRAME) in ("q", "Q"):
                 return
 

@@ -135,11 +135,105 @@ def test_a_machine_with_another_clock_is_judged_by_what_it_writes_alone(alive: t
     assert not any(picture.is_silent(status) for status in picture.statuses)
 
 
+def test_a_rank_that_died_on_another_machine_is_not_called_running(
+    alive: tuple[Path, StatusFile], watched: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, status = alive
+    elsewhere = asdict(status.status) | {"rank": 1, "host": "elsewhere"}
+    status_path(run_dir, 1).write_text(json.dumps(elsewhere))
+    now = time.monotonic()
+
+    def sleep(seconds: float) -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
+        status.write()  # as rank 0 does in any second
+
+    monkeypatch.setattr(time, "sleep", sleep)
+
+    _, frame = watched(run_dir, "--once")
+
+    assert f"{os.getpid()} running" in frame
+    assert re.search(r" elsewhere +\d+ silent 6s ", frame)
+
+
+def test_a_resumed_run_shows_what_it_is_now(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, _ = alive
+    (run_dir / "config.yaml").write_text("strategy: ddp\n")
+    folder = RunFolder(run_dir)
+    assert folder.look().config == {"strategy": "ddp"}
+
+    (run_dir / "new").write_text("strategy: zero3\n")
+    (run_dir / "new").replace(run_dir / "config.yaml")
+
+    assert folder.look().config == {"strategy": "zero3"}
+
+
+def test_nothing_of_a_run_that_was_moved_aside_is_shown_beside_the_new_one(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, _ = alive
+    start, saved = {"kind": "start", "time": 1.0}, {"kind": "checkpoint", "time": 2.0, "step": 30}
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, start, saved)))
+    folder = RunFolder(run_dir)
+    assert (folder.look().starts, len(folder.look().events)) == (2, 3)
+
+    (run_dir / "new").write_text(json.dumps(start) + "\n")
+    (run_dir / "events.jsonl").rename(run_dir / "events.old")
+    (run_dir / "new").rename(run_dir / "events.jsonl")
+
+    picture = folder.look()
+    assert (picture.starts, len(picture.events), picture.checkpoint) == (1, 1, None)
+
+
+def test_a_frame_is_no_higher_than_the_terminal_and_shows_first_what_needs_a_look(
+    alive: tuple[Path, StatusFile],
+) -> None:
+    run_dir, status = alive
+    for rank in range(1, 30):
+        state = {"state": "failed", "message": "out of memory " * 12} if rank == 23 else {}
+        status_path(run_dir, rank).write_text(json.dumps(asdict(status.status) | {"rank": rank} | state))
+    console = Console(file=io.StringIO(), width=WIDTH, height=24, markup=False, highlight=False, emoji=False)
+
+    console.print(watch.fitted(RunFolder(run_dir).look(), console))
+
+    lines = console.file.getvalue().splitlines()
+    assert 20 < len(lines) <= 24
+    assert [line for line in lines if line.startswith("rank 23: out of memory")]
+    assert [line for line in lines if re.match(r" +23 .* failed", line)]
+    assert "more ranks" in lines[-1]
+
+
+def test_of_failed_ranks_the_one_with_a_reason_of_its_own_speaks(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, status = alive
+    lost = "lost at step 41: a connection ended; rank 5 (host a, process 7) failed"
+    for rank in range(1, 7):
+        said = {"state": "failed", "message": "out of memory" if rank == 5 else lost}
+        status_path(run_dir, rank).write_text(json.dumps(asdict(status.status) | {"rank": rank} | said))
+
+    frame = _frame(RunFolder(run_dir))
+    assert "rank 5: out of memory" in frame
+    assert "lost at step" not in frame
+
+    status_path(run_dir, 5).unlink()
+    assert "rank 1: lost at step 41" in _frame(RunFolder(run_dir))
+
+
+def test_a_rank_that_was_slow_is_not_called_so_once_it_has_ended(alive: tuple[Path, StatusFile]) -> None:
+    run_dir, status = alive
+    status.status.slow_phases = ["data", "forward"]
+    status.write()
+    assert "rank 0 is slower than the others in: data, forward" in _frame(RunFolder(run_dir))
+
+    status.status.state = "finished"
+    status.write()
+
+    frame = _frame(RunFolder(run_dir))
+    assert f"{os.getpid()} finished" in frame
+    assert "slower" not in frame
+
+
 def test_a_slow_rank_and_a_failed_one_are_named(alive: tuple[Path, StatusFile]) -> None:
     run_dir, status = alive
-    status.status.slow_phase = "data"
+    status.status.slow_phases = ["data"]
     status.write()
-    failed = asdict(status.status) | {"rank": 1, "state": "failed", "message": "out of memory", "slow_phase": ""}
+    failed = asdict(status.status) | {"rank": 1, "state": "failed", "message": "out of memory"}
     status_path(run_dir, 1).write_text(json.dumps(failed))
 
     frame = _frame(RunFolder(run_dir))

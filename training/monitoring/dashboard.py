@@ -14,7 +14,7 @@ from rich.text import Text
 
 from training.monitoring.records import format_percent
 from training.monitoring.run_folder import Picture
-from training.monitoring.status import RankStatus
+from training.monitoring.status import LOST, RankStatus
 from training.utils import format_time
 
 # Letters, so that the bar reads without colours too.
@@ -48,9 +48,9 @@ def draw(picture: Picture, most_ranks: int = MOST_RANKS) -> RenderableType:
         most_ranks: ranks of which a line is shown; of more, those that need a look come first.
     """
     parts = [_title(picture), _progress(picture), _figures(picture), _checkpoint(picture), Text("")]
+    parts += [Text(remark, "red") for remark in _remarks(picture)[:MOST_REMARKS]]
     if picture.statuses:
         parts += [_ranks(picture, most_ranks), Text(_legend(picture, most_ranks), "dim", no_wrap=True)]
-    parts += [Text(remark, "red") for remark in _remarks(picture)[:MOST_REMARKS]]
     if picture.events:
         parts += [Text(""), *(_event(event) for event in list(picture.events)[-MOST_EVENTS:])]
     return Group(*parts)
@@ -134,7 +134,7 @@ def _ranks(picture: Picture, most: int) -> Table:
         table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
     ranks = picture.statuses
     if len(ranks) > most:
-        ranks = sorted(ranks, key=lambda rank: (not (picture.is_silent(rank) or rank.slow_phase), rank.rank))[:most]
+        ranks = sorted(ranks, key=lambda rank: (_urgency(rank, picture.is_silent(rank)), rank.rank))[:most]
         ranks.sort(key=lambda rank: rank.rank)
     for rank in ranks:
         silent = picture.silent[rank.rank] if picture.is_silent(rank) else None
@@ -142,11 +142,16 @@ def _ranks(picture: Picture, most: int) -> Table:
     return table
 
 
+def _urgency(rank: RankStatus, is_silent: bool) -> int:
+    """Which ranks are shown where there is no room for all: the lowest first."""
+    return 0 if rank.state == "failed" else 1 if is_silent else 2 if rank.slow_now else 3
+
+
 def _cells(rank: RankStatus, silent: float | None) -> list[str | Text]:
     state = Text(rank.state, STATES.get(rank.state, ""))
     if silent is not None:
         state = Text(f"silent {_short(silent)}", "bold red")
-    elif rank.slow_phase:
+    elif rank.slow_now:
         state = Text("slow", "bold yellow")
     phase = f"{rank.phase} {_short(rank.phase_seconds)}" if rank.state == "running" else ""
     place = [str(rank.rank), rank.host[:10], str(rank.pid)]
@@ -154,12 +159,15 @@ def _cells(rank: RankStatus, silent: float | None) -> list[str | Text]:
 
 
 def _remarks(picture: Picture) -> list[str]:
+    """Why ranks failed, and which are slow; of those that only lost another one nothing, where that one says why."""
+    failed = [rank for rank in picture.statuses if rank.message]
+    own = [rank for rank in failed if not rank.message.startswith(LOST)]
     slow = [
-        f"rank {rank.rank} is slower than the others in: {rank.slow_phase}"
+        f"rank {rank.rank} is slower than the others in: {', '.join(rank.slow_now)}"
         for rank in picture.statuses
-        if rank.slow_phase
+        if rank.slow_now
     ]
-    return [f"rank {rank.rank}: {rank.message}" for rank in picture.statuses if rank.message] + slow
+    return [f"rank {rank.rank}: {rank.message}" for rank in own or failed] + slow
 
 
 def _phase_bar(phases: dict[str, float]) -> Text:

@@ -97,18 +97,24 @@ class RunFolder:
         self.path = path
         self._picture = Picture(path.resolve().name)
         self._metrics, self._events = _Tail(path / METRICS_FILE), _Tail(path / EVENTS_FILE)
+        self._config_file: tuple[int, int] | None = None
         self._written: dict[int, tuple[float, float]] = {}
 
     def look(self) -> Picture:
         """The run as it stands now; what is missing or torn is left out."""
         picture = self._picture
-        if not picture.config:
-            picture.config = _read_config(self.path / "config.yaml")
+        self._take_config()
         self._take_metrics()
         self._take_events()
         picture.statuses = read_statuses(self.path)
         picture.silent = {status.rank: self._silence(status) for status in picture.statuses}
         return picture
+
+    def _take_config(self) -> None:
+        path = self.path / "config.yaml"
+        file = _version(path)
+        if file != self._config_file:
+            self._picture.config, self._config_file = _read_config(path), file
 
     def _take_metrics(self) -> None:
         records, anew = self._metrics.read()
@@ -122,7 +128,10 @@ class RunFolder:
                     self._picture.losses.append(record["loss"])
 
     def _take_events(self) -> None:
-        records, _ = self._events.read()
+        records, anew = self._events.read()
+        if anew:
+            self._picture.events.clear()
+            self._picture.checkpoint, self._picture.starts = None, 0
         for record in records:
             kind = record.get("kind")
             if kind == "checkpoint":
@@ -163,6 +172,15 @@ class _Tail:
             return [], False
         self._offset += len(whole) + len(newline)
         return parse_lines(whole), anew
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written anew; None without the file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read_config(path: Path) -> dict[str, Any]:

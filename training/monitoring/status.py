@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PERIOD = 1.0  # seconds between two writings
 STEPS_AVERAGED = 10
+# How the last message of a rank begins that ends only because of others.
+LOST = "lost at step"
 _TAKER = "status"
 
 
@@ -36,7 +38,7 @@ class RankStatus:
     ``state``: running, stopped (asked to, and saved), finished or failed, then ``message`` says why. Times are Unix
     times of the rank's own clock: readers compare them with one another or watch ``written`` change, and do not
     compare them with a clock of another machine. ``step``: steps done; ``phases``: mean seconds a step in each;
-    ``slow_phase``: the phase in which the rank is slower than the others, if it is.
+    ``slow_phases``: those in which the rank is slower than the others.
     """
 
     rank: int
@@ -55,7 +57,7 @@ class RankStatus:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    slow_phase: str = ""
+    slow_phases: list[str] = field(default_factory=list)
     last_checkpoint_step: int | None = None
     last_checkpoint_time: float | None = None
     message: str = ""
@@ -67,6 +69,11 @@ class RankStatus:
     def phase_seconds(self) -> float:
         """How long the rank had been in its phase when it last wrote."""
         return self.written - self.phase_since
+
+    @property
+    def slow_now(self) -> list[str]:
+        """The phases in which a rank that still runs is slow: one that has ended holds up nobody."""
+        return self.slow_phases if self.state == "running" else []
 
 
 class StatusFile(Observer):
@@ -152,6 +159,11 @@ class StatusFile(Observer):
         if count >= STEPS_AVERAGED:
             status.phases = {name: seconds / count for name, seconds in self._phases.take(_TAKER).items()}
             self._steps_before = last.step
+
+    def rolled_back(self, step: int) -> None:
+        """Begin anew to average: the steps since do not count."""
+        self._steps_before = step
+        self._phases.take(_TAKER)
 
     def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
         """Take when the newest checkpoint stood."""

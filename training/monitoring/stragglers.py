@@ -126,7 +126,8 @@ class Stragglers(Observer):
         self.trainer.events.agreed("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
             self.trainer.exporter.straggler.labels(phase).set(int(slow))
-            self.trainer.status.status.slow_phase = phase if slow else ""
+            slow_in = [name for name in COMPARED if self.looks.get((rank, name), 0) >= LOOKS_IN_A_ROW]
+            self.trainer.status.status.slow_phases = slow_in
 
 
 class BackwardStopwatch(Stopwatch):

@@ -19,15 +19,13 @@ from pathlib import Path
 import torch
 
 from training.distributed import Ranks
-from training.monitoring.status import RankStatus, read_statuses
+from training.monitoring.status import LOST, RankStatus, read_statuses
 from training.phases import Phases
 
 # Three writings of a status, and what a network file system may hold back.
 LOOK_SECONDS = 4.0
 _LOOK_AGAIN = 0.25
-# How the last message of a rank begins that ends only because of others.
-LOST = "lost at step"
-# How that of a rank begins that others wait for, while it waits for nobody.
+# How the last message of a rank begins that others wait for, while it waits for nobody.
 BUSY = "did not come for"
 
 

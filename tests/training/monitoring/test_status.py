@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,28 @@ def test_at_the_end_it_says_how_the_run_ended(tmp_path: Path, ending: str) -> No
 
 
 def test_it_is_rewritten_while_the_main_thread_does_something_else(tmp_path: Path) -> None:
-    written = set()
+    written, deadline = set(), time.monotonic() + 60
     with StatusFile(tmp_path, _ranks(), Phases()):
-        while len(written) < 2:
+        while len(written) < 2 and time.monotonic() < deadline:
             written.add(read_statuses(tmp_path)[0].written)
+    assert len(written) == 2
+
+
+def test_after_going_back_the_phases_are_those_of_the_steps_made_again(tmp_path: Path) -> None:
+    phases = Phases()
+    file = StatusFile(tmp_path, _ranks(), phases)
+    file.run_starts(0, 400, [])
+    file.steps_agreed([_metrics(200)])
+    with phases("evaluate"):
+        pass
+    file.rolled_back(100)
+
+    with phases("forward"):
+        pass
+    file.steps_agreed([_metrics(100 + STEPS_AVERAGED)])
+
+    assert "forward" in file.status.phases
+    assert "evaluate" not in {phase for phase, seconds in file.status.phases.items() if seconds}
 
 
 def test_readers_see_whole_statuses_while_they_are_rewritten(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_rows, small_strategy
 from training.architectures import find_blocks
@@ -57,7 +58,7 @@ def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list
             _take_steps(observers, trainer, range(1, 1 + (LOOKS_IN_A_ROW + 1) * EVERY), slow_data=phase == "data")
             read = exporter.registry.get_sample_value
             gauges = [read(f"distrinews_training_{name}", {"phase": phase}) for name in ("straggler", "slowness")]
-            gauges.append(trainer.status.status.slow_phase)
+            gauges.append(trainer.status.status.slow_phases)
             let_go()
             _take_steps(observers, trainer, range(10, 20), slow_data=False)
     return said, gauges
@@ -102,7 +103,25 @@ def test_a_slow_rank_is_named_with_its_phase(phase: str, fields: dict[str, Any],
     assert second[0] == 1
     assert second[1] > 1.2
     assert first[0] == 0
-    assert (first[2], second[2]) == ("", phase)
+    assert first[2] == []
+    assert phase in second[2]
+
+
+def test_a_rank_that_is_slow_in_two_phases_and_recovers_in_one_is_still_slow(tmp_path: Path) -> None:
+    phases = Phases()
+    with closing(Exporter(TrainConfig(), ALONE, phases)) as exporter:
+        status, events = StatusFile(tmp_path, ALONE, phases), EventLog(tmp_path, ALONE, phases)
+        trainer = SimpleNamespace(config=TrainConfig(), ranks=ALONE, phases=phases, exporter=exporter, status=status)
+        trainer.events, trainer.say, trainer.strategy = events, lambda line: None, SimpleNamespace(pass_model=None)
+        stragglers = Stragglers(trainer, Collectives(exporter, "gloo", EVERY), EVERY)
+        stragglers.hosts = ["here"]
+        for _ in range(LOOKS_IN_A_ROW):
+            stragglers._judge({(0, "data"): (2.0, 1.0), (0, "forward"): (2.0, 1.0)})
+        assert status.status.slow_phases == ["data", "forward"]
+
+        stragglers._judge({(0, "data"): (1.0, 1.0), (0, "forward"): (2.0, 1.0)})
+
+    assert status.status.slow_phases == ["forward"]
 
 
 def test_ranks_are_compared_with_those_that_do_the_same_work() -> None:
