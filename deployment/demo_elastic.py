@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # started by path: the imports below need the folder above this one
@@ -47,6 +48,24 @@ STEPS_BETWEEN = 20
 DEADLINE = 300.0  # seconds that any one thing may take
 LOSSES_MAY_DIFFER, WEIGHTS_MAY_DIFFER = 1e-4, 1e-3
 STAGES = ("detection", "rendezvous", "import", "group", "load", "first_step", "total")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was done to the run: a name for a person, when (Unix time), and after which optimizer step."""
+
+    name: str
+    time: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that came to a first step, at ``time`` (Unix), on so many ranks; ``step`` steps were done before."""
+
+    time: float
+    world_size: int
+    step: int
 
 
 class Stage:
@@ -93,15 +112,19 @@ class Stage:
 def main() -> int:
     """Run the demonstration; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "checkpoints" / "demo_elastic")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        default=ROOT / "checkpoints" / "demo_elastic",
+        help="model folder: a new one, or that of an earlier demonstration, which is removed (default: %(default)s)",
+    )
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output_dir: Path = options.output_dir.resolve()
-    remove(output_dir)
     undisturbed = output_dir.with_name(output_dir.name + ".undisturbed")
-    remove(undisturbed)
+    remove_earlier(output_dir, undisturbed)
     undisturbed.parent.mkdir(parents=True, exist_ok=True)
     console = make_console()
     stage = Stage(output_dir.with_name(output_dir.name + ".run"), console)
@@ -114,32 +137,31 @@ def main() -> int:
     return compare(output_dir, undisturbed, console)
 
 
-def disturb(cluster: Cluster, stage: Stage) -> list[tuple[str, int]]:
-    """Train, and do to the run what happens to a cluster; returns what was done, and after which steps."""
+def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
+    """Train, and do to the run what happens to a cluster; returns what was done."""
     cores = usable_cores()
-    faults: list[tuple[str, int]] = []
+    faults: list[Fault] = []
 
-    def trains_again(name: str) -> None:
-        """Wait until the ranks have done a first step, so many times in all, and some steps more."""
-        starts = len(faults) + 1
-        wait_until(lambda: len(starts_of(stage.run_dir)) >= starts, f"a first step after: {name}", cluster, stage)
-        size, step = starts_of(stage.run_dir)[-1]
-        stage.say(f"{size} ranks train, from step {step} on.")
-        due = step + STEPS_BETWEEN
+    def trains_again(name: str, since: float) -> None:
+        """Wait until the ranks have done a first step since then, and some steps more."""
+        wait_until(lambda: starts_of(stage.run_dir, since), f"a first step after: {name}", cluster, stage)
+        start = starts_of(stage.run_dir, since)[-1]
+        stage.say(f"{start.world_size} ranks train, from step {start.step} on.")
+        due = start.step + STEPS_BETWEEN
         wait_until(lambda: saved_of(stage.run_dir) >= due, f"a checkpoint after: {name}", cluster, stage)
 
     def do(name: str, deed: Callable[[], None]) -> None:
-        step = step_of(stage.run_dir)
-        stage.say(f"{name}, at step {step} ...")
+        fault = Fault(name, time.time(), step_of(stage.run_dir))
+        stage.say(f"{name}, at step {fault.step} ...")
         deed()
-        faults.append((name, step))
-        trains_again(name)
+        faults.append(fault)
+        trains_again(name, fault.time)
 
     stage.say("Then the same run on two machines: A with 2 ranks, B with 1 ...")
     cluster.start("A", 2, cores[:2])
     cluster.start("B", 1, cores[-1:])
-    trains_again("the start")
-    if starts_of(stage.run_dir)[0][0] != 3:
+    trains_again("the start", since=0.0)
+    if starts_of(stage.run_dir)[0].world_size != 3:
         raise TrainingFailure("machine B came too late for the first start; is this machine busy? Try again")
     do("Rank 1 is killed", lambda: kill([read_statuses(stage.run_dir)[1].pid]))
     do("Machine B is lost", lambda: cluster.lose("B"))
@@ -149,7 +171,7 @@ def disturb(cluster: Cluster, stage: Stage) -> list[tuple[str, int]]:
     return faults
 
 
-def wait_until(holds: Callable[[], bool], what: str, cluster: Cluster, stage: Stage) -> None:
+def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: Stage) -> None:
     """Look four times a second.
 
     Raises:
@@ -166,7 +188,7 @@ def wait_until(holds: Callable[[], bool], what: str, cluster: Cluster, stage: St
 
 def train_undisturbed(output_dir: Path) -> None:
     """Train on three ranks to the end."""
-    log = output_dir.with_name(f"{output_dir.name}.log")
+    log = log_of(output_dir)
     flags = (*FLAGS, "--output_dir", str(output_dir))
     launcher = launch(("--standalone", "--nproc_per_node=3"), flags, log, usable_cores()[:3])
     try:
@@ -179,20 +201,33 @@ def train_undisturbed(output_dir: Path) -> None:
         raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}")
 
 
-def remove(output_dir: Path) -> None:
-    """Remove what an earlier demonstration left."""
-    for ending in ("", ".run"):
-        shutil.rmtree(output_dir.with_name(output_dir.name + ending), ignore_errors=True)
+def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
+    """Remove what an earlier demonstration left, and nothing else.
+
+    Raises:
+        UserError: something is there that none has left.
+    """
+    folders = [path.with_name(path.name + ending) for path in (output_dir, undisturbed) for ending in ("", ".run")]
+    found = next((folder for folder in folders if folder.exists()), None)
+    if found and not log_of(undisturbed).exists():
+        raise UserError(f"--output_dir {output_dir}: {found} is of no earlier demonstration; name a new folder")
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def starts_of(run_dir: Path) -> list[tuple[int, int]]:
-    """Of each start that came to a first step: the world size, and the steps done before."""
-    starts, start = [], (0, 0)
+def log_of(undisturbed: Path) -> Path:
+    """What the undisturbed run prints: the first thing that a demonstration writes."""
+    return undisturbed.with_name(f"{undisturbed.name}.log")
+
+
+def starts_of(run_dir: Path, since: float = 0.0) -> list[Start]:
+    """The starts that came to a first step, those after ``since`` (Unix time)."""
+    starts, begun = [], {}
     for event in read_events(run_dir):
         if event["kind"] == "start":
-            start = event["world_size"], event["step"]
-        elif event["kind"] == "first_step":
-            starts.append(start)
+            begun = event
+        elif event["kind"] == "first_step" and event["time"] > since:
+            starts.append(Start(event["time"], begun["world_size"], begun["step"]))
     return starts
 
 
@@ -206,18 +241,20 @@ def saved_of(run_dir: Path) -> int:
     return max((event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"), default=0)
 
 
-def table_of(faults: Sequence[tuple[str, int]], run_dir: Path, launcher_log: str) -> Table:
+def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
     """What was done, what it cost in steps, and how many seconds each part of the recovery took."""
-    resumed = [step for _, step in starts_of(run_dir)[1:]]
     title = "\nSeconds from the last sign of life to the first step after it"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("what")
     for heading in ("at step", "on from", *(stage.replace("_", " ") for stage in STAGES)):
         table.add_column(heading, justify="right")
-    splits = [split.seconds() for split in restart_split(run_dir, launcher_log) if not np.isnan(split.stepped)]
-    for (name, at), step, seconds in zip(faults, resumed, splits, strict=True):
+    splits = {split.stepped: split.seconds() for split in restart_split(run_dir, launcher_log)}
+    for fault in faults:
+        # The first start after it: where a machine came late to that one, there is a second.
+        start = starts_of(run_dir, fault.time)[0]
+        seconds = splits[start.time]
         shown = ("–" if np.isnan(seconds[stage]) else f"{seconds[stage]:.1f}" for stage in STAGES)
-        table.add_row(name, str(at), str(step), *shown)
+        table.add_row(fault.name, str(fault.step), str(start.step), *shown)
     return table
 
 
