@@ -47,21 +47,22 @@ class RunLog(Observer):
         say: Callable[[str], None] = print,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
         self._lines = JsonLines(run_dir / METRICS_FILE)
-        self._kinds = {"TensorBoard": TensorBoard} | {name: TRACKERS[name] for name in trackers}
-        self._configuration = configuration or {}
         self._say = say
         self._finished = False
         self._log_every = log_every
         self._total_steps = 0
-        self._begin_after(resume_step)
+        self._go_on_after(resume_step)
+        run = TrackedRun(run_dir, configuration or {}, resume_step + 1)
+        kinds = {"TensorBoard": TensorBoard} | {name: TRACKERS[name] for name in trackers}
+        self._trackers = [TrackerThread(name, kind(), run, say) for name, kind in kinds.items()]
 
-    def _begin_after(self, step: int) -> None:
-        _drop_lines_after(self._lines.path, step)
-        run = TrackedRun(self._run_dir, self._configuration, step + 1)
-        self._trackers = [TrackerThread(name, kind(), run, self._say) for name, kind in self._kinds.items()]
+    def _go_on_after(self, step: int) -> None:
         self._last_step = step
+        try:
+            _drop_lines_after(self._lines.path, step)
+        except OSError as error:
+            self._say(f"{self._lines.path}: keeps its lines after step {step} ({error.strerror}); the run goes on")
 
     @classmethod
     def of(cls, config: TrainConfig, resume_step: int, say: Callable[[str], None]) -> RunLog:
@@ -85,8 +86,9 @@ class RunLog(Observer):
 
     def rolled_back(self, step: int) -> None:
         """Drop what was logged of steps that do not count, as a resumed run does."""
-        self.close()
-        self._begin_after(step)
+        self._go_on_after(step)
+        for tracker in self._trackers:
+            tracker.roll_back(step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step."""

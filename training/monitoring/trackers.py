@@ -66,6 +66,9 @@ class Tracker:
         """Take figures of a step."""
         raise NotImplementedError
 
+    def roll_back(self, step: int) -> None:
+        """Take that what came after ``step`` does not count; it comes again."""
+
     def finish(self, *, finished: bool) -> None:
         """End; unless ``finished``, the run may go on in another process."""
         raise NotImplementedError
@@ -74,17 +77,23 @@ class Tracker:
 class TensorBoard(Tracker):
     """Event files in the run folder; those of steps that are made again are purged.
 
-    This writer needs neither torch's SummaryWriter nor tensorflow, which take seconds to import.
+    This writer needs neither torch's SummaryWriter nor tensorflow. Where tensorflow is installed it imports it all the
+    same, which takes seconds of this thread's time.
     """
 
     def start(self, run: TrackedRun, earlier: str | None) -> None:
         """Open a file and say from which step on it counts."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run.folder), flush_secs=10)
+        self.roll_back(run.first_step - 1)
+
+    def roll_back(self, step: int) -> None:
+        """Write that a session starts: readers then forget what has a later step."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=run.first_step, session_log=start))
+        self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Write an event."""
@@ -214,19 +223,19 @@ class TrackerThread:
         self._tracker = tracker
         self._run = run
         self._say = say
-        self._queue: queue.Queue[tuple[Mapping[str, float], int] | bool] = queue.Queue(LONGEST_QUEUE)
+        # Figures of a step; None in their place to go back to it; whether the run has finished, to end.
+        self._queue: queue.Queue[tuple[Mapping[str, float] | None, int] | bool] = queue.Queue(LONGEST_QUEUE)
         self._lost = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def write(self, group: str, scalars: Mapping[str, float], step: int) -> None:
         """Leave each scalar as ``group/name`` for the thread; what a full queue cannot take is lost."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self._queue.put_nowait(({f"{group}/{name}": float(value) for name, value in scalars.items()}, step))
-        except queue.Full:
-            self._lost += 1
+        self._put({f"{group}/{name}": float(value) for name, value in scalars.items()}, step)
+
+    def roll_back(self, step: int) -> None:
+        """Leave for the thread that what came after ``step`` does not count."""
+        self._put(None, step)
 
     def close(self, *, finished: bool) -> None:
         """Let the thread end, for so long as a run may wait for it."""
@@ -239,13 +248,25 @@ class TrackerThread:
         if self._lost or self._thread.is_alive():
             self._say(f"{self.name}: too slow, {self._lost + self._queue.qsize()} records did not reach it")
 
+    def _put(self, scalars: Mapping[str, float] | None, step: int) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait((scalars, step))
+        except queue.Full:
+            self._lost += 1
+
     def _work(self) -> None:
         try:
             known_as = self._tracker.start(self._run, self._run.known_as(self.name))
             if known_as:
                 self._run.remember(self.name, known_as)
             while not isinstance(item := self._queue.get(), bool):
-                self._tracker.log(*item)
+                scalars, step = item
+                if scalars is None:
+                    self._tracker.roll_back(step)
+                else:
+                    self._tracker.log(scalars, step)
             self._tracker.finish(finished=item)
         except Exception as error:
             self._say(f"{self.name}: dropped, the run goes on without it ({first_line(error)})")

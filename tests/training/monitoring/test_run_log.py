@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,39 @@ def test_going_back_drops_the_lines_after_the_step_and_goes_on(tmp_path: Path, s
 
     assert _steps(tmp_path) == list(range(1, 8))
     assert [record["loss"] for record in read_metrics(tmp_path)] == [1.0] * 5 + [2.0] * 2
+
+
+def test_going_back_in_a_folder_that_cannot_be_written_costs_a_line_and_not_the_run(
+    tmp_path: Path, step_metrics: Step
+) -> None:
+    said: list[str] = []
+    log = RunLog(tmp_path, resume_step=0, say=said.append)
+    log.step(step_metrics(1))
+    (tmp_path / f".metrics.jsonl.{os.getpid()}.tmp").mkdir()  # in the way of the new file, for root too
+
+    log.rolled_back(0)
+    log.step(step_metrics(1))
+    log.close()
+
+    assert _steps(tmp_path) == [1, 1]
+    assert said == [f"{tmp_path}/metrics.jsonl: keeps its lines after step 0 (Is a directory); the run goes on"]
+
+
+def test_going_back_leaves_the_trackers_at_work(tmp_path: Path, step_metrics: Step) -> None:
+    threads = set(threading.enumerate())
+    log = RunLog(tmp_path, resume_step=0)
+    [tracker] = {thread for thread in threading.enumerate() if thread.name == "tracker TensorBoard"} - threads
+    for step in range(1, 9):
+        log.step(step_metrics(step, loss=1.0))
+
+    log.rolled_back(5)
+
+    assert tracker.is_alive()
+    log.step(step_metrics(6, loss=2.0))
+    log.close()
+    losses = _load_events(tmp_path).Scalars("train/loss")
+    assert [(event.step, event.value) for event in losses] == [*((step, 1.0) for step in range(1, 6)), (6, 2.0)]
+    assert len(list(tmp_path.glob("events.out.tfevents*"))) == 1
 
 
 def test_a_fresh_run_in_an_old_folder_starts_with_no_line(tmp_path: Path, step_metrics: Step) -> None:
