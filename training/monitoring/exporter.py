@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.process_collector import ProcessCollector
 
 from training.errors import UserError
+from training.monitoring.events import read_events
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
@@ -45,6 +49,7 @@ class Exporter(Observer):
         self.registry = CollectorRegistry()
         self.leads = True  # of the ranks that hold parts of one replica, one counts its rows
         self.phases = phases
+        self._run_dir = config.run_dir
         self.ideal_rate = ranks.world_size * config.one_rank_rate
         ProcessCollector(registry=self.registry)
         self._make_step_metrics()
@@ -68,6 +73,7 @@ class Exporter(Observer):
             _PHASE_SECONDS,
             "phase",
         )
+        self._by_phase: dict[str, Histogram] = {}  # to look one up by its label takes as long as to observe
         self._step = gauge("step", "Optimizer steps of the run, those before a resume included.", 0)
         self._total_steps = gauge("total_steps", "Optimizer steps that the run is to have.", 0)
         self._epoch = gauge("epoch", "Epoch of the last step, from 1.", 0)
@@ -85,7 +91,10 @@ class Exporter(Observer):
 
     def _make_checkpoint_metrics(self) -> None:
         histogram, buckets = self._histogram, _CHECKPOINT_SECONDS
-        self._last_checkpoint = self._gauge("last_checkpoint_timestamp_seconds", "Unix time of the last checkpoint.")
+        self._last_checkpoint = self._gauge(
+            "last_checkpoint_timestamp_seconds",
+            "Unix time of this process's last checkpoint; before it, of the run's first start that has led to none.",
+        )
         self._checkpoint_seconds = histogram("checkpoint_seconds", "Seconds until a checkpoint stood.", buckets)
         self._checkpoint_blocked = histogram(
             "checkpoint_blocked_seconds", "Seconds for which a checkpoint held up training.", (0.01, *buckets)
@@ -123,7 +132,7 @@ class Exporter(Observer):
         self._step.set(step)
         self._total_steps.set(total_steps)
         self._last_step.set_to_current_time()
-        self._last_checkpoint.set_to_current_time()
+        self._last_checkpoint.set(_unsaved_since(self._run_dir))
         for epoch in epochs[-1:]:
             self.epoch_ends(epoch)
         self.phases.take("exporter")
@@ -132,7 +141,9 @@ class Exporter(Observer):
         """Measure where the time since the last step began has gone."""
         for phase, seconds in self.phases.take("exporter").items():
             if seconds:
-                self._phase_seconds.labels("other" if phase == "start" else phase).observe(seconds)
+                if phase not in self._by_phase:
+                    self._by_phase[phase] = self._phase_seconds.labels("other" if phase == "start" else phase)
+                self._by_phase[phase].observe(seconds)
 
     def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
         """Count this rank's share of a global batch."""
@@ -230,6 +241,18 @@ class Exporter(Observer):
             gauge = self._gauge(f"device_memory_{name}_bytes", text, 0)
             if is_gpu:
                 gauge.set_function(read)
+
+
+def _unsaved_since(run_dir: Path) -> float:
+    """Unix time of the first start after the last checkpoint: a run that crashes before each one does not look new."""
+    since = None
+    with contextlib.suppress(OSError):
+        for event in read_events(run_dir):
+            if event["kind"] == "checkpoint":
+                since = None
+            elif event["kind"] == "start" and since is None:
+                since = event["time"]
+    return time.time() if since is None else since
 
 
 def _listen(first_port: int, local_rank: int, registry: CollectorRegistry) -> Callable[[], None]:

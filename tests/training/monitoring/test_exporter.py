@@ -1,8 +1,10 @@
 """Each rank tells Prometheus what it does, or says in one line why it cannot."""
 
+import json
 import math
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -11,12 +13,11 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.inference.servers import free_port
+from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
-from training.distributed import Ranks
 from training.monitoring import EpochMetrics, Exporter
 from training.phases import Phases
 
@@ -96,9 +97,8 @@ def _assert_phases_add_up(page: Scrape) -> None:
 
 
 def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: Callable[..., EpochMetrics]) -> None:
-    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
     port = free_port()
-    with closing(Exporter(TrainConfig(metrics_port=port), alone, Phases())) as exporter:
+    with closing(Exporter(TrainConfig(metrics_port=port), ALONE, Phases())) as exporter:
         assert math.isnan(_scrape(port)["validation_accuracy"])
         exporter.run_starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
         page = _scrape(port)
@@ -107,6 +107,31 @@ def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: 
     assert page["validation_accuracy"] == 0.9
     assert math.isnan(page["loss"])
     assert _scrape(port) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "since"),
+    [
+        ([("start", 100.0), ("failed", 150.0), ("start", 200.0)], 100.0),
+        ([("start", 100.0), ("checkpoint", 150.0), ("start", 200.0), ("start", 300.0)], 200.0),
+        ([("start", 100.0), ("checkpoint", 150.0), ("stopped", 151.0)], None),
+        ([], None),
+    ],
+    ids=["no checkpoint yet", "none since", "a stop that saved", "a new run"],
+)
+def test_a_run_that_crashes_before_each_checkpoint_does_not_look_as_if_it_had_just_saved(
+    tmp_path: Path, before: list[tuple[str, float]], since: float | None
+) -> None:
+    config = TrainConfig(output_dir=tmp_path / "model")
+    config.run_dir.mkdir()
+    lines = [json.dumps({"kind": kind, "time": when}) + "\n" for kind, when in before]
+    (config.run_dir / "events.jsonl").write_text("".join(lines))
+    now = time.time()
+    with closing(Exporter(config, ALONE, Phases())) as exporter:
+        exporter.run_starts(step=8, total_steps=16, epochs=[])
+        shown = exporter.registry.get_sample_value("distrinews_training_last_checkpoint_timestamp_seconds")
+
+    assert shown == since if since else shown >= now
 
 
 def test_a_taken_port_is_one_line_and_writes_nothing(
