@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from deployment.launchers import usable_cores
 from inference.cpu import usable_cpus
 from training.errors import TrainingFailure, UserError
 
@@ -125,11 +126,6 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-def usable_cores() -> list[int]:
-    """The cores that this process may use, by number; empty where the system does not tell (not Linux)."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @contextlib.contextmanager

@@ -17,10 +17,11 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.processes import Layout, end_with_children, run_ranks, usable_cores
+from benchmarks.processes import Layout, end_with_children, run_ranks
 from benchmarks.scaling_figure import draw
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from benchmarks.workload import GLOBAL_BATCH, SIZES, make_workload
+from deployment.launchers import usable_cores
 from training.config import TINY
 from training.dataset import SAMPLE
 from training.errors import positive, run_command

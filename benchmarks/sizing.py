@@ -19,12 +19,13 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.processes import end_with_children, on_cores, usable_cores
+from benchmarks.processes import end_with_children, on_cores
 from benchmarks.serving.load import Load
 from benchmarks.serving.running import Running, started
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workload import read_workload
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
+from deployment.launchers import usable_cores
 from inference.cpu import usable_cpus
 from training.errors import UserError, positive, run_command
 

@@ -12,6 +12,9 @@ from typing import Any
 class JsonLines:
     """Appends records to a file, each in one write, so that lines of several processes do not mix.
 
+    On NFS that holds for the processes of one machine: lines that several machines write at the same moment may
+    overwrite one another there (open(2), ``O_APPEND``), and readers leave out what is torn.
+
     Nothing here raises for a full or broken disk: a record is lost, not the run.
     """
 

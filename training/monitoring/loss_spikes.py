@@ -47,13 +47,16 @@ class LossSpikes(Observer):
     def rolled_back(self, step: int) -> None:
         """Begin anew: the steps compared with do not count any more."""
         self.losses.clear()
+        self.last_spike = -1
 
     def _look(self, metrics: StepMetrics) -> None:
         if len(self.losses) < LEAST_STEPS:
             return
         usual = median(self.losses)
+        if metrics.loss <= usual + LEAST_RISE:
+            return  # as nearly always, at half the cost
         deviation = NORMAL * median(abs(loss - usual) for loss in self.losses)
-        if metrics.loss <= usual + max(DEVIATIONS * deviation, LEAST_RISE):
+        if metrics.loss <= usual + DEVIATIONS * deviation:
             return
         self.exporter.loss_spikes.inc()
         self.events.agreed("loss_spike", step=metrics.step, loss=metrics.loss, usual_loss=usual, deviation=deviation)

@@ -114,3 +114,13 @@ def test_after_going_back_nothing_is_compared_with_what_does_not_count(watched: 
     watched.see([1.4] * 30)
 
     assert watched.said == []
+
+
+def test_a_spike_after_going_back_is_said_again(watched: Watched) -> None:
+    spike = [0.2] * 60 + [2.5]
+    watched.see(spike)
+    watched.spikes.rolled_back(0)
+
+    watched.see(spike)
+
+    assert [line.split(":")[0] for line in watched.said] == ["Loss spike at step 61"] * 2
