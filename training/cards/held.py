@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from training.cards.storage import Storage
 
 
-def record_held(moment: Literal["before", "after"], storage: Storage) -> None:
+def record_held(moment: Literal["before", "broadcast", "after"], storage: Storage) -> None:
     """Keep what the rank's model looks like at this moment; nothing before there is a model.
 
     ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME``, those that there are; ``before.json`` their
@@ -32,8 +32,9 @@ def record_held(moment: Literal["before", "after"], storage: Storage) -> None:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies on this rank: its shard, or all of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """A copy of what of a tensor lies on this rank: its shard, or all of it."""
+    # A copy, since memory that numpy has looked at cannot be freed by FSDP any more.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:

@@ -27,6 +27,7 @@ class Event:
     state: Literal["running", "done", "failed"]
     epoch: int = 0  # from 1, of a card of the training loop; else 0
     batch: int = 0
+    is_last_batch: bool = False  # of the epoch
     seconds: float = 0.0  # that the card took; of one of the loop, all its passes so far
     metrics: dict[str, float] = field(default_factory=dict)
     message: str = ""  # why it failed
@@ -53,6 +54,7 @@ class Runner:
         # By node: what each rank put out; a local card counts as one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}
+        self._num_workers = workers_of(pipeline)
         self.passes_done = 0  # of the training loop
         self._next = 0  # place in pipeline.nodes
         self._workers: Workers | None = None
@@ -65,19 +67,7 @@ class Runner:
     @property
     def total_passes(self) -> int:
         """Passes of the training loop: global batches of all epochs; 0 before the rows are sharded."""
-        return self.epochs * self._batches_per_epoch
-
-    @property
-    def epochs(self) -> int:
-        """How long the training loop runs: until the epoch that is saved."""
-        save = self.pipeline.of_type("dist_save_checkpoint")
-        return 1 if save is None else save.config.epoch
-
-    @property
-    def num_workers(self) -> int:
-        """Ranks that the distributed cards run on."""
-        shard = self.pipeline.of_type("dist_shard_data")
-        return 1 if shard is None else shard.config.num_workers
+        return epochs_of(self.pipeline) * self._batches_per_epoch
 
     @property
     def _batches_per_epoch(self) -> int:
@@ -118,19 +108,26 @@ class Runner:
         node = self.next_node
         if node is None:
             return False
-        epoch, batch = divmod(self.passes_done, self._batches_per_epoch) if node.in_loop else (-1, -1)
-        self.on_event(Event(node.id, "running", epoch + 1, batch + 1, self.seconds.get(node.id, 0.0)))
+        place = self._place(node)
+        self.on_event(Event(node.id, "running", *place, self.seconds.get(node.id, 0.0)))
         start = time.monotonic()
         try:
             self.outputs[node.id] = self._execute(node, recording=recording or not node.in_loop)
         except ForeseenError as error:
-            self.on_event(Event(node.id, "failed", epoch + 1, batch + 1, message=str(error)))
+            self.on_event(Event(node.id, "failed", *place, message=str(error)))
             raise
         self.seconds[node.id] = self.seconds.get(node.id, 0.0) + time.monotonic() - start
         self._advance(node)
         metrics = node.card.metrics(self.outputs[node.id][0])
-        self.on_event(Event(node.id, "done", epoch + 1, batch + 1, self.seconds[node.id], metrics))
+        self.on_event(Event(node.id, "done", *place, self.seconds[node.id], metrics))
         return True
+
+    def _place(self, node: Node) -> tuple[int, int, bool]:
+        """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""
+        if not node.in_loop:
+            return 0, 0, False
+        epoch, batch = divmod(self.passes_done, self._batches_per_epoch)
+        return epoch + 1, batch + 1, batch + 1 == self._batches_per_epoch
 
     def _advance(self, node: Node) -> None:
         """Go on to the next node: after the last of the loop, to its first until all passes are done."""
@@ -152,11 +149,11 @@ class Runner:
             storage.save("outputs", outputs)
             return [outputs]
         if self._workers is None:
-            self._workers = Workers(self.num_workers, self.storage.folder)
+            self._workers = Workers(self._num_workers, self.storage.folder)
         return self._workers.run(
             [
                 Job(node.card.card_type, node.id, node.config.model_dump(), self._inputs(node, rank), recording)
-                for rank in range(self.num_workers)
+                for rank in range(self._num_workers)
             ]
         )
 
@@ -167,6 +164,18 @@ class Runner:
             outputs = self.outputs[source.node]
             values[name] = outputs[rank if len(outputs) > 1 else 0][source.output]
         return values
+
+
+def epochs_of(pipeline: Pipeline) -> int:
+    """How long the training loop runs: until the epoch that is saved."""
+    save = pipeline.of_type("dist_save_checkpoint")
+    return 1 if save is None else save.config.epoch
+
+
+def workers_of(pipeline: Pipeline) -> int:
+    """Ranks that the distributed cards run on."""
+    shard = pipeline.of_type("dist_shard_data")
+    return 1 if shard is None else shard.config.num_workers
 
 
 def _new_folder(folder: Path) -> Path:

@@ -48,14 +48,19 @@ class AllReduce(BaseCard[AllReduceConfig]):
             all_reduce_gradients(live["model"], gradients["share"])
         loss = torch.tensor(gradients["loss"] * gradients["share"], device=next(live["model"].parameters()).device)
         dist.all_reduce(loss)
-        return {"synced_gradients": {"norm": gradient_norm(live["model"]), "loss": loss.item()}}
+        norms = {"local_norm": gradients["norm"], "norm": gradient_norm(live["model"])}
+        return {"synced_gradients": norms | {"loss": loss.item()}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The length of every rank's gradient, and the checksum of what it holds of it."""
-        norms = [found["synced_gradients"]["norm"] for found in storage.of_ranks("outputs")]
-        rows = [[rank, round(norm, 6)] for rank, norm in enumerate(norms)]
-        loss = outputs["synced_gradients"]["loss"]
-        return self.preview(["rank", "gradient norm"], rows, loss_of_the_global_batch=round(loss, 4))
+        """The length of every rank's gradient before and after, and the checksum of its first one."""
+        ranks = zip(storage.of_ranks("outputs"), storage.of_ranks("after"), strict=True)
+        rows = []
+        for rank, (found, held) in enumerate(ranks):
+            norms = (round(found["synced_gradients"][name], 6) for name in ("local_norm", "norm"))
+            first = next(held[name]["checksum"] for name in held if name.startswith("gradients/"))
+            rows.append([rank, *norms, first])
+        loss = round(outputs["synced_gradients"]["loss"], 4)
+        return self.preview(["rank", "norm before", "norm after", "first gradients"], rows, loss_of_the_batch=loss)
 
     def metrics(self, outputs: Values) -> dict[str, float]:
         """The mean loss of the global batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -59,19 +60,20 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
         storage.live["model"] = model
         record_held("before", storage)
         broadcast_parameters(model)
+        record_held("broadcast", storage)
         storage.live |= LAY_OUT[strategy["strategy"]](model, strategy, device)
         return {"process_group": {"rank": rank, "world_size": world_size, "backend": backend, "device": str(device)}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The ranks, and the checksum of each one's first weights before and after the broadcast."""
-        before, after = storage.of_ranks("before"), storage.of_ranks("after")
-        rows = [
-            [rank, *(next(iter(moment.values()))["checksum"] for moment in moments)]
-            for rank, moments in enumerate(zip(before, after, strict=True))
-        ]
+        """The checksum of every rank's first weights before and after the broadcast, and how much it then keeps."""
+        moments = (storage.of_ranks(moment) for moment in ("before", "broadcast", "after"))
+        rows = []
+        for rank, (before, broadcast, after) in enumerate(zip(*moments, strict=True)):
+            kept = sum(math.prod(held["shape"]) for held in after.values())
+            rows.append([rank, *(next(iter(held.values()))["checksum"] for held in (before, broadcast)), kept])
         group = outputs["process_group"]
         return self.preview(
-            ["rank", "first weights before", "after the broadcast"],
+            ["rank", "first weights before", "after the broadcast", "numbers kept"],
             rows,
             backend=group["backend"],
             world_size=group["world_size"],

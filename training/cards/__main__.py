@@ -1,0 +1,87 @@
+"""The twelve cards from the terminal: python -m training.cards run, or show."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from training.cards.drawing import as_mermaid, as_table
+from training.cards.progress import Progress
+from training.cards.runner import Runner, epochs_of, workers_of
+from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
+from training.errors import OneLineParser, UserError, positive, run_command
+
+DEFAULT_OUTPUT = Path("checkpoints/cards")
+# Each flag that sets a field of a card.
+FIELDS = {
+    "workers": ("dist_shard_data", "num_workers"),
+    "epochs": ("dist_save_checkpoint", "epoch"),
+    "strategy": ("dist_init_strategy", "strategy"),
+}
+
+
+def build_parser() -> OneLineParser:
+    """The flags of both commands."""
+    parser = OneLineParser(prog="python -m training.cards", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a pipeline on real ranks", allow_abbrev=False)
+    run.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+    show = commands.add_parser("show", help="draw the wiring of a pipeline", allow_abbrev=False)
+    show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
+    for command in (run, show):
+        command.add_argument(
+            "pipeline", type=Path, nargs="?", default=DEFAULT_PIPELINE, metavar="PIPELINE.yaml", help="default: iris"
+        )
+        command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
+        command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
+        command.add_argument(
+            "--strategy", choices=("ddp", "fsdp", "deepspeed"), help="how the model lies over the ranks"
+        )
+    return parser
+
+
+def configured(flags: argparse.Namespace) -> Pipeline:
+    """The pipeline that the flags name, with what they set.
+
+    Raises:
+        UserError: it cannot be read or run, or has no card for a flag.
+    """
+    pipeline = read_pipeline(flags.pipeline)
+    for flag, (card_type, field) in FIELDS.items():
+        value = getattr(flags, flag)
+        if value is None:
+            continue
+        node = pipeline.of_type(card_type)
+        if node is None:
+            raise UserError(f"--{flag} {value}: {pipeline.path} has no {card_type} card")
+        pipeline = pipeline.configured(node.id, **{field: value})
+    return pipeline
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Run a pipeline to its end."""
+    pipeline = configured(flags)
+    with Progress(pipeline, epochs_of(pipeline)) as progress, Runner(pipeline, flags.output, progress.show) as runner:
+        runner.run()
+    print(f"What each rank held before and after each card: {runner.storage.folder}")
+
+
+def show(flags: argparse.Namespace) -> None:
+    """Draw the wiring of a pipeline."""
+    pipeline = configured(flags)
+    if flags.mermaid:
+        print(as_mermaid(pipeline))
+    else:
+        Console(highlight=False, markup=False).print(as_table(pipeline, workers_of(pipeline), epochs_of(pipeline)))
+
+
+def main() -> None:
+    """Parse, and do what is asked for."""
+    flags = build_parser().parse_args()
+    {"run": run, "show": show}[flags.command](flags)
+
+
+if __name__ == "__main__":
+    run_command(main)
