@@ -12,9 +12,10 @@ import faulthandler
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -116,8 +117,11 @@ def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: flo
         phases: where it stands.
         seconds: for how long.
     """
-    flight = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    waits = any(not entry["retired"] for entry in flight["entries"])
+    # Where nothing is recorded nobody is to blame, but a process that is alone.
+    records, waits = [], status.world_size > 1
+    with contextlib.suppress(Exception):  # no public part of torch
+        if records := _flight_records():
+            waits = any(_is_under_way(record["entries"]) for record in records)
     path = record_path(run_dir, status.rank)
     place = {"rank": status.rank, "host": status.host, "pid": status.pid, "restart": status.restart}
     place |= {"phase": phases.now, "step": phases.step, "seconds": round(seconds, 1), "waits": waits}
@@ -128,6 +132,24 @@ def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: flo
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(place | {"flight_record": flight}, indent=1), encoding="utf-8")
+        aside.write_text(json.dumps(place | {"flight_records": records}, indent=1), encoding="utf-8")
         aside.replace(path)
     return waits
+
+
+def _flight_records() -> list[dict[str, Any]]:
+    """What gloo's flight recorder holds, and NCCL's own, which builds without CUDA lack; none that is empty."""
+    recorders = torch._C._distributed_c10d
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    records = [json.loads(getattr(recorders, name)()) for name in names if hasattr(recorders, name)]
+    return [record for record in records if record.get("entries")]
+
+
+def _is_under_way(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a collective has not ended. Of sends and receives in one batch only the batch as a whole ever does."""
+    launched = {_launch(entry) for entry in entries}
+    return launched != {_launch(entry) for entry in entries if entry["retired"]}
+
+
+def _launch(entry: Mapping[str, Any]) -> tuple[int, int, int]:
+    return entry["pg_id"], entry["collective_seq_id"], entry["p2p_seq_id"]

@@ -20,13 +20,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_SECONDS = 20.0
 # A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
 SECOND_THOUGHT = 1.0
+# What a process still has to say may go into a pipe that nobody reads.
+LAST_WORDS_SECONDS = 5.0
 
 
 class Interruption:
     """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
 
     Before :meth:`saving` there is nothing to save: there SIGTERM and SIGINT end the process with :class:`StopAsked`,
-    and SIGUSR1, which comes long before the end, is remembered. A second Ctrl-C ends it at once, anywhere.
+    and SIGUSR1, which comes long before the end, is remembered. After it the process is on its way out, and a signal
+    changes nothing. A second Ctrl-C ends it at once, anywhere.
 
     Python runs a handler only between two instructions of its main thread, which may wait for ever in a collective;
     so a thread listens too. Outside the main thread no signal can be caught: there the context changes nothing, and
@@ -41,7 +44,7 @@ class Interruption:
         self.asked = False
         self.exit_code = exit_code
         self._is_first = is_first
-        self._saves = False
+        self._saves = self._gives_up = False
         self._before = {}
         self._depth = 0
         self._ended = threading.Event()
@@ -74,15 +77,13 @@ class Interruption:
     def saving(self) -> Iterator[Interruption]:
         """From here on a stop is agreed upon and saved; enters the context where nobody has."""
         with self:
-            self._saves = True
-            try:
-                yield self
-            finally:
-                self._saves = False
+            self._saves = True  # for good: the error that ends the run must not give way to a late signal
+            yield self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first, self.asked = not self.asked, True
-        if first and not self._saves and number != signal.SIGUSR1:
+        self.asked = True
+        if number != signal.SIGUSR1 and not self._saves and not self._gives_up:
+            self._gives_up = True
             raise StopAsked(self.exit_code, quiet=not self._is_first)
 
     def _listen(self, reader: int) -> None:
@@ -95,15 +96,18 @@ class Interruption:
                 if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
                     leave(128 + number, "interrupted")
                 interrupted = interrupted or time.monotonic()
-            if self._saves:
-                self.asked = True
-            elif number != signal.SIGUSR1 and not self._ended.wait(STOP_SECONDS):
+            # Looked at again after the wait: there may be something to save by now.
+            if not (self._saves or number == signal.SIGUSR1 or self._ended.wait(STOP_SECONDS) or self._saves):
                 leave(self.exit_code, "error: asked to stop while another rank does not come; nothing was to save")
+            self.asked = self.asked or self._saves
         os.close(reader)
 
 
 def leave(exit_code: int, line: str = "") -> NoReturn:
     """End the process from any thread, whatever the main thread waits for."""
+    last = threading.Timer(LAST_WORDS_SECONDS, os._exit, (exit_code,))
+    last.daemon = True
+    last.start()
     if line:
         print(line, file=sys.stderr, flush=True)
     if sys.stdout.isatty():

@@ -25,7 +25,7 @@ class StartedRanks:
 
     Args:
         folder: a new folder.
-        world_size: number of ranks.
+        world_size: number of ranks; one is a process without a group.
         flags: of train_ddp.py.
         fault: called on each rank before it trains, with its number.
     """
@@ -89,7 +89,8 @@ def _train(folder: Path, place: tuple[int, int, int], flags: list[str], fault: C
         file = os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     os.chdir(folder)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     sys.stdout.reconfigure(line_buffering=True)

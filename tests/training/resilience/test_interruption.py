@@ -1,5 +1,6 @@
 """Signals ask a run to stop and do nothing else; before there is anything to save they end it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from training.errors import StopAsked
+from training.errors import StopAsked, TrainingFailure
 from training.resilience.interruption import STOP_SIGNALS, Interruption
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -26,6 +27,43 @@ with Interruption(75, is_first=True).saving():
     ctypes.CDLL(None).pause()
     while True:
         ctypes.CDLL(None).sleep(1000)
+"""
+
+# A handler that raised where nothing can be raised, in a finalizer: the run begins as if nobody had asked.
+BEGINS_WHILE_ASKED = """
+import signal, sys, threading, time
+from training.errors import StopAsked
+from training.resilience import interruption
+
+interruption.STOP_SECONDS = 0.5
+with interruption.Interruption(75, is_first=True) as asked:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except StopAsked:
+        asked.asked = False
+    [listener] = [thread.ident for thread in threading.enumerate() if thread.name == "signals"]
+    while sys._current_frames()[listener].f_code.co_name != "wait":
+        time.sleep(0.01)
+    with asked.saving():
+        while not asked.asked:
+            time.sleep(0.01)
+        print("saved")
+"""
+
+# Its main thread writes into a pipe that is full, and nobody reads.
+IS_NOT_READ = """
+import contextlib, os, threading
+from training.resilience import interruption
+
+interruption.LAST_WORDS_SECONDS = 0.1
+os.set_blocking(1, False)
+with contextlib.suppress(BlockingIOError):
+    while True:
+        os.write(1, bytes(4096))
+os.set_blocking(1, True)
+print("waits in the buffer")
+threading.Thread(target=interruption.leave, args=(7,)).start()
+print("x" * 100_000)
 """
 
 
@@ -63,6 +101,40 @@ def test_what_slurm_sends_long_before_the_end_is_remembered_until_something_can_
         signal.raise_signal(signal.SIGUSR1)
         with interruption.saving():
             assert interruption.asked
+
+
+def test_a_stop_after_what_slurm_sent_ends_the_process_while_there_is_nothing_to_save() -> None:
+    with Interruption(75, is_first=True):
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(StopAsked):
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_run_unwinds_leaves_its_error_in_place(number: signal.Signals) -> None:
+    def fail() -> None:
+        with Interruption(75, is_first=True) as interruption, contextlib.ExitStack() as stack:
+            stack.callback(signal.raise_signal, number)
+            stack.enter_context(interruption.saving())
+            raise TrainingFailure("the disk is full")
+
+    with pytest.raises(TrainingFailure, match="the disk is full"):
+        fail()
+
+
+def test_a_run_that_begins_after_all_while_a_stop_is_due_is_not_ended(start: Callable[..., Any]) -> None:
+    run = start([sys.executable, "-c", BEGINS_WHILE_ASKED])
+
+    assert (run.wait(), run.out, run.err) == (0, "saved\n", "")
+
+
+def test_a_process_whose_output_nobody_reads_leaves_all_the_same() -> None:
+    command = [sys.executable, "-E", "-c", IS_NOT_READ]  # buffered, whatever the environment says
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:
+        try:
+            assert process.wait(30) == 7
+        finally:
+            process.kill()
 
 
 def test_outside_the_main_thread_no_signal_is_touched() -> None:

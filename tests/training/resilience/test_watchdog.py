@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def _status(run_dir: Path, rank: int) -> RankStatus:
     return status
 
 
-def _loop_for_ever(rank: int) -> None:
+def _loop_for_ever(rank: int, busy: int = 1, steps: int = 3) -> None:
     share, calls = trainer.rank_share, itertools.count(1)
 
     def loops(*arguments: Any, **options: Any) -> Any:
-        while rank == 1 and next(calls) > 3:
+        while rank == busy and next(calls) > steps:
             time.sleep(0.01)
         return share(*arguments, **options)
 
@@ -85,7 +86,22 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
     assert "trainer.py" in stacks
     record = json.loads((run_dir / "hangs" / "rank_00000.json").read_text())
     assert record["waits"]
-    assert record["flight_record"]["entries"][-1]["profiling_name"].startswith("gloo:")
+    [gloo] = record["flight_records"]
+    assert gloo["entries"][-1]["profiling_name"].startswith("gloo:")
+
+
+def test_a_process_without_a_group_that_hangs_ends_and_names_itself(
+    train: Callable[..., StartedRanks], tmp_path: Path
+) -> None:
+    # After the first step, from which on the second counts: no other one may be too slow for it.
+    ranks = train(1, "--collective_timeout", 1, fault=partial(_loop_for_ever, busy=0, steps=1))
+
+    assert ranks.exit_code(0) == 1
+
+    [line] = ranks.errors
+    named = rf"rank 0 \(host \S+, process {ranks.processes[0].pid}\) did not come for \d+ s; last seen in phase data of"
+    assert re.match(rf"error: lost at step 2: .*; {named} step 2\. {GO_ON}", line), line
+    assert "in loops" in (tmp_path / "model.run" / "hangs" / "rank_00000.txt").read_text()
 
 
 @pytest.mark.slow
