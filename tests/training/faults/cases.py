@@ -95,8 +95,8 @@ def _stuck() -> list[Fault]:
 
 def _stored() -> list[Fault]:
     fill, free = "head -c 1G /dev/zero > $CHECKPOINTS/../fill || true", "rm $CHECKPOINTS/../fill"
-    lock = "until mount -o remount,ro $CHECKPOINTS/..; do sleep 0.01; done"
-    unlock = "mount -o remount,rw $CHECKPOINTS/.."
+    # Over it, not the disk itself: the run holds its lock open for writing there.
+    lock, unlock = "mount --bind -o ro $CHECKPOINTS $CHECKPOINTS", "umount --lazy $CHECKPOINTS"
     flip = (
         "import sys; f = open(sys.argv[1], 'r+b'); f.seek(999); b = f.read(1)[0]; f.seek(999); f.write(bytes([b ^ 1]))"
     )
@@ -129,7 +129,13 @@ def _stored() -> list[Fault]:
             says=r"error: .*for the 3rd time in a row.*",
         ),
         *(
-            Fault(f"newest checkpoint {how}", WHOLE, damaged(do), says=r"Skipping the damaged checkpoint.*")
+            Fault(
+                f"newest checkpoint {how}",
+                WHOLE,
+                damaged(do),
+                says=r"Skipping the damaged checkpoint.*",
+                damages_newest=True,
+            )
             for how, do in damages.items()
         ),
     ]
@@ -190,7 +196,7 @@ def _network() -> list[Fault]:
     return [
         Fault(
             f"network between two machines cut for {seconds} s",
-            "the ranks wait, or stop with all saved and are started again",
+            "the ranks wait, or are started again and go on from the newest checkpoint",
             (Strike("phase forward", f"ip link set cable down; (sleep {seconds}; ip link set cable up) &", after=5),),
             launcher=(*TWO_MACHINES, *MEETING),
         )

@@ -63,6 +63,7 @@ class Fault:
         disk: MB of a disk of its own that checkpoints go to; 0 = the one of the run.
         epochs: of 8 steps.
         all_saved: no step is to be done again.
+        damages_newest: the checkpoint before the newest is to be gone on from.
         left_out: optimizer steps that are to be left out.
         without: steps of which the rows of rank 1 are to be left out for good.
     """
@@ -78,6 +79,7 @@ class Fault:
     disk: int = 0
     epochs: int = 2
     all_saved: bool = False
+    damages_newest: bool = False
     left_out: tuple[int, ...] = ()
     without: tuple[int, ...] = ()
 

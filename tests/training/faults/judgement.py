@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def judge(
     run_dir = folder / "model.run"
     logged = [record["step"] for record in read_metrics(run_dir) if record["kind"] == "step"]
     assert [step for step in logged if step not in fault.left_out] == list(reference.rows)
+    _check_starts(fault, folder)
     if fault.all_saved:
         assert not [step for step, attempts in _attempts(folder).items() if len(attempts) > 1]
     said = re.search(fault.says, printed)
@@ -77,6 +79,17 @@ def judge(
         (seen - wanted).total(),
         0.0 if state_of(folder) == reference.state else _difference(folder, reference.folder),
     )
+
+
+def _check_starts(fault: Fault, folder: Path) -> None:
+    """Hold every attempt that did a step to the newest checkpoint that it found: there it is to have gone on."""
+    attempts = {attempt for found in _attempts(folder).values() for attempt in found}
+    for launch, restart, _, first_step in sorted(attempts):
+        saved = json.loads((folder / f"attempt_{launch}_{restart}").read_text())["saved"]
+        if fault.damages_newest and saved:
+            saved.pop()
+        newest = max(saved, default=0)
+        assert first_step == newest + 1, f"start {launch}.{restart} found step {newest} and began with {first_step}"
 
 
 def _story(folder: Path, codes: Sequence[int]) -> str:

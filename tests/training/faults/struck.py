@@ -35,11 +35,14 @@ LAUNCH = int(os.environ.get("FAULT_LAUNCH", 0))
 BUSY = threading.local()
 
 
+RETRY_SECONDS = 5.0  # before a failed save is tried again: longer than a few steps, shorter than the run's own minute
+
+
 class Strikes:
     """The strikes that are to fall on this process, each once in the whole life of the run."""
 
     def __init__(self, listed: list[dict[str, Any]]) -> None:
-        fallen = _strikes_before_this_attempt()
+        fallen = _found_by_this_attempt()["strikes"]
         self.left = {
             number: strike
             for number, strike in enumerate(listed)
@@ -79,15 +82,20 @@ class Strikes:
             _shell(do)
 
 
-def _strikes_before_this_attempt() -> int:
-    """How many strikes have fallen, the same for all ranks of an attempt: the first of them to come counts."""
+def _found_by_this_attempt() -> dict[str, Any]:
+    """How many strikes have fallen, and the steps of the checkpoints that stand.
+
+    The same for all ranks of an attempt: the first of them to come counts.
+    """
     attempt = FOLDER / f"attempt_{LAUNCH}_{RESTART}"
     mine = attempt.with_name(f"{attempt.name}.{os.getpid()}")
-    mine.write_text(str(len(list(FOLDER.glob("strike_*.json")))))
+    # Each got its name by the rename that made it a checkpoint.
+    saved = {int(path.name[5:13]) for path in Path(os.environ.get("CHECKPOINTS", FOLDER)).glob("step_????????*")}
+    mine.write_text(json.dumps({"strikes": len(list(FOLDER.glob("strike_*.json"))), "saved": sorted(saved)}))
     with suppress(FileExistsError):
         os.link(mine, attempt)
     mine.unlink()
-    return int(attempt.read_text())
+    return json.loads(attempt.read_text())
 
 
 def _shell(command: str) -> None:
@@ -173,6 +181,7 @@ def _watch_phases() -> None:
             STRIKES.phases = self
             _note_rows()
             _note_end()
+            _retry_soon()
             if left_out := json.loads(os.environ.get("FAULT_LEAVES_OUT", "{}")):
                 _leave_out(**left_out)
 
@@ -211,6 +220,12 @@ def _note_end() -> None:
         return finish(finished)
 
     trainer.finish_run = noted
+
+
+def _retry_soon() -> None:
+    from training.checkpointing import saver
+
+    saver.RETRY_SECONDS = RETRY_SECONDS
 
 
 def _leave_out(steps: list[int], rows: list[int]) -> None:
