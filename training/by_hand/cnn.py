@@ -6,7 +6,7 @@ from torch import nn
 
 
 class CNN(nn.Sequential):
-    """Three blocks of convolution, normalisation, ReLU and pooling, and a linear layer.
+    """Three blocks of convolution, pooling, normalisation and ReLU, and a linear layer.
 
     GroupNorm, since BatchNorm would take its mean over a rank's share of the batch: two ranks would train another
     model than one (what SyncBatchNorm mends, with a collective in every layer). GroupNorm looks at one image at a time.
@@ -25,4 +25,4 @@ class CNN(nn.Sequential):
 def block(inputs: int, outputs: int) -> nn.Sequential:
     """(batch, inputs, side, side) -> (batch, outputs, side / 2, side / 2)."""
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(8, outputs), nn.ReLU(), nn.MaxPool2d(2))
+    return nn.Sequential(convolution, nn.MaxPool2d(2), nn.GroupNorm(8, outputs), nn.ReLU())

@@ -1,0 +1,71 @@
+"""Batches of images, the same ones whatever the number of ranks: who gets which rows, and how an image is varied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from training.by_hand.cifar10 import Split
+
+SHIFT = 4  # pixels by which an image may be moved
+Batch = tuple[torch.Tensor, torch.Tensor]  # images, float32, (rows, 3, 32, 32), from -1 to 1; labels, int64, (rows,)
+
+
+def train_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
+    """One rank's shares of an epoch's global batches, the images shifted and mirrored at random.
+
+    The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
+    deals the rows out like cards, so the k-th batches of all ranks are together the k-th run of rows in that order:
+    the same global batch on 1, 2 or 4 ranks. The last one is left out where it is not full: ranks with fewer rows than
+    others would count for more. How an image is varied hangs on its row, not on who trains on it.
+
+    Args:
+        split: the training images.
+        sampler: over them, with the epoch set.
+        rows_per_rank: of a batch.
+        seed: with the epoch, decides how images are varied.
+    """
+    draws = np.random.default_rng([seed, sampler.epoch]).integers(
+        [2 * SHIFT + 1, 2 * SHIFT + 1, 2], size=(len(split), 3)
+    )
+    for rows in BatchSampler(sampler, rows_per_rank, drop_last=True):
+        yield to_tensors(shift_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
+
+
+def test_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
+    """One rank's share of the test rows, each of which is some rank's once.
+
+    A sampler gives every rank as many rows as any other, and where the ranks do not divide them, repeats the first
+    ones at the end. The row at place p of rank r stands at r + p x ranks in the order of all; past its end are repeats.
+    """
+    order = enumerate(sampler)
+    own = [row for place, row in order if sampler.rank + place * sampler.num_replicas < len(split)]
+    for start in range(0, len(own), rows_per_rank):
+        rows = own[start : start + rows_per_rank]
+        yield to_tensors(split.images[rows], split.labels[rows])
+
+
+def shift_and_mirror(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Move each image by up to 4 pixels, its edge repeated in what becomes free, and mirror half of them.
+
+    Source: He et al., "Deep Residual Learning", arXiv 1512.03385, section 4.2 (there with black edges).
+
+    Args:
+        images: uint8, (rows, side, side, 3).
+        draws: int64, (rows, 3): how far down, how far to the right (0 to 8, 4 is not at all), and 1 to mirror.
+    """
+    rows, side = images.shape[:2]
+    down, right, mirrored = draws.T[:, :, None]
+    y = (np.arange(side) + down - SHIFT).clip(0, side - 1)
+    x = (np.arange(side) + right - SHIFT).clip(0, side - 1)
+    x = np.where(mirrored, side - 1 - x, x)
+    return images[np.arange(rows)[:, None, None], y[:, :, None], x[:, None, :]]
+
+
+def to_tensors(images: np.ndarray, labels: np.ndarray) -> Batch:
+    """Images and labels as a network reads them."""
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+    return pixels.float() / 127.5 - 1, torch.from_numpy(labels)

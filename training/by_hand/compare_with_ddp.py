@@ -1,0 +1,89 @@
+"""Data parallelism by hand beside DDP: the same weights after every step.
+
+    torchrun --standalone --nproc_per_node=2 training/by_hand/compare_with_ddp.py
+
+Two copies of a model take the same steps on the same images, one by :mod:`training.by_hand.data_parallel`, the other in
+``DistributedDataParallel``. After each step their losses, gradients and weights are held against each other. On two
+ranks they are equal to the bit. On more they may differ in their last bits: DDP sums many gradients in one call, so it
+adds a number of the ranks up in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DistributedSampler
+
+from training.by_hand.batches import train_batches
+from training.by_hand.cifar10 import Split
+from training.by_hand.cnn import CNN
+from training.by_hand.data_parallel import average_gradients, broadcast_parameters
+from training.by_hand.demonstration import demonstrate
+from training.by_hand.shapes import draw_shapes
+from training.distributed import Ranks
+from training.errors import TrainingFailure
+
+STEPS = 10
+ROWS_PER_RANK = 32
+TOLERANCE = 1e-6  # what the order of a sum can do
+Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
+
+
+def show(mine: Ranks) -> None:
+    """Print a row for each step, of rank 0's losses and the largest differences on any rank.
+
+    Raises:
+        TrainingFailure: they differ by more than the order of a sum.
+    """
+    say: Callable[[str], None] = print if mine.is_first else lambda _: None
+    say("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
+    widest = 0.0
+    for step, row in enumerate(compare(mine), start=1):
+        rows = mine.gather(row)
+        gradients, weights = max(row[2] for row in rows), max(row[3] for row in rows)
+        say(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
+        widest = max(widest, weights)
+    if widest > TOLERANCE:
+        raise TrainingFailure(f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first)
+    say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for the order of sums, {widest:.1e} at most"))
+
+
+def compare(mine: Ranks) -> Iterator[Row]:
+    """Take a step in both ways, and say what came of it."""
+    torch.manual_seed(mine.rank)  # the ranks start apart: both ways must bring them together
+    by_hand = CNN()
+    in_ddp = copy.deepcopy(by_hand)
+    broadcast_parameters(by_hand)
+    ddp = DistributedDataParallel(in_ddp)
+    optimizers = [SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (by_hand, in_ddp)]
+    images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * mine.world_size, seed=0))
+    sampler = DistributedSampler(images, mine.world_size, mine.rank)
+    for pixels, labels in train_batches(images, sampler, ROWS_PER_RANK, seed=0):
+        losses = [F.cross_entropy(model(pixels), labels) for model in (by_hand, ddp)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()  # during which DDP averages its gradients
+        average_gradients(by_hand)
+        for optimizer in optimizers:
+            optimizer.step()
+        gradients = largest_gap(*([parameter.grad for parameter in model.parameters()] for model in (by_hand, in_ddp)))
+        yield losses[0].item(), losses[1].item(), gradients, largest_gap(by_hand.parameters(), in_ddp.parameters())
+
+
+def largest_gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """The largest difference of a number and its counterpart."""
+    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
+
+
+if __name__ == "__main__":
+    demonstrate("training/by_hand/compare_with_ddp.py", show)

@@ -1,0 +1,133 @@
+"""Train a CNN on CIFAR-10, data parallel by hand: torchrun --nproc_per_node=2 training/by_hand/train_cifar10.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+if not __package__:  # started by path: the imports below need the folder above training/
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DistributedSampler
+
+from training.by_hand.batches import Batch, test_batches, train_batches
+from training.by_hand.cifar10 import ImageData, load_images
+from training.by_hand.cnn import CNN
+from training.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
+from training.distributed import Ranks, one_voice, ranks
+from training.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
+from training.utils import format_time
+
+# Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def main() -> None:
+    """Parse, join the process group, train."""
+    with one_voice():
+        options = _parse()
+    if "RANK" not in os.environ:
+        os.environ |= ALONE
+    with ranks("auto") as mine:
+        signal.signal(signal.SIGTERM, _stop)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        data = mine.first_then_rest(lambda: load_images(options.data))
+        mine.together(lambda: _check(options.batch_size, mine.world_size, len(data.train)))
+        train(data, options, mine)
+
+
+def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
+    """Train for some epochs, of which rank 0 prints a line each; returns the model."""
+    rows_per_rank = options.batch_size // mine.world_size
+    # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
+    torch.manual_seed(options.seed + mine.rank)
+    model = CNN(len(data.classes)).to(mine.device)
+    broadcast_parameters(model)
+    optimizer = AdamW(model.parameters(), options.learning_rate)
+    schedule = one_cycle(optimizer, options.epochs * (len(data.train) // options.batch_size))
+    train_sampler = DistributedSampler(data.train, mine.world_size, mine.rank, seed=options.seed)
+    test_sampler = DistributedSampler(data.test, mine.world_size, mine.rank, shuffle=False)
+    for epoch in range(1, options.epochs + 1):
+        began = time.perf_counter()
+        train_sampler.set_epoch(epoch)
+        batches = train_batches(data.train, train_sampler, rows_per_rank, options.seed)
+        loss = train_epoch(model, batches, optimizer, schedule, mine)
+        accuracy = evaluate(model, test_batches(data.test, test_sampler, rows_per_rank), mine.device)
+        if mine.is_first:
+            took = format_time(time.perf_counter() - began)
+            print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
+    return model
+
+
+def train_epoch(
+    model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, mine: Ranks
+) -> float:
+    """One step a batch; returns the mean loss of the global batches."""
+    losses = []
+    for images, labels in batches:
+        loss = F.cross_entropy(model(images.to(mine.device)), labels.to(mine.device))
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return mine.sum_(torch.stack(losses).mean()).item() / mine.world_size
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+    """The accuracy over all ranks' test rows."""
+    correct = total = 0
+    for images, labels in batches:
+        correct += int((model(images.to(device)).argmax(dim=1) == labels.to(device)).sum())
+        total += len(labels)
+    return global_accuracy(correct, total)
+
+
+def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """The learning rate rises over the first quarter of the steps and falls to nothing over the others.
+
+    Source: Smith and Topin, "Super-Convergence", arXiv 1708.07120, section 3.
+    """
+    peak = max(1, steps // 4)
+    return LambdaLR(optimizer, lambda step: min((step + 1) / peak, (steps - step) / (steps - peak + 1)))
+
+
+def _check(batch_size: int, world_size: int, train_rows: int) -> None:
+    if batch_size % world_size:
+        raise UserError(f"--batch_size {batch_size}: must be a multiple of the {world_size} ranks")
+    if batch_size > train_rows:
+        raise UserError(f"--batch_size {batch_size}: there are only {train_rows} training rows")
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise TrainingFailure("stopped by SIGTERM; this script saves nothing")
+
+
+def _parse() -> Namespace:
+    parser = OneLineParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
+    parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
+    parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="at its peak (default: 3e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--threads", type=positive, help="of a rank; unset: the machine's cores over its ranks")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_command(main)
