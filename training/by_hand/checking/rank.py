@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Mapping
@@ -18,10 +19,9 @@ from typing import Any, Literal
 from training.by_hand.checking.exercises import EXERCISES
 from training.by_hand.checking.solution import Misfit, load_function
 from training.distributed import ranks
-from training.errors import first_line
 
 READY = b"ready"
-MOST_PRINTED = 2000  # characters
+MOST_PRINTED, MOST_OF_AN_ERROR = 2000, 240  # characters
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Report:
     Args:
         outcome: ``misfit``: it could not be called; ``waits``: it had not returned when the parent asked; ``gone``: the
             process ended.
-        value: what the exercise could see of a call that returned.
-        error: what was raised: its type and first line.
+        value: what the exercise could see of a call that returned; the exit code of a process that is gone.
+        error: what was raised: its type and message, in one line.
         place: the learner's line that raised it, or where the rank stands; empty if none.
         printed: by the learner's file.
     """
@@ -72,7 +72,8 @@ class Rank:
         except Misfit as misfit:
             return Report("misfit", error=str(misfit))
         except BaseException as error:  # the learner's code may even call sys.exit
-            said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            message = textwrap.shorten(str(error), MOST_OF_AN_ERROR, placeholder=" ...")
+            said = f"{type(error).__name__}: {message}".removesuffix(": ")
             return Report("raised", error=said, place=self._place(traceback.extract_tb(error.__traceback__)))
 
     def _obey(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +18,31 @@ from training.errors import TrainingFailure
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
+
+
+@dataclass
+class _Started:
+    """A rank's process and the pipe to it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+    def receive(self) -> Report:
+        """What the rank says next."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(ANSWER_SECONDS)
+            return Report("gone", value=self.process.exitcode)
+
+    def ask(self) -> Report:
+        """What has become of it, or where it stands."""
+        try:
+            self.pipe.send_bytes(b"where?")
+        except OSError:
+            return self.receive()
+        return self.receive() if self.pipe.poll(ANSWER_SECONDS) else Report("waits")
 
 
 def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> dict[int, Report]:
@@ -35,23 +62,22 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> dic
     context = multiprocessing.get_context("forkserver")  # imports torch once; each rank is a fork of it
     context.set_forkserver_preload(["training.by_hand.checking.rank"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], {}
+    started: list[_Started] = []
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, _environment(rank, world_size, store.port), path, name)
-            processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
-            processes[-1].start()
+            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process.start()
             theirs.close()
-            pipes[ours] = rank
-        _wait_for_group(pipes)
-        return _reports(pipes, seconds)
+            started.append(_Started(rank, process, ours))
+        _wait_for_group(started)
+        return _reports(started, seconds)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+        for one in started:
+            one.process.kill()
+            one.process.join()
+            one.pipe.close()
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -61,40 +87,24 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in (places | shared | {"TORCHELASTIC_RESTART_COUNT": 0}).items()}
 
 
-def _wait_for_group(pipes: Mapping[Connection, int]) -> None:
+def _wait_for_group(started: Sequence[_Started]) -> None:
     end = time.monotonic() + START_SECONDS
-    for pipe, rank in pipes.items():
+    for one in started:
         try:
-            formed = pipe.poll(max(0.0, end - time.monotonic())) and pipe.recv_bytes() == READY
+            formed = one.pipe.poll(max(0.0, end - time.monotonic())) and one.pipe.recv_bytes() == READY
         except EOFError:
             formed = False
         if not formed:
-            raise TrainingFailure(f"rank {rank} of {len(pipes)} did not start within {START_SECONDS:.0f} s; try again")
+            raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; is the machine out of memory?")
 
 
-def _reports(pipes: Mapping[Connection, int], seconds: float) -> dict[int, Report]:
+def _reports(started: Sequence[_Started], seconds: float) -> dict[int, Report]:
     end = time.monotonic() + seconds
     reports: dict[int, Report] = {}
-    pending = dict(pipes)
+    pending = {one.pipe: one for one in started}
     while pending and all(report.outcome == "returned" for report in reports.values()):
         ready = wait(list(pending), max(0.0, end - time.monotonic()))
         if not ready:
             break
-        for pipe in ready:
-            reports[pending.pop(pipe)] = _receive(pipe)
-    return reports | {rank: _ask(pipe) for pipe, rank in pending.items()}
-
-
-def _receive(pipe: Connection) -> Report:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):
-        return Report("gone")
-
-
-def _ask(pipe: Connection) -> Report:
-    try:
-        pipe.send_bytes(b"where?")
-    except OSError:
-        return Report("gone")
-    return _receive(pipe) if pipe.poll(ANSWER_SECONDS) else Report("waits")
+        reports |= {one.rank: one.receive() for one in map(pending.pop, ready)}
+    return reports | {one.rank: one.ask() for one in pending.values()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,6 @@ _HINTS = {
     "NoneType": "A parameter that took no part in the loss has no gradient: its .grad is None, on every rank.",
     "leaf Variable that requires grad": "To autograd, a write into a weight is a part of the loss. Values are changed "
     "where it does not look: under torch.no_grad(), or in .detach().",
-    "preamble|Connection|gloo": "The ranks were in different collectives, or in one with tensors of different sizes. "
-    "All ranks make the same calls, in the same order.",
     "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
     "operation can write its result into one.",
     "type torch.Tensor": "A collective takes a tensor and works in it; a plain number has to be put into one first.",
@@ -64,33 +63,45 @@ def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: f
 
 
 def explain(name: str, reports: Mapping[int, Report], seconds: float) -> Finding | None:
-    """What is wrong; the first rank to fail is to blame."""
-    for rank, report in reports.items():
-        if report.outcome == "misfit":
-            return Finding(report.error, "Keep the names and arguments of exercise.py; what they are is up to you.")
-        if report.outcome == "raised":
-            return NOT_WRITTEN if report.error == "NotImplementedError" else _raised(rank, report)
-        if report.outcome == "gone":
-            hint = "The function is to return; the process was ended, by os._exit or by a crash outside of Python."
-            return Finding(f"the process of rank {rank} ended during the call", hint)
+    """What is wrong; of the ranks that failed, the first one that did so by itself is to blame."""
+    failed = {rank: report for rank, report in reports.items() if report.outcome not in ("returned", "waits")}
+    for rank, report in failed.items():
+        if not _failed_by_others(report):
+            return _failure(rank, report)
+    if failed:
+        hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
+        return Finding("the ranks' collectives do not fit together", hint, _places(reports))
     if any(report.outcome == "waits" for report in reports.values()):
-        return _hanging(reports, seconds)
+        hint = "A collective returns once every rank has called it. Which ranks come to that line, and how often?"
+        return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
     return EXERCISES[name].judge([reports[rank].value for rank in sorted(reports)])
 
 
-def _raised(rank: int, report: Report) -> Finding:
+def _failed_by_others(report: Report) -> bool:
+    """Whether gloo failed: it lost another rank, or was sent another size than expected, which aborts the process."""
+    if report.outcome == "gone":
+        return report.value == -signal.SIGABRT
+    return report.outcome == "raised" and re.search("gloo|Connection", report.error) is not None
+
+
+def _failure(rank: int, report: Report) -> Finding:
+    if report.outcome == "misfit":
+        return Finding(report.error, "Keep the names and the arguments of exercise.py.")
+    if report.outcome == "gone":
+        hint = "The function is to return: was it os._exit, or a crash outside of Python?"
+        return Finding(f"the process of rank {rank} ended during the call, with exit code {report.value}", hint)
+    if report.error == "NotImplementedError":
+        return NOT_WRITTEN
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
     hint = next(hints, "This is the last line of your file that ran; print what it works on, and it is shown here.")
     return Finding(f"rank {rank} raised {report.error}", hint, report.place)
 
 
-def _hanging(reports: Mapping[int, Report], seconds: float) -> Finding:
+def _places(reports: Mapping[int, Report]) -> str:
+    """Where each rank is, one line each."""
+    verbs = {"returned": "has returned", "raised": "failed", "gone": "is gone"}
     lines = []
     for rank, report in sorted(reports.items()):
-        stands = f"stands at {report.place}" if report.place else "does not say where it stands"
-        lines.append(f"rank {rank} {'has returned' if report.outcome == 'returned' else stands}")
-    return Finding(
-        f"the ranks wait for each other: not all had returned after {seconds:.0f} s",
-        "A collective returns once every rank has called it. Which ranks come to that line, and how often?",
-        "\n".join(lines),
-    )
+        where = f" at {report.place}" if report.place else ""
+        lines.append(f"rank {rank} {verbs.get(report.outcome, 'stands')}{where}")
+    return "\n".join(lines)

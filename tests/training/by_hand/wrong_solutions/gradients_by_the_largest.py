@@ -1,0 +1,10 @@
+"""average_gradients: the gradients are not the mean over the ranks"""
+
+import torch.distributed as dist
+from torch import nn
+
+
+def average_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX)

@@ -1,0 +1,11 @@
+"""average_gradients: each rank still has its own gradients"""
+
+import torch.distributed as dist
+from torch import nn
+
+
+def average_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mean = parameter.grad / dist.get_world_size()
+            dist.all_reduce(mean)

@@ -1,0 +1,11 @@
+"""average_gradients: hangs | rank 0 has returned | rank 1 stands at line 10: dist.all_reduce(parameter.grad)"""
+
+import torch.distributed as dist
+from torch import nn
+
+
+def average_gradients(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and (name != "norm.bias" or dist.get_rank() > 0):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
