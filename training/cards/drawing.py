@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.table import Table
 
 from training.cards.wiring import Node, Pipeline
 
 
 def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:
-    """The cards in the order in which they run, what each takes and gives; a bracket stands beside the loop."""
+    """The cards in the order in which they run, and what each takes; a bracket stands beside the training loop."""
     title = f"{pipeline.name}: {len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("loop", "node", "card", "runs", "takes from", "gives"):
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "node", "card", "runs on", "takes"):
         table.add_column(heading, no_wrap=True)
     for node in pipeline.nodes:
-        runs = f"on {num_workers} ranks" if node.card.execution_mode == "distributed" else "here"
-        takes = ", ".join(source.node for source in node.inputs.values())
-        gives = ", ".join(node.card.output_schema)
-        table.add_row(_bracket(pipeline.loop, node), node.id, node.card.display_name, runs, takes, gives)
+        runs = f"{num_workers} ranks" if node.card.execution_mode == "distributed" else "here"
+        takes = "\n".join(map(str, node.inputs.values()))
+        table.add_row(_bracket(pipeline.loop, node), node.id, node.card.display_name, runs, takes)
     return table
 
 
 def _bracket(loop: tuple[Node, ...], node: Node) -> str:
+    """A piece of the line that leads from the last card of the loop back to the first, as high as the node's row."""
     if node not in loop:
         return ""
-    ends = {0: "╭─▶", len(loop) - 1: "╰──"}
-    return ends.get(loop.index(node), "│")
+    if node == loop[-1]:
+        return "│\n" * (len(node.inputs) - 1) + "╰──"
+    rest = "\n│" * (len(node.inputs) - 1)
+    return ("╭─▶" if node == loop[0] else "│") + rest
 
 
 def as_mermaid(pipeline: Pipeline) -> str:

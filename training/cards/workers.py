@@ -61,7 +61,7 @@ class Workers:
     def __init__(self, count: int, folder: Path) -> None:
         # A fork of a server that has imported torch starts in no time, and holds none of this program's files.
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer imports when it is made
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._pipes = [], []
         for rank in range(count):

@@ -1,0 +1,47 @@
+"""The commands: run trains to over 93% on four ranks, show draws, and a mistake is one line."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.cards.__main__ import main
+from training.errors import ForeseenError
+
+CARDS = [sys.executable, "-m", "training.cards"]
+
+
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["cards", *arguments])
+    main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_four_ranks_learn_the_irises(start: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
+    run = start([*CARDS, "run", "--workers", "4", "--epochs", "30", "--strategy", strategy, "--output", tmp_path])
+
+    assert (run.process.returncode, run.err) == (0, "")
+    assert float(re.search(r"accuracy (\d+\.\d+)%", run.out)[1]) > 93
+    assert (tmp_path / "iris" / "save" / "rank_3" / "model.safetensors").exists()
+
+
+def test_show_draws_every_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(monkeypatch, capsys, "show", "--workers", "3", "--epochs", "7").splitlines()
+
+    assert "iris: 12 cards, 3 ranks, 7 epochs" in lines[0]
+    assert sum("3 ranks" in line for line in lines[1:]) == 8
+    assert said(monkeypatch, capsys, "show", "--mermaid").startswith("flowchart TD\n")
+
+
+def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("nodes: [{id: load, card: dist_load_dataset}]")
+    monkeypatch.setattr(sys, "argv", ["cards", "show", str(path), "--workers", "2"])
+
+    with pytest.raises(ForeseenError, match=f"--workers 2: {path} has no dist_shard_data card"):
+        main()

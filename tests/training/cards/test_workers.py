@@ -1,0 +1,135 @@
+"""A rank that fails ends the run in one line that names it, and leaves no process behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.cards.runner import Event, Runner
+from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
+from training.errors import TrainingFailure, UserError
+
+CARDS_RUN = [sys.executable, "-m", "training.cards", "run"]
+
+
+def stepped_to(runner: Runner, node: str) -> list[int]:
+    """Run until a node is next; returns the process ids of the ranks."""
+    while runner.next_node.id != node:
+        runner.step()
+    ranks = {
+        process.name: process.pid for process in multiprocessing.active_children() if process.name.startswith("rank ")
+    }
+    return [ranks[name] for name in sorted(ranks)]
+
+
+def on_two_ranks(folder: Path, on_event: Callable[[Event], None] = lambda event: None, **group: Any) -> Runner:
+    pipeline = read_pipeline(DEFAULT_PIPELINE).configured("shard", num_workers=2).configured("group", **group)
+    return Runner(pipeline, folder, on_event)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_killed_inside_a_collective_is_named_and_none_is_left(tmp_path: Path) -> None:
+    events: list[Event] = []
+
+    def kill_rank_1(event: Event) -> None:
+        events.append(event)
+        if (event.node, event.state) == ("allreduce", "running"):
+            # Stopped, it cannot join: the other one is left waiting in the all-reduce, or will be.
+            os.kill(pids[1], signal.SIGSTOP)
+            os.kill(pids[1], signal.SIGKILL)
+
+    with on_two_ranks(tmp_path, kill_rank_1) as runner:
+        pids = stepped_to(runner, "allreduce")
+        with pytest.raises(TrainingFailure) as raised:
+            runner.step()
+
+    assert str(raised.value) == ("rank 1, card dist_allreduce (node allreduce): the process ended (killed by SIGKILL)")
+    assert (events[-1].state, events[-1].message) == ("failed", str(raised.value))
+    assert not any(map(is_there, pids))
+
+
+def test_a_card_that_raises_is_named_with_its_rank_and_its_traceback(tmp_path: Path) -> None:
+    with on_two_ranks(tmp_path) as runner:
+        pids = stepped_to(runner, "forward")
+        (runner.storage.folder / "prepare" / "prepared.safetensors").unlink()
+        with pytest.raises(
+            TrainingFailure, match=r"^rank \d, card dist_forward \(node forward\): KeyError: "
+        ) as raised:
+            runner.step()
+
+    traceback = Path(str(raised.value).rpartition("traceback in ")[2])
+    assert "forward.py" in traceback.read_text()
+    assert not any(map(is_there, pids))
+
+
+def test_what_a_person_set_wrong_is_said_as_it_is(tmp_path: Path) -> None:
+    with on_two_ranks(tmp_path, backend="nccl") as runner, pytest.raises(UserError) as raised:
+        runner.run()
+
+    assert str(raised.value).startswith("backend nccl: 2 ranks need a GPU each")
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_a_file_too(tmp_path: Path) -> None:
+    with on_two_ranks(tmp_path, init_method=f"file://{tmp_path}/meeting") as runner:
+        stepped_to(runner, "save")
+
+    assert runner.outputs["group"][1]["process_group"]["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_closing_from_another_thread_ends_a_run(tmp_path: Path) -> None:
+    def close(event: Event) -> None:
+        if (event.node, event.state) == ("backward", "done"):
+            runner.close()
+
+    with on_two_ranks(tmp_path, close) as runner, pytest.raises(TrainingFailure, match="the process ended"):
+        runner.run()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "iris").mkdir()
+    (tmp_path / "iris" / "letter.txt").write_text("dear")
+
+    with pytest.raises(UserError, match="is there already and is no run of cards; choose another --output"):
+        on_two_ranks(tmp_path)
+    assert (tmp_path / "iris" / "letter.txt").exists()
+
+
+def test_a_run_removes_what_an_earlier_one_kept(tmp_path: Path) -> None:
+    for number in range(2):
+        with on_two_ranks(tmp_path) as runner:
+            left = runner.storage.folder / f"left_{number}"
+            left.touch()
+
+    assert [path.name for path in sorted(tmp_path.glob("iris/left*"))] == ["left_1"]
+
+
+def session_of(pid: int) -> list[str]:
+    return subprocess.run(["ps", "-o", "pid=", "-s", str(pid)], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_the_program(start: Callable[..., Any], tmp_path: Path, blow: signal.Signals) -> None:
+    run = start([*CARDS_RUN, "--epochs", "2000", "--output", tmp_path], wait=False)
+    run.wait_until(lambda: "epoch 200 " in run.out)
+
+    if blow is signal.SIGINT:
+        os.killpg(run.process.pid, blow)
+    else:
+        run.process.send_signal(blow)
+    run.wait()
+
+    while session_of(run.process.pid):
+        pass
+    assert blow is not signal.SIGINT or (run.process.returncode, run.err) == (130, "interrupted\n")
