@@ -264,7 +264,9 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
                 f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
                 "start with torchrun --standalone, which picks one"
             ) from error
-        raise UserError(
+        # A variable that is missing is the user's; a network that fails may not fail the next time.
+        kind = UserError if isinstance(error, ValueError) else TrainingFailure
+        raise kind(
             f"the process group did not form ({first_line(error)}): start with "
             "torchrun --nproc_per_node=N training/train_ddp.py, on a free port (--standalone picks one)"
         ) from error

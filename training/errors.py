@@ -33,7 +33,7 @@ class ForeseenError(Exception):
 
 
 class UserError(ForeseenError):
-    """Bad input or a bad environment; nothing has been written."""
+    """Bad input or a bad environment: to start again is of use once a person has changed it."""
 
     exit_code = EXIT_USER_ERROR
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from training.checkpointing import write_model
-from training.checkpointing.resume import find_shared_damage, open_checkpoint
+from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.describe import describe_environment
-from training.errors import TrainingFailure
+from training.errors import TrainingFailure, UserError
 from training.evaluation import evaluate
 from training.metrics import log_softmax
 from training.model_card import recorded_name
@@ -94,9 +94,16 @@ def finish_run(trainer: Trainer) -> Path:
 
 
 def _take_best(trainer: Trainer) -> EpochMetrics:
+    try:
+        return _load_best(trainer)
+    except UserError as error:  # the flags were right until here: a launcher may try again
+        raise TrainingFailure(str(error), quiet=error.quiet) from error
+
+
+def _load_best(trainer: Trainer) -> EpochMetrics:
     """Take the weights of the best epoch that can be had; a checkpoint may have suffered, or be gone."""
     ranks, state = trainer.ranks, trainer.state
-    paths = ranks.broadcast(trainer.storage.steps() if ranks.is_first else {})
+    paths = list_checkpoints(ranks, trainer.storage)
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
         if epoch.step == state.step:
             break

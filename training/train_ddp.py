@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.resilience.restarts import leave_if_settled, settled, stop_with_launcher, stopped_exit_code
+from training.resilience.restarts import begin, leave_if_settled, settled, stop_with_launcher, stopped_exit_code
 
 if __name__ == "__main__":  # before the other imports, which take seconds
     stop_with_launcher()
@@ -34,7 +34,9 @@ def train() -> int:
             ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,
             Interruption(config.not_saved_exit_code, is_first=mine.is_first) as interruption,
         ):
-            model_folder = Trainer(config, mine, interruption).fit()
+            trainer = Trainer(config, mine, interruption)
+            begin()
+            model_folder = trainer.fit()
     return 0 if model_folder else stopped_exit_code(config.stopped_exit_code)
 
 

@@ -106,9 +106,13 @@ def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
     """Hold the folder that ``flag`` names for this process; the system lets go of it even when the process is killed.
 
     Raises:
-        UserError: another process holds it, or its file system has no locks.
+        UserError: another process holds it, it cannot be written, or its file system has no locks.
     """
-    with (folder / ".lock").open("w") as file:
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); use another {flag}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

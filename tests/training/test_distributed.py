@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.training.parallelism.ranks import run_on_ranks
+from training import distributed
 from training.distributed import TIMEOUT_MARGIN, limit_waiting, ranks
-from training.errors import UserError
+from training.errors import ForeseenError, TrainingFailure, UserError
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,23 @@ def test_a_port_that_is_taken_is_said_in_one_line(monkeypatch: pytest.MonkeyPatc
         refused = pytest.raises(UserError, match=rf"^MASTER_PORT {port}: another program listens there; .*--standalone")
         with refused, ranks("cpu"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"), [({}, UserError), ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, TrainingFailure)]
+)
+def test_a_group_that_does_not_form_for_the_network_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], kind: type[ForeseenError]
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "START_TIMEOUT", 0.0)
+    monkeypatch.setattr(distributed, "TIMEOUT_MARGIN", 0.1)
+
+    refused = pytest.raises(kind, match=r"^the process group did not form \(.*\): start with torchrun")
+    with refused, ranks("cpu", collective_timeout=0.0):
+        pass
 
 
 def test_an_attempt_reads_nothing_that_the_one_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

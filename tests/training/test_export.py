@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
+)
 
 from inference.model_files import read_saved_model
 from inference.model_loader import ModelLoader
@@ -239,6 +250,52 @@ def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
     assert "`encoder` fine-tuned on `ag_news`" in local.text
     assert str(tmp_path) not in str(local)
     assert "../news" not in str(local)
+
+
+@pytest.mark.parametrize("kind", [PreTrainedModel, PreTrainedTokenizerBase])
+def test_a_disk_that_fills_up_is_an_error_of_the_system_and_the_older_model_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    write_tiny(tmp_path / "model", seed=1)
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    save, (soft, hard) = kind.save_pretrained, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_with_little_room(*arguments: Any, **options: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            return save(*arguments, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(kind, "save_pretrained", save_with_little_room)
+    with pytest.raises(OSError, match="File too large"):
+        write_tiny(tmp_path / "model", seed=2)
+
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root writes into every folder, whatever its mode; anybody else is as good as nobody."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_check_output_refuses_what_cannot_be_replaced() -> None:
+    with TemporaryDirectory() as folder:  # nobody may look into pytest's
+        model = Path(folder, "model")
+        model.mkdir()
+        model.chmod(0o777)
+        Path(folder).chmod(0o555)
+        with as_nobody(), pytest.raises(UserError, match=rf"--output_dir {model}: {folder} cannot be written"):
+            check_output(model)
+        Path(folder).chmod(0o755)
 
 
 def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, written: tuple[Path, NewsClassifier]) -> None:

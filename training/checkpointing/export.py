@@ -7,15 +7,17 @@ import io
 import json
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification
 
 from training.distributed import Ranks
-from training.errors import UserError
+from training.errors import UserError, first_line
 from training.model_card import model_card
 from training.utils import nearest_folder, replace_folder, write_json, write_whole
 
@@ -33,7 +35,7 @@ def check_output(model_folder: Path) -> None:
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
         raise UserError(f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder")
-    nearest = nearest_folder(model_folder)
+    nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
     probe = nearest / ".distrinews-write-test"
     try:
         probe.touch()
@@ -84,6 +86,9 @@ def write_model(
         metrics: the contents of ``metrics.json``.
         model_folder: replaced if it exists.
         checkpoint_file: replaced if it exists.
+
+    Raises:
+        OSError: there is no room, or the place cannot be written.
     """
     aside = model_folder.with_name(f".{model_folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -91,8 +96,9 @@ def write_model(
     with torch.device("meta"):  # the trained one may lie in parts on many ranks
         network = AutoModelForSequenceClassification.from_config(architecture)
     whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
-    network.save_pretrained(aside, state_dict=whole)
-    tokenizer.save_pretrained(aside)
+    with _system_errors():
+        network.save_pretrained(aside, state_dict=whole)
+        tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name), encoding="utf-8")
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
@@ -115,3 +121,14 @@ def write_model(
     torch.save(one_file, buffer)
     write_whole(checkpoint_file, buffer.getbuffer())
     replace_folder(aside, model_folder)
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """Turn what the system refuses to safetensors and tokenizers, which each say so in their own way, into OSError."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers has no class of its own
+            raise OSError(first_line(error)) from error
+        raise

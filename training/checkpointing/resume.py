@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from training.checkpointing.storage import Storage
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
 from training.distributed import Ranks
 from training.errors import UserError
+from training.resilience.restarts import has_begun
 from training.utils import move_aside, only_run_in
 
 
@@ -38,41 +40,41 @@ def find_resume_point(
 ) -> Resumed | None:
     """Find, check and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
 
+    Once a run has begun as asked, the attempts that its launchers make with the same flags go on with it.
+
     Raises:
         UserError: it is damaged, or of another configuration, other data or another global batch.
     """
     with contextlib.ExitStack() as stack:
         ranks.together(lambda: _hold(config, storage, stack) if ranks.is_first else None)
-        if config.resume == "none":
+        begun = ranks.any(has_begun())  # each launcher knows of its own attempts alone
+        if config.resume == "none" and not begun:
             ranks.together(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
             return None
-        path = newest_checkpoint(ranks, storage, say) if config.resume == "auto" else _named(config.resume, ranks)
-        if path is None:
+        resumed = _choose(config.resume, begun, ranks, storage, say)
+        if resumed is None:
             return None
-        resumed = open_checkpoint(path, ranks)
         ranks.together(lambda: _check_same_run(config, place, resumed, data_key))
-        ranks.together(lambda: _move_later_ones_aside(storage, resumed, say) if ranks.is_first else None)
-        say(f"Resuming from {path} (--resume none starts anew)")
+        move_later_aside(ranks, storage, resumed.state["step"], say)
+        done = begun and config.resume != "auto"
+        hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts anew"
+        say(f"Resuming from {resumed.path} ({hint})")
         return resumed
 
 
-def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> str | None:
+def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1) -> str | None:
     """The newest whole checkpoint, or None where there is none at all.
 
     Args:
         ranks: all of them call it.
         storage: where to look.
         say: told in one line which checkpoint was passed over and why.
+        after: only those of later steps count.
 
     Raises:
         UserError: there are checkpoints, and none is whole.
     """
-
-    def list_steps() -> dict[int, str]:
-        with _answering(storage):
-            return storage.steps() if ranks.is_first else {}
-
-    found = ranks.broadcast(ranks.together(list_steps))
+    found = {step: path for step, path in list_checkpoints(ranks, storage).items() if step > after}
     for step in sorted(found, reverse=True):
         damage = find_shared_damage(found[step], ranks)
         if damage is None:
@@ -87,13 +89,45 @@ def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]
     return None
 
 
+def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
+    """The path of each step's checkpoint, whole or not, as rank 0 sees them.
+
+    Raises:
+        UserError: the storage does not answer.
+    """
+
+    def look() -> dict[int, str]:
+        with _answering(storage):
+            return storage.steps() if ranks.is_first else {}
+
+    return ranks.broadcast(ranks.together(look))
+
+
+def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[str], None]) -> None:
+    """Move aside what lies beyond ``step``: it belongs to a future that this run will not have.
+
+    Left there it would count as newest, for those that are removed after the next save and for the next start.
+
+    Raises:
+        UserError: the storage does not answer.
+    """
+
+    def move() -> None:
+        with _answering(storage):
+            for later, path in sorted(storage.steps().items()):
+                if later > step:
+                    say(f"Moved the later checkpoint {path} to {storage.move_aside(path)}")
+
+    ranks.together(lambda: move() if ranks.is_first else None)
+
+
 def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
     """Read a checkpoint's plain values, on rank 0 for all, and the list of its tensors.
 
     Raises:
         UserError: it cannot be read.
     """
-    storage = open_location(path.rsplit("/", 1)[0])
+    storage = ranks.together(lambda: _storage_of(path))
 
     def read() -> Any:
         try:
@@ -107,8 +141,7 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
 
 def find_shared_damage(path: str, ranks: Ranks) -> str | None:
     """What keeps a checkpoint from being whole, or None; every rank hashes its share of the files."""
-    storage = open_location(path.rsplit("/", 1)[0])
-    found = ranks.gather(ranks.together(lambda: storage.find_damage(path, ranks.rank, ranks.world_size)))
+    found = ranks.gather(ranks.together(lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size)))
     return next((damage for damage in found if damage), None)
 
 
@@ -127,6 +160,10 @@ def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | 
     return size, accumulation
 
 
+def _storage_of(path: str) -> Storage:
+    return open_location(path.rsplit("/", 1)[0])
+
+
 @contextlib.contextmanager
 def _answering(storage: Storage) -> Iterator[None]:
     try:
@@ -137,9 +174,9 @@ def _answering(storage: Storage) -> Iterator[None]:
 
 def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) -> None:
     """Nothing may be moved from under a run that is still writing."""
+    if config.run_dir.is_dir():
+        stack.enter_context(only_run_in(config.run_dir))
     with _answering(storage):
-        if config.run_dir.is_dir():
-            stack.enter_context(only_run_in(config.run_dir))
         if storage.steps():
             stack.enter_context(storage.alone())
 
@@ -153,15 +190,26 @@ def _start_anew(config: TrainConfig, storage: Storage, say: Callable[[str], None
             say(f"Moved the earlier checkpoint {path} to {storage.move_aside(path)}")
 
 
+def _choose(asked: str, begun: bool, ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> Resumed | None:
+    """The checkpoint that was named, until the run that began there has saved a later one; else the newest."""
+    named = None if asked in ("auto", "none") else open_checkpoint(_named(asked, ranks), ranks)
+    if named and not begun:
+        return named
+    newest = newest_checkpoint(ranks, storage, say, after=named.state["step"] if named else -1)
+    return open_checkpoint(newest, ranks) if newest else named
+
+
 def _named(asked: str, ranks: Ranks) -> str:
     path = asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
-    missing = "://" not in asked and not Path(path).is_dir()
-    damage = "no such folder" if missing else find_shared_damage(path, ranks)
-    if damage:
-        raise UserError(
-            f"--resume {asked}: {damage}; name a folder such as RUN/checkpoints/step_00000120",
-            quiet=not ranks.is_first,
-        )
+    advice = "name a folder such as RUN/checkpoints/step_00000120"
+
+    def look() -> None:
+        if "://" not in asked and not Path(path).is_dir():
+            raise UserError(f"--resume {asked}: no such folder on {socket.gethostname()}; {advice} that all ranks see")
+
+    ranks.together(look)
+    if damage := find_shared_damage(path, ranks):
+        raise UserError(f"--resume {asked}: {damage}; {advice}", quiet=not ranks.is_first)
     return path
 
 
@@ -184,13 +232,3 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
             f"{resumed.path} is of another run: {'; '.join(differing)}. Use the same flags to go on, another "
             "--output_dir, or --resume none to start anew (the earlier run is moved aside, not deleted)"
         )
-
-
-def _move_later_ones_aside(storage: Storage, resumed: Resumed, say: Callable[[str], None]) -> None:
-    """Checkpoints beyond the one chosen belong to a future that this run will not have."""
-    if Path(resumed.path).absolute().parent != Path(storage.location).absolute():
-        return
-    with _answering(storage):
-        for step, path in sorted(storage.steps().items()):
-            if step > resumed.state["step"]:
-                say(f"Moved the later checkpoint {path} to {storage.move_aside(path)}")

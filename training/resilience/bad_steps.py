@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from training.checkpointing.resume import Resumed, newest_checkpoint, open_checkpoint
+from training.checkpointing.resume import move_later_aside, newest_checkpoint, open_checkpoint
 from training.errors import TrainingFailure, UserError
 from training.failures import explained
 from training.monitoring.json_lines import JsonLines
@@ -126,28 +126,30 @@ class BadSteps:
                 f"Going back from step {count.went_back_from} and leaving out {len(count.excluded_rows)} rows did not "
                 "help: lower --learning_rate",
             )
-        checkpoint, rows = self._newest(last), {*count.excluded_rows, *count.suspects}
-        with explained(trainer.ranks, last.step):
-            trainer.restore(checkpoint)
+        rows = {*count.excluded_rows, *count.suspects}
+        path = self._restore_newest(last)
         trainer.state.bad.leave_out(rows, last.step)
         trainer.step_log.restart_clock()
         trainer.observers.rolled_back(trainer.state.step)
         trainer.events.agreed("rolled_back", from_step=last.step, rows=sorted(rows))
         trainer.say(
-            f"Went back from step {last.step} to {checkpoint.path} after {self.budget + 1} bad steps in a row; from "
+            f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
             f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
         )
 
-    def _newest(self, last: BadStep) -> Resumed:
-        trainer = self.trainer
+    def _restore_newest(self, last: BadStep) -> str:
+        trainer, ranks = self.trainer, self.trainer.ranks
         trainer.hear_of_saves(trainer.saver.wait)
         try:
-            path = newest_checkpoint(trainer.ranks, trainer.storage, trainer.say)
+            path = newest_checkpoint(ranks, trainer.storage, trainer.say)
+            if path is None:
+                self._fail(last, "There is no checkpoint yet to go back to; lower --learning_rate or mend the rows")
+            with explained(ranks, last.step):
+                trainer.restore(open_checkpoint(path, ranks))
+            move_later_aside(ranks, trainer.storage, trainer.state.step, trainer.say)
         except UserError as error:
             self._fail(last, f"There is no way back ({error}); lower --learning_rate")
-        if path is None:
-            self._fail(last, "There is no checkpoint yet to go back to; lower --learning_rate or mend the rows")
-        return open_checkpoint(path, trainer.ranks)
+        return path
 
     def _fail(self, last: BadStep, advice: str) -> NoReturn:
         message = f"{last}{self._shown(last)}. {advice}, then start again"

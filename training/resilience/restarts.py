@@ -16,25 +16,43 @@ from pathlib import Path
 from training.errors import StopAsked, UserError
 
 PR_SET_PDEATHSIG = 1
+VERDICT = "exit_code"  # run_ddp.sh writes and reads it, too
+BEGUN = "begun"
 
 
 def leave_if_settled() -> None:
     """End this process, where an earlier attempt of the same launcher ended for good, with the exit code of that."""
-    file = _verdict_file()
+    file = _launch_file(VERDICT)
     if file is not None and file.exists():
         sys.exit(int(file.read_text()))
+
+
+def begin() -> None:
+    """Note for the attempts to come of this launcher that the run has begun as its flags say, and is about to train."""
+    if (file := _launch_file(BEGUN)) is not None:
+        file.touch()
+
+
+def has_begun() -> bool:
+    """Whether an earlier attempt of the same launcher came to :func:`begin`.
+
+    torchrun's count of restarts does not tell: it stays the same when nodes come and go, and an attempt may end before
+    it has begun anything.
+    """
+    return (file := _launch_file(BEGUN)) is not None and file.exists()
 
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Settle a launch that is refused for its flags, data or machine: all attempts to come would say the same again.
 
-    Later attempts are another matter: since the first one trained, what they lack may come back.
+    Once the run has begun, and in later attempts, it is another matter: what is lacking then was there, and may come
+    back.
     """
     try:
         yield
     except UserError as error:
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():
             _settle(error.exit_code)
         raise
     except StopAsked as stop:
@@ -67,17 +85,17 @@ def stop_with_launcher() -> None:
 
 
 def _settle(code: int) -> None:
-    if (file := _verdict_file()) is not None:
+    if (file := _launch_file(VERDICT)) is not None:
         file.write_text(str(code))
 
 
 def _settle_again(code: int) -> None:
     """Correct what run_ddp.sh wrote when it was asked to stop: a stop is for good there, since no node can join."""
-    if (file := _verdict_file()) is not None and file.exists():
+    if (file := _launch_file(VERDICT)) is not None and file.exists():
         file.write_text(str(code))
 
 
-def _verdict_file() -> Path | None:
+def _launch_file(name: str) -> Path | None:
     """A file beside this launcher's attempts, each of which has a folder for each rank's error file."""
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
-    return error_file.parents[2] / "exit_code" if error_file.name == "error.json" else None
+    return error_file.parents[2] / name if error_file.name == "error.json" else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +15,22 @@ from tests.training.checkpointing.small_saves import ALONE, save_now, saver_into
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
-from training.checkpointing import open_location
-from training.checkpointing.resume import find_shared_damage, newest_checkpoint, open_checkpoint
-from training.errors import UserError
+from training.batching import DataPlace
+from training.checkpointing import open_location, open_storage
+from training.checkpointing.local_storage import LocalStorage
+from training.checkpointing.resume import (
+    Resumed,
+    find_resume_point,
+    find_shared_damage,
+    newest_checkpoint,
+    open_checkpoint,
+)
+from training.config import TrainConfig
+from training.distributed import Ranks
+from training.errors import TrainingFailure, UserError
+from training.finish import _take_best
 from training.parallelism.state import StrategyState
+from training.resilience.restarts import begin
 
 # One process saves as one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -148,3 +163,110 @@ def test_a_run_goes_from_layout_to_layout_through_its_checkpoints(tmp_path: Path
     losses, expected = run_on_ranks(4, _go_from_layout_to_layout, tmp_path, names)[0]
 
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _config(folder: Path, resume: str = "auto") -> TrainConfig:
+    return TrainConfig(output_dir=folder / "model", resume=resume)
+
+
+def _save_run(place: Path, *steps: int) -> str:
+    """Checkpoints of one run; returns the path of the last."""
+    saver, config = saver_into(place, ALONE), TrainConfig()
+    saver.config = config.model_copy(update={"keep_last": 9})
+    run = {"config": config.model_dump(mode="json"), "global_batch_size": config.batch_size, "data_key": "texts"}
+    return [save_now(saver, step, STATE, **run) for step in steps][-1]
+
+
+def _find(config: TrainConfig, ranks: Ranks = ALONE) -> Resumed | None:
+    return find_resume_point(config, ranks, DataPlace(0, 1), open_storage(config), "texts", lambda line: None)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "model.run/checkpoints").glob("step_*"))
+
+
+def _begin(launch: Path) -> None:
+    """Be in a later attempt of a launcher whose first has begun."""
+    launch.mkdir()
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(launch / "attempt_1/0/error.json")
+    begin()
+
+
+@pytest.fixture
+def later_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is of a launcher's later attempt."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    _begin(tmp_path / "launch")
+
+
+@pytest.mark.usefixtures("later_attempt")
+def test_a_later_attempt_goes_on_from_what_was_saved_since_a_named_checkpoint(tmp_path: Path) -> None:
+    named = _save_run(tmp_path / "archive", 5)
+    _save_run(tmp_path / "model.run/checkpoints", 3)
+    before = _find(_config(tmp_path, named))
+    _save_run(tmp_path / "model.run/checkpoints", 7, 9)
+
+    after = _find(_config(tmp_path, named))
+
+    assert (before.path, before.state["step"]) == (named, 5)
+    assert (Path(after.path).name, after.state["step"]) == ("step_00000009", 9)
+    assert _names(tmp_path) == ["step_00000003", "step_00000007", "step_00000009"]
+
+
+@pytest.mark.parametrize("place", ["archive", "link"])
+def test_what_lies_beyond_a_named_checkpoint_is_moved_aside_wherever_that_one_lies(tmp_path: Path, place: str) -> None:
+    _save_run(tmp_path / "archive", 5)
+    own = tmp_path / "model.run/checkpoints"
+    _save_run(own, 3, 5, 7)
+    (tmp_path / "link").symlink_to(own)
+
+    resumed = _find(_config(tmp_path, str(tmp_path / place / "step_00000005")))
+
+    assert resumed.state["step"] == 5
+    assert _names(tmp_path) == ["step_00000003", "step_00000005", "step_00000007.1"]
+
+
+def test_a_run_folder_that_cannot_be_held_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "model.run/.lock").mkdir(parents=True)
+
+    with pytest.raises(UserError, match=r"model\.run: cannot be written \(Is a directory\); use another --output_dir$"):
+        _find(_config(tmp_path))
+
+
+class GoneStorage(LocalStorage):
+    """A storage that has stopped answering."""
+
+    def steps(self) -> dict[int, str]:
+        raise ConnectionError("no route to host")
+
+
+def _what_one_rank_knows(folder: Path) -> list[str]:
+    """What this rank comes to where ranks differ: an attempt, a folder, a storage."""
+    ranks, said = here(), []
+    if ranks.rank == 1:
+        _begin(folder / "launch")
+    resumed = _find(_config(folder, "none"), ranks)
+    said.append(Path(resumed.path).name if resumed else "anew")
+    named = resumed.path if ranks.is_first else str(folder / "elsewhere")
+    try:
+        _find(_config(folder, named), ranks)
+    except UserError as error:
+        said.append(str(error))
+    trainer = SimpleNamespace(ranks=ranks, state=None, storage=GoneStorage(folder / "model.run/checkpoints"))
+    try:
+        _take_best(trainer)
+    except TrainingFailure as error:
+        said.append(str(error))
+    return said
+
+
+def test_all_ranks_do_alike_with_what_one_of_them_knows_or_lacks(tmp_path: Path) -> None:
+    _save_run(tmp_path / "model.run/checkpoints", 5)
+
+    first, second = run_on_ranks(2, _what_one_rank_knows, tmp_path)
+
+    assert first == second
+    began, unseen, gone = first
+    assert began == "step_00000005"
+    assert unseen.startswith(f"rank 1: --resume {tmp_path}/elsewhere: no such folder on {socket.gethostname()}; ")
+    assert gone.endswith("/checkpoints: does not answer (no route to host); start again when it does")

@@ -209,14 +209,46 @@ def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
     assert same(ended.state, run_on_ranks(1, train_without, bench.config(batch_size=8), bench.rows)[0])
 
 
-def test_a_run_that_going_back_does_not_help_stops_and_says_where(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, bad=[3, 4, 5, 6, 7, 8], wholly=True)
+def train_beside_damage(config: TrainConfig, at_step: int, file: Path) -> str:
+    """A run one of whose files is torn before a step; returns what it fails from."""
+    trainer = Trainer(config, here())
+    take_step = trainer.strategy.step
 
-    failure = bench.run(1, bad_steps=2).failure
+    def tear_and_step(micro_batches: Any, step: int, learning_rate: float) -> StepResult:
+        if step == at_step:
+            trainer.hear_of_saves(trainer.saver.wait)
+            file.write_bytes(b"torn")
+        return take_step(micro_batches, step, learning_rate)
+
+    trainer.strategy.step = tear_and_step
+    with pytest.raises(TrainingFailure) as failed:
+        trainer.fit()
+    return str(failed.value)
+
+
+@pytest.fixture(scope="module")
+def not_helped(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a run fails from that goes back over a damaged checkpoint, in vain; and its checkpoints."""
+    bench = Bench(tmp_path_factory.mktemp("not_helped"), bad=[3, 4, 5, 6, 7, 8], wholly=True)
+    checkpoints = bench.folder / "model.run" / "checkpoints"
+    config = bench.config(batch_size=GLOBAL_BATCH, bad_steps=2, save_every=1)
+    torn = checkpoints / "step_00000002" / "__0_0.distcp"
+    return run_on_ranks(1, train_beside_damage, config, 5, torn)[0], checkpoints
+
+
+def test_a_run_that_going_back_does_not_help_stops_and_says_where(not_helped: tuple[str, Path]) -> None:
+    failure, _ = not_helped
 
     assert failure.startswith("step 8: the loss is nan (rank 0, training rows ")
     assert "Going back from step 5 and leaving out " in failure
     assert failure.endswith(" rows did not help: lower --learning_rate, then start again")
+
+
+def test_a_damaged_checkpoint_that_is_gone_back_over_is_moved_aside(not_helped: tuple[str, Path]) -> None:
+    _, checkpoints = not_helped
+
+    assert (checkpoints / "step_00000002.1" / "__0_0.distcp").read_bytes() == b"torn"
+    assert (checkpoints / "step_00000002" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

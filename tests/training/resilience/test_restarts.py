@@ -23,7 +23,7 @@ TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 RANK = """
 import os, pathlib, sys
 from training.errors import StopAsked, UserError
-from training.resilience.restarts import leave_if_settled, settled, stopped_exit_code
+from training.resilience.restarts import begin, leave_if_settled, settled, stopped_exit_code
 
 leave_if_settled()
 if "SCRIPT_ASKED" in os.environ:  # run_ddp.sh has had a SIGTERM meanwhile
@@ -31,6 +31,9 @@ if "SCRIPT_ASKED" in os.environ:  # run_ddp.sh has had a SIGTERM meanwhile
 with settled():
     match sys.argv[1]:
         case "refused": raise UserError("--epochs 0")
+        case "lacking":
+            begin()
+            raise UserError("s3://bucket/run: does not answer")
         case "asked": raise StopAsked(77, quiet=True)
         case "stopped": sys.exit(stopped_exit_code(int(sys.argv[2])))
 """
@@ -61,6 +64,13 @@ def test_what_a_later_attempt_lacks_is_tried_again(attempt: Callable[..., int]) 
     attempt(1, "refused")
 
     assert attempt(2, "stopped", "0") == 0
+
+
+def test_what_a_run_lacks_once_it_has_begun_is_tried_again(attempt: Callable[..., int], tmp_path: Path) -> None:
+    assert attempt(0, "lacking") == 1
+    assert not (tmp_path / "launch" / "exit_code").exists()
+
+    assert attempt(1, "stopped", "0") == 0
 
 
 @pytest.mark.parametrize("what", [("asked",), ("stopped", "77"), ("stopped", "0")])
@@ -115,7 +125,8 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_one_left_alone(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "model.run"
-    command = ["bash", SCRIPT, 2, *base_flags, *TWO_RANKS, "--output_dir", tmp_path / "model"]
+    # That --resume none counts for the first attempt alone is part of it.
+    command = ["bash", SCRIPT, 2, *base_flags, *TWO_RANKS, "--resume", "none", "--output_dir", tmp_path / "model"]
     run = start(command, wait=False, env={"PYTHON": sys.executable, "MAX_RESTARTS": "2"})
     run.wait_until(lambda: (run_dir / "checkpoints" / "latest").exists())
     alive = RunFolder(run_dir).look()
