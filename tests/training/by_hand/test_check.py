@@ -1,20 +1,28 @@
 """The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
 
 import ast
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from training.by_hand import data_parallel
+from training.by_hand import check, data_parallel, exercise
 from training.by_hand.check import describe
 from training.by_hand.checking.exercises import EXERCISES
-from training.by_hand.checking.verdict import check_function
+from training.by_hand.checking.verdict import SECONDS, check_function
+from training.errors import run_command
 
 TRUTH = Path(data_parallel.__file__)
 HANG_SECONDS = 5.0
+DEADLINE = 60.0  # seconds
 # The others take half a minute together.
 FAST = ("gradients_not_divided", "broadcast_makes_new_parameters", "accuracy_averaged", "gradients_divided_by_two")
-WRONG = sorted(Path(__file__).with_name("wrong_solutions").glob("*.py"))
+WRONG, RIGHT = (sorted(Path(__file__).with_name(f"{kind}_solutions").glob("*.py")) for kind in ("wrong", "right"))
 
 
 def _cases() -> list:
@@ -31,7 +39,7 @@ def _expected(path: Path) -> tuple[str, list[str]]:
 def test_a_wrong_solution_is_told_what_is_wrong(path: Path) -> None:
     function, says = _expected(path)
 
-    verdict = check_function(path, function, (2, 3), seconds=HANG_SECONDS)
+    verdict = check_function(path, function, (2, 3), seconds=HANG_SECONDS if "hangs" in says else SECONDS)
 
     assert verdict.finding is not None
     shown = describe(verdict).plain
@@ -44,3 +52,118 @@ def test_the_truth_passes_on_two_and_three_ranks(name: str) -> None:
 
     assert verdict.finding is None
     assert verdict.world_size == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", EXERCISES)
+def test_another_right_solution_is_not_called_wrong(path: Path, name: str) -> None:
+    assert check_function(path, name, (2, 3, 5)).finding is None
+
+
+def test_an_exercise_that_nobody_has_begun_is_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _check_here(monkeypatch, exercise.__file__)
+
+    out, err = capsys.readouterr()
+    assert (code, err) == (1, "")
+    assert [line.split(": ")[0] for line in out.splitlines() if "to do" in line] == [
+        f"to do  {name}" for name in EXERCISES
+    ]
+    assert out.endswith("0 of 3 right\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (None, [], "cannot be read (No such file or directory); copy training/by_hand/exercise.py"),
+        ("import torch\ndef average_gradients(model:\n", [], "line 2: '(' was never closed"),
+        ("", ["--workers", "1"], "--workers 1: must be 2 to 8"),
+        ("", ["--workers", "9"], "--workers 9: must be 2 to 8"),
+        ("", ["--worker", "2"], "unrecognized arguments: --worker 2 (see --help)"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_exit_code_2(
+    text: str | None,
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "my_solution.py"
+    if text is not None:
+        path.write_text(text)
+
+    code = _check_here(monkeypatch, path, *flags)
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_of_another_name_with_a_module_beside_it_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from training.by_hand.data_parallel import *\n")
+    (tmp_path / "no suffix, é").write_text("from beside import global_accuracy\n")
+
+    assert check_function(tmp_path / "no suffix, é", "global_accuracy", (2,)).finding is None
+
+
+@pytest.mark.slow
+def test_the_command_passes_the_truth_by_path_and_as_a_module(start: Callable[..., "Run"]) -> None:  # noqa: F821
+    commands = [[check.__file__], ["-m", "training.by_hand.check"]]
+
+    runs = [start([sys.executable, *command, TRUTH, "--workers", "2"]) for command in commands]
+
+    for run in runs:
+        assert run.process.returncode == 0, run.err
+        assert run.err == ""
+        assert run.out.count("right  ") == 3
+        assert "3 of 3 right" in run.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_command(
+    ending: signal.Signals,
+    code: int,
+    start: Callable[..., "Run"],  # noqa: F821
+    tmp_path: Path,
+) -> None:
+    solution = tmp_path / "endless.py"
+    solution.write_text(
+        "import os, pathlib\n"
+        "def broadcast_parameters(model):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.rank').touch()\n"
+        "    while True: pass\n"
+    )
+    run = start([sys.executable, "-m", "training.by_hand.check", solution], wait=False)
+    run.wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
+    ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+
+    os.kill(run.process.pid, ending)
+
+    assert run.wait() == code
+    assert run.err == ("interrupted\n" if ending == signal.SIGINT else "")
+    for rank in ranks:
+        _wait_until_gone(rank)
+
+
+def _check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """The command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        run_command(check.main)
+    return int(ended.value.code or 0)
+
+
+def _wait_until_gone(pid: int) -> None:
+    """Returns once a process has ended."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        ended, _, _ = select.select([descriptor], [], [], DEADLINE)
+        os.close(descriptor)
+        assert ended, f"process {pid} still runs after {DEADLINE:.0f} s"

@@ -53,21 +53,18 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
 def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> str:
     """What the ranks' gradients of one parameter are; ``sum / K`` for a K that is not their number."""
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
-    right = [same(gradient, total / num_ranks) for gradient in held]
-    if all(right):
-        return "right"
+    right = [total / num_ranks] * num_ranks
+    divided = [gradient / num_ranks for gradient in own]
+    suspects = {"right": right, "own": own, "own, divided": divided, "rank 0's": [own[0]] * num_ranks}
+    for kind, expected in suspects.items():
+        if all(map(same, held, expected)):
+            return kind
     if any(gradient is None for gradient in held):
         return "gone"
-    if all(map(same, held, own)):
-        return "own"
-    if all(map(same, held, [gradient / num_ranks for gradient in own])):
-        return "own, divided"
-    if all(same(gradient, own[0]) for gradient in held):
-        return "rank 0's"
     factor = (held[0] * total).sum() / total.square().sum()
     if factor > 0 and all(same(gradient, factor * total) for gradient in held):
         return f"sum / {1 / factor.item():.4g}"
-    return "right on rank 0" if right[0] else "other"
+    return "right on rank 0" if same(held[0], right[0]) else "other"
 
 
 def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:

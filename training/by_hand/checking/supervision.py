@@ -18,6 +18,7 @@ from training.errors import TrainingFailure
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
+OTHERS_SECONDS = 1.0  # for the others to fail by themselves once one has
 
 
 @dataclass
@@ -45,10 +46,10 @@ class _Started:
         return self.receive() if self.pipe.poll(ANSWER_SECONDS) else Report("waits")
 
 
-def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> dict[int, Report]:
-    """Call a learner's function on new gloo ranks; returns what became of each, the first to tell first.
+def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
+    """Call a learner's function on new gloo ranks; returns what became of each, in their order.
 
-    As soon as one has failed, the others are asked where they stand: they may wait for it for ever.
+    Soon after one has failed, the others are asked where they stand: they may wait for it for ever.
 
     Args:
         world_size: number of ranks.
@@ -98,13 +99,13 @@ def _wait_for_group(started: Sequence[_Started]) -> None:
             raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; is the machine out of memory?")
 
 
-def _reports(started: Sequence[_Started], seconds: float) -> dict[int, Report]:
+def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:
     end = time.monotonic() + seconds
     reports: dict[int, Report] = {}
     pending = {one.pipe: one for one in started}
-    while pending and all(report.outcome == "returned" for report in reports.values()):
-        ready = wait(list(pending), max(0.0, end - time.monotonic()))
-        if not ready:
-            break
+    while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
         reports |= {one.rank: one.receive() for one in map(pending.pop, ready)}
-    return reports | {one.rank: one.ask() for one in pending.values()}
+        if any(report.outcome != "returned" for report in reports.values()):
+            end = min(end, time.monotonic() + OTHERS_SECONDS)
+    reports |= {one.rank: one.ask() for one in pending.values()}
+    return [reports[one.rank] for one in started]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,25 +56,25 @@ def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: f
     for world_size in world_sizes:
         reports = call_on_ranks(world_size, path.resolve(), name, seconds)
         finding = explain(name, reports, seconds)
-        printed = {rank: report.printed for rank, report in sorted(reports.items()) if report.printed}
+        printed = {rank: report.printed for rank, report in enumerate(reports) if report.printed}
         if finding:
             break
     return Verdict(name, finding, world_size, printed)
 
 
-def explain(name: str, reports: Mapping[int, Report], seconds: float) -> Finding | None:
-    """What is wrong; of the ranks that failed, the first one that did so by itself is to blame."""
-    failed = {rank: report for rank, report in reports.items() if report.outcome not in ("returned", "waits")}
+def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | None:
+    """What is wrong, from what became of each rank; of several that failed by themselves the first is quoted."""
+    failed = {rank: report for rank, report in enumerate(reports) if report.outcome not in ("returned", "waits")}
     for rank, report in failed.items():
         if not _failed_by_others(report):
             return _failure(rank, report)
     if failed:
         hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
         return Finding("the ranks' collectives do not fit together", hint, _places(reports))
-    if any(report.outcome == "waits" for report in reports.values()):
+    if any(report.outcome == "waits" for report in reports):
         hint = "A collective returns once every rank has called it. Which ranks come to that line, and how often?"
         return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
-    return EXERCISES[name].judge([reports[rank].value for rank in sorted(reports)])
+    return EXERCISES[name].judge([report.value for report in reports])
 
 
 def _failed_by_others(report: Report) -> bool:
@@ -97,11 +97,11 @@ def _failure(rank: int, report: Report) -> Finding:
     return Finding(f"rank {rank} raised {report.error}", hint, report.place)
 
 
-def _places(reports: Mapping[int, Report]) -> str:
+def _places(reports: Sequence[Report]) -> str:
     """Where each rank is, one line each."""
     verbs = {"returned": "has returned", "raised": "failed", "gone": "is gone"}
     lines = []
-    for rank, report in sorted(reports.items()):
+    for rank, report in enumerate(reports):
         where = f" at {report.place}" if report.place else ""
         lines.append(f"rank {rank} {verbs.get(report.outcome, 'stands')}{where}")
     return "\n".join(lines)

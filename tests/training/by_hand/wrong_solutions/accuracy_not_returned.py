@@ -1,4 +1,4 @@
-"""global_accuracy: returns NoneType, not a number"""
+"""global_accuracy: returns NoneType, not a number | rank 1 printed: 0.7666"""
 
 import torch
 import torch.distributed as dist

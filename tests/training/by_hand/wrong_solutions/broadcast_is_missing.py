@@ -1,4 +1,4 @@
-"""broadcast_parameters: there is no function broadcast_parameters in broadcast_is_missing.py | of exercise.py"""
+"""broadcast_parameters: there is no function broadcast_parameters in broadcast_is | arguments of exercise.py"""
 
 import torch.distributed as dist
 from torch import nn

@@ -1,0 +1,25 @@
+"""Whole models and all gradients at once."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def broadcast_parameters(model: nn.Module) -> None:
+    states = [model.state_dict()]
+    dist.broadcast_object_list(states, src=0)
+    model.load_state_dict(states[0])
+
+
+def average_gradients(model: nn.Module) -> None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def global_accuracy(correct: int, total: int) -> float:
+    counts = [(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(counts, (correct, total))
+    return sum(right for right, _ in counts) / sum(rows for _, rows in counts)
