@@ -10,12 +10,12 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from training.by_hand.cifar10 import Split
 
-SHIFT = 4  # pixels by which an image may be moved
+PADDING = 4  # pixels
 Batch = tuple[torch.Tensor, torch.Tensor]  # images, float32, (rows, 3, 32, 32), from -1 to 1; labels, int64, (rows,)
 
 
 def train_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
-    """One rank's shares of an epoch's global batches, the images shifted and mirrored at random.
+    """One rank's shares of an epoch's global batches, the images cropped and mirrored at random.
 
     The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
     deals the rows out like cards, so the k-th batches of all ranks are together the k-th run of rows in that order:
@@ -29,10 +29,10 @@ def train_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int,
         seed: with the epoch, decides how images are varied.
     """
     draws = np.random.default_rng([seed, sampler.epoch]).integers(
-        [2 * SHIFT + 1, 2 * SHIFT + 1, 2], size=(len(split), 3)
+        [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(len(split), 3)
     )
     for rows in BatchSampler(sampler, rows_per_rank, drop_last=True):
-        yield to_tensors(shift_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
+        yield to_tensors(crop_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
 
 
 def test_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
@@ -48,20 +48,21 @@ def test_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) 
         yield to_tensors(split.images[rows], split.labels[rows])
 
 
-def shift_and_mirror(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Move each image by up to 4 pixels, its edge repeated in what becomes free, and mirror half of them.
+def crop_and_mirror(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Of each image, its edges repeated by 4 pixels on all sides, cut out as much as it had, and mirror some.
 
     Source: He et al., "Deep Residual Learning", arXiv 1512.03385, section 4.2 (there with black edges).
 
     Args:
         images: uint8, (rows, side, side, 3).
-        draws: int64, (rows, 3): how far down, how far to the right (0 to 8, 4 is not at all), and 1 to mirror.
+        draws: int64, (rows, 3): where the cut begins, from the top and from the left (0 to 8; 4 is the image as it
+            was), and 1 to mirror.
     """
     rows, side = images.shape[:2]
-    down, right, mirrored = draws.T[:, :, None]
-    y = (np.arange(side) + down - SHIFT).clip(0, side - 1)
-    x = (np.arange(side) + right - SHIFT).clip(0, side - 1)
-    x = np.where(mirrored, side - 1 - x, x)
+    top, left, mirrored = draws.T[:, :, None]
+    y = (np.arange(side) + top - PADDING).clip(0, side - 1)
+    x = (np.arange(side) + left - PADDING).clip(0, side - 1)
+    x = np.where(mirrored, x[:, ::-1], x)
     return images[np.arange(rows)[:, None, None], y[:, :, None], x[:, None, :]]
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -41,23 +42,32 @@ def main() -> None:
     if "RANK" not in os.environ:
         os.environ |= ALONE
     with ranks("auto") as mine:
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, partial(_stop, mine))
+        if options.batch_size % mine.world_size:
+            complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
+            raise UserError(complaint, quiet=not mine.is_first)
         if options.threads:
             torch.set_num_threads(options.threads)
-        data = mine.first_then_rest(lambda: load_images(options.data))
-        mine.together(lambda: _check(options.batch_size, mine.world_size, len(data.train)))
-        train(data, options, mine)
+        train(mine.first_then_rest(lambda: load_images(options.data)), options, mine)
 
 
 def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
-    """Train for some epochs, of which rank 0 prints a line each; returns the model."""
+    """Train for some epochs, of which rank 0 prints a line each; returns the model.
+
+    Raises:
+        UserError: there are not enough rows for one batch.
+    """
+    steps = len(data.train) // options.batch_size
+    if not steps:
+        complaint = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
+        raise UserError(complaint, quiet=not mine.is_first)
     rows_per_rank = options.batch_size // mine.world_size
     # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
     torch.manual_seed(options.seed + mine.rank)
     model = CNN(len(data.classes)).to(mine.device)
     broadcast_parameters(model)
     optimizer = AdamW(model.parameters(), options.learning_rate)
-    schedule = one_cycle(optimizer, options.epochs * (len(data.train) // options.batch_size))
+    schedule = one_cycle(optimizer, options.epochs * steps)
     train_sampler = DistributedSampler(data.train, mine.world_size, mine.rank, seed=options.seed)
     test_sampler = DistributedSampler(data.test, mine.world_size, mine.rank, shuffle=False)
     for epoch in range(1, options.epochs + 1):
@@ -107,15 +117,10 @@ def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min((step + 1) / peak, (steps - step) / (steps - peak + 1)))
 
 
-def _check(batch_size: int, world_size: int, train_rows: int) -> None:
-    if batch_size % world_size:
-        raise UserError(f"--batch_size {batch_size}: must be a multiple of the {world_size} ranks")
-    if batch_size > train_rows:
-        raise UserError(f"--batch_size {batch_size}: there are only {train_rows} training rows")
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise TrainingFailure("stopped by SIGTERM; this script saves nothing")
+def _stop(mine: Ranks, number: int, frame: FrameType | None) -> NoReturn:
+    stopped = TrainingFailure("stopped by SIGTERM; this script saves nothing", quiet=not mine.is_first)
+    stopped.exit_code = 128 + number
+    raise stopped
 
 
 def _parse() -> Namespace:
