@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import sys
 import textwrap
 import threading
@@ -112,5 +113,6 @@ def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # what C++ writes about connections; Python's prints are kept
         os.dup2(nothing, stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts a process that is sent another size than it expects
     os.environ |= environment
     Rank(pipe, path).run(name)
