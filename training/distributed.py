@@ -1,7 +1,7 @@
 """Processes: the group, ranks, devices, and the few collectives that data and metrics need.
 
-The only file that calls ``init_process_group``, and, beside :mod:`training.resilience.restarts`, that reads torchrun's
-environment.
+The only file that calls ``init_process_group`` (beside those that teach it), and, beside
+:mod:`training.resilience.restarts`, that reads torchrun's environment.
 """
 
 from __future__ import annotations

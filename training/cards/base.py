@@ -18,7 +18,8 @@ Values = Mapping[str, Any]
 class CardConfig(BaseModel):
     """What a person can set on a card; its JSON schema is the form on the page."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # YAML reads a column called 4 as a number.
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
 Config = TypeVar("Config", bound=CardConfig)

@@ -47,7 +47,7 @@ class Progress:
         is_end_of_epoch = event.is_last_batch and (event.epoch % max(1, self.epochs // EPOCH_LINES) == 0)
         if event.metrics and is_end_of_epoch:
             self.console.print(f"  epoch {event.epoch} of {self.epochs}: {self._metrics[node.id]} on its last batch")
-        if node == self.pipeline.loop[-1] and event.is_last_batch and event.epoch == self.epochs:
+        if node.in_loop and node == self.pipeline.loop[-1] and event.is_last_batch and event.epoch == self.epochs:
             for member in self.pipeline.loop:
                 self.console.print(self._line(member))
         if not node.in_loop:

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
@@ -84,7 +85,7 @@ class Workers:
             for pipe, job in zip(self._pipes, jobs, strict=True):
                 pipe.send(job)
             answers = self._answers()
-        except BrokenPipeError:
+        except ConnectionError:  # a rank is gone; its answer says how
             answers = self._answers()
         bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
         if not bad:
@@ -114,7 +115,7 @@ class Workers:
     def _answer(self, pipe: Connection, rank: int) -> Answer:
         try:
             return pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             process = self._processes[rank]
             process.join()
             code = process.exitcode or 0
@@ -156,12 +157,10 @@ def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) 
         "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     )
     live: dict[str, Any] = {}
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
             job = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(_answer_of(job, Storage(folder, job.node, rank, live=live, recording=job.recording)))
+            pipe.send(_answer_of(job, Storage(folder, job.node, rank, live=live, recording=job.recording)))
 
 
 def _answer_of(job: Job, storage: Storage) -> Answer:

@@ -1,6 +1,7 @@
 """The commands: run trains to over 93% on four ranks, show draws, and a mistake is one line."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,3 +46,29 @@ def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     with pytest.raises(ForeseenError, match=f"--workers 2: {path} has no dist_shard_data card"):
         main()
+
+
+def test_a_pipeline_may_be_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sizes.csv").write_text("1,2,small\n3,4,large\n")
+    path = tmp_path / "short.yaml"
+    path.write_text(
+        f"nodes: [{{id: load, card: dist_load_dataset, config: {{source_url: {tmp_path}/sizes.csv, target_column: 2}}}}]"
+    )
+
+    lines = said(monkeypatch, capsys, "run", str(path), "--output", str(tmp_path / "kept")).splitlines()
+
+    assert lines[0].startswith("Load dataset")
+    assert (tmp_path / "kept" / "short" / "load" / "dataset.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_readmes_commands_run(start: Callable[..., Any]) -> None:
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    commands = re.findall(r"^python (-m training\.cards (?:run|show).*)$", readme, re.MULTILINE)
+
+    assert len(commands) == 3
+    for command in commands:
+        run = start([sys.executable, *shlex.split(command, comments=True)])
+        assert (run.process.returncode, run.err) == (0, ""), run.out

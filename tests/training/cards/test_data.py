@@ -51,7 +51,7 @@ def test_iris_comes_without_a_network(tmp_path: Path) -> None:
 def test_without_scikit_learn_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
 
-    with pytest.raises(UserError, match=r"pip install -e '.\[teach\]', or name a CSV file"):
+    with pytest.raises(UserError, match=r'pip install "distrinews\[teach\]", or name a CSV file'):
         load(tmp_path, "iris")
 
 

@@ -81,7 +81,7 @@ def test_what_a_person_set_wrong_is_said_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_meet_at_a_file_too(tmp_path: Path) -> None:
     with on_two_ranks(tmp_path, init_method=f"file://{tmp_path}/meeting") as runner:
-        stepped_to(runner, "save")
+        stepped_to(runner, "forward")
 
     assert runner.outputs["group"][1]["process_group"]["world_size"] == 2
 
@@ -121,8 +121,8 @@ def session_of(pid: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_rank_outlives_the_program(start: Callable[..., Any], tmp_path: Path, blow: signal.Signals) -> None:
-    run = start([*CARDS_RUN, "--epochs", "2000", "--output", tmp_path], wait=False)
-    run.wait_until(lambda: "epoch 200 " in run.out)
+    run = start([*CARDS_RUN, "--epochs", "100", "--output", tmp_path], wait=False)
+    run.wait_until(lambda: "epoch 10 " in run.out)
 
     if blow is signal.SIGINT:
         os.killpg(run.process.pid, blow)

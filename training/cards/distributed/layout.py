@@ -50,8 +50,9 @@ def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device:
     quiet_libraries()
     deepspeed = import_deepspeed(device)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    # The rows of a batch differ from rank to rank; the engine only checks that this is a number.
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    # Rows may differ from rank to rank: the engine needs a number of them, and does nothing with it. Unless told not
+    # to, it clips gradients longer than 1.
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 0}}
     optimizer = build_optimizer(model, strategy)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
     # Else its backward pass would reduce the gradients, which is the next card's to do.

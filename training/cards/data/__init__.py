@@ -1,0 +1,1 @@
+"""Cards that read the data and make it ready."""
