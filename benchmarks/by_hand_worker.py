@@ -22,7 +22,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import Batch, train_batches
+from training.by_hand.batches import Batch, training_batches
 from training.by_hand.cifar10 import Split
 from training.by_hand.cnn import CNN
 from training.by_hand.compare_with_ddp import largest_gap
@@ -129,7 +129,7 @@ def endless_batches(mine: Ranks, rows: int) -> Iterator[Batch]:
     """This rank's shares of drawn shapes, again and again."""
     images = Split(*draw_shapes(EPOCH_STEPS * rows * mine.world_size, seed=0))
     sampler = DistributedSampler(images, mine.world_size, mine.rank)
-    return cycle(train_batches(images, sampler, rows, seed=0))
+    return cycle(training_batches(images, sampler, rows, seed=0))
 
 
 def timed(way: Way, batches: list[Batch], mine: Ranks) -> float:

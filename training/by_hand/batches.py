@@ -14,7 +14,7 @@ PADDING = 4  # pixels
 Batch = tuple[torch.Tensor, torch.Tensor]  # images, float32, (rows, 3, 32, 32), from -1 to 1; labels, int64, (rows,)
 
 
-def train_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
+def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
     """One rank's shares of an epoch's global batches, the images cropped and mirrored at random.
 
     The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
@@ -35,7 +35,7 @@ def train_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int,
         yield to_tensors(crop_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
 
 
-def test_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
+def evaluation_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
     """One rank's share of the test rows, each of which is some rank's once.
 
     A sampler gives every rank as many rows as any other, and where the ranks do not divide them, repeats the first

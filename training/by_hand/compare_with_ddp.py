@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import train_batches
+from training.by_hand.batches import training_batches
 from training.by_hand.cifar10 import Split
 from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters
@@ -69,7 +69,7 @@ def compare(mine: Ranks) -> Iterator[Row]:
     optimizers = [SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (by_hand, in_ddp)]
     images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * mine.world_size, seed=0))
     sampler = DistributedSampler(images, mine.world_size, mine.rank)
-    for pixels, labels in train_batches(images, sampler, ROWS_PER_RANK, seed=0):
+    for pixels, labels in training_batches(images, sampler, ROWS_PER_RANK, seed=0):
         losses = [F.cross_entropy(model(pixels.double()), labels) for model in (by_hand, ddp)]
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()

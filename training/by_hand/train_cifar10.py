@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import Batch, test_batches, train_batches
+from training.by_hand.batches import Batch, evaluation_batches, training_batches
 from training.by_hand.cifar10 import ImageData, load_images
 from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
@@ -73,9 +75,9 @@ def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
     for epoch in range(1, options.epochs + 1):
         began = time.perf_counter()
         train_sampler.set_epoch(epoch)
-        batches = train_batches(data.train, train_sampler, rows_per_rank, options.seed)
+        batches = training_batches(data.train, train_sampler, rows_per_rank, options.seed)
         loss = train_epoch(model, batches, optimizer, schedule, mine)
-        accuracy = evaluate(model, test_batches(data.test, test_sampler, rows_per_rank), mine.device)
+        accuracy = evaluate(model, evaluation_batches(data.test, test_sampler, rows_per_rank), mine.device)
         if mine.is_first:
             took = format_time(time.perf_counter() - began)
             print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
@@ -128,10 +130,17 @@ def _parse() -> Namespace:
     parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
     parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
     parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="at its peak (default: 3e-3)")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")
+    parser.add_argument("--seed", type=positive, default=1, help="default: 1")
     parser.add_argument("--threads", type=positive, help="of a rank; unset: the machine's cores over its ranks")
     return parser.parse_args()
+
+
+def _rate(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (rate := float(text)) < math.inf:
+            return rate
+    raise ArgumentTypeError(f"{text}: must be a number above 0")
 
 
 if __name__ == "__main__":

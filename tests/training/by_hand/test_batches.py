@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import crop_and_mirror, test_batches, train_batches
+from training.by_hand.batches import crop_and_mirror, evaluation_batches, training_batches
 from training.by_hand.cifar10 import Split
 
 ROWS = 53
-test_batches.__test__ = False  # no test of pytest's, in spite of its name
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def global_batches(split: Split, world_size: int, epoch: int) -> list[dict[int, 
     for rank in range(world_size):
         sampler = DistributedSampler(split, world_size, rank, seed=4)
         sampler.set_epoch(epoch)
-        shares.append(list(train_batches(split, sampler, 12 // world_size, seed=4)))
+        shares.append(list(training_batches(split, sampler, 12 // world_size, seed=4)))
     return [
         {row.item(): image for images, rows in share for image, row in zip(images, rows, strict=True)}
         for share in zip(*shares, strict=True)
@@ -59,7 +58,7 @@ def test_every_test_row_is_some_ranks_once(split: Split, world_size: int, rows: 
     seen = [
         row
         for rank in range(world_size)
-        for _, labels in test_batches(split, DistributedSampler(split, world_size, rank, shuffle=False), 4)
+        for _, labels in evaluation_batches(split, DistributedSampler(split, world_size, rank, shuffle=False), 4)
         for row in labels.tolist()
     ]
 

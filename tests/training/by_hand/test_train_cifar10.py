@@ -63,13 +63,13 @@ def test_one_two_and_three_ranks_learn_the_same_and_hold_the_same_weights(run_on
 def test_a_mistake_is_one_line_of_rank_0(run_on_ranks: RunOnRanks) -> None:
     odd, silent = run_on_ranks(2, _command, "--data", "shapes", "--batch_size", "511")
     [unknown] = run_on_ranks(1, _command, "--data", "gone")
-    [flag] = run_on_ranks(1, _command, "--epochs", "none")
+    [flag] = run_on_ranks(1, _command, "--learning_rate", "nan")
 
     assert odd == (2, "error: --batch_size 511: must be a multiple of the 2 ranks\n")
     assert silent == (2, "")
     assert unknown[0] == flag[0] == 2
     assert unknown[1].startswith("error: --data gone: no such file or folder; without a network use --data shapes")
-    assert flag[1].startswith("error: argument --epochs: none: must be a whole number, at least 1")
+    assert flag[1].startswith("error: argument --learning_rate: nan: must be a number above 0")
     assert unknown[1].count("\n") == flag[1].count("\n") == 1
 
 
