@@ -62,7 +62,7 @@ def show(mine: Ranks) -> None:
 def compare(mine: Ranks) -> Iterator[Row]:
     """Take a step in both ways, and say what came of it."""
     torch.manual_seed(mine.rank)  # the ranks start apart: both ways must bring them together
-    by_hand = CNN(width=16).double()
+    by_hand = CNN(width=8).double()
     in_ddp = copy.deepcopy(by_hand)
     broadcast_parameters(by_hand)
     ddp = DistributedDataParallel(in_ddp)
