@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inference.errors import SettingsError
+from inference.settings import Settings
+from tests.docs import messages
+from tests.docs.troubleshooting import INDEX, PAGE, Entry, index, read_entries
+from training.config import TrainConfig, parse_config
+from training.errors import UserError
+
+REPOSITORY = PAGE.parents[1]
+TEXT = PAGE.read_text(encoding="utf-8")
+ENTRIES = read_entries(TEXT)
+# Of torchrun, docker, df's like: named on the page, and no flags of this program.
+FOREIGN_FLAGS = {
+    "--gpus", "--ipc", "--master_port", "--max_restarts", "--nnodes", "--nproc_per_node", "--pid", "--pids-limit",
+    "--rdzv_endpoint", "--shm-size", "--signal", "--standalone", "--checksum",
+}  # fmt: skip
+
+
+def _owners(text: str) -> list[str]:
+    """Who has this error: as a whole line, or else words of it."""
+    whole = [entry.title for entry in ENTRIES if text in entry.lines]
+    return whole or [entry.title for entry in ENTRIES if any(line in text for line in entry.lines)]
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {Entry(title, (), (), "", "").anchor for title in titles}
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[messages.Message]:
+    return messages.of_the_program(REPOSITORY)
+
+
+def test_every_error_that_the_program_can_print_is_met_by_exactly_one_entry(errors: list[messages.Message]) -> None:
+    assert len(errors) > 300
+    wrong = {f"{error.place}: {error.text}": owners for error in errors if len(owners := _owners(error.text)) != 1}
+    assert not wrong, "\n".join(f"{error} -> {owners or 'no entry'}" for error, owners in wrong.items())
+
+
+def test_every_line_that_is_not_a_classic_is_one_that_the_program_prints(errors: list[messages.Message]) -> None:
+    printed = "\n".join([*(error.text for error in errors), *messages.all_texts(REPOSITORY)])
+    assert not [(entry.title, line) for entry in ENTRIES for line in entry.lines if line not in printed]
+
+
+def test_every_line_has_words_enough_to_be_searched_for() -> None:
+    lines = [(entry.title, line) for entry in ENTRIES for line in entry.lines]
+    assert len(lines) > 250
+    assert not [line for line in lines if messages.num_words(line[1]) < 1]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.title)
+def test_an_entry_says_why_and_what_to_do(entry: Entry) -> None:
+    assert messages.num_words(entry.cause) >= 10
+    assert messages.num_words(entry.advice) >= 10
+
+
+def test_no_two_entries_have_one_anchor_or_the_same_line() -> None:
+    for names in ([entry.anchor for entry in ENTRIES], [line for entry in ENTRIES for line in entry.lines]):
+        assert sorted(set(names)) == sorted(names)
+
+
+def test_the_index_leads_from_the_words_of_each_line_to_its_entry() -> None:
+    found = INDEX.search(TEXT)
+    assert found
+    assert found[0] == index(ENTRIES), "write it with python -m tests.docs.troubleshooting"
+
+
+def test_links_of_the_page_lead_somewhere_and_others_lead_here() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        file, _, anchor = target.partition("#")
+        page = (PAGE.parent / file).resolve() if file else PAGE
+        assert page.exists(), target
+        assert not anchor or f"#{anchor}" in _anchors(page), target
+    assert "docs/TROUBLESHOOTING.md" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "(TROUBLESHOOTING.md)" in (PAGE.parent / "OPERATIONS.md").read_text(encoding="utf-8")
+
+
+def test_advice_names_only_flags_and_settings_that_exist() -> None:
+    advice = "\n".join(f"{entry.cause}\n{entry.advice}" for entry in ENTRIES)
+    sources = "\n".join(messages.all_texts(REPOSITORY))
+    known = {f"--{name}" for name in TrainConfig.model_fields} | FOREIGN_FLAGS
+    unknown = {flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", advice) if flag not in known}
+    assert not {flag for flag in unknown if flag not in sources and flag.removeprefix("--") not in sources}
+    served = {name.upper() for name in Settings.model_fields}
+    assert {"MAX_TEXT_CHARS", "ENGINE"} <= served & set(re.findall(r"`([A-Z][A-Z_]+)`", advice))
+
+
+class TestReadingTheSource:
+    """What the proof rests on: that no error is overlooked, however it is put together."""
+
+    def _texts(self, source: str) -> set[str]:
+        return {message.text for message in messages.in_python({"made_up.py": dedent(source)})}
+
+    @pytest.mark.parametrize(
+        ("source", "text"),
+        [
+            ("raise ValueError('the words of it')", "the words of it"),
+            ("raise ValueError(f'the {count} words')", "the … words"),
+            ("def f(why):\n    line = f'a whole line: {why}'\n    raise OSError(line)", "a whole line: …"),
+            ('def f(x):\n    raise OSError(f\'it is {"good" if x else "not good"}\')', "it is not good"),
+            ("def f(why):\n    raise OSError(f'it is {why}')\nf('too late')", "it is too late"),
+            ("def why():\n    return 'much too late'\nraise OSError(why())", "much too late"),
+            ("REMEDY = 'try again'\nraise OSError(f'{path}: {REMEDY}')", "…: try again"),
+            ("def made():\n    return KeyError('made, not raised')", "made, not raised"),
+            ("print('error: it stops here', file=sys.stderr)", "error: it stops here"),
+            ("answer = (503, 'busy', 'come back later')", "come back later"),
+        ],
+    )
+    def test_an_error_is_found_however_its_words_are_put_together(self, source: str, text: str) -> None:
+        assert text in self._texts(source)
+
+    def test_an_error_class_that_composes_its_line_is_followed(self) -> None:
+        source = """
+            class Wrong(Exception):
+                def __init__(self, where, what, remedy="do it again"):
+                    super().__init__(f"{where}: {what}; {remedy}")
+            class Worse(Wrong):
+                pass
+            raise Worse(path, "is broken")
+        """
+        assert self._texts(source) == {"…: is broken; do it again"}
+
+    def test_a_line_of_a_shell_script_is_found(self) -> None:
+        (found,) = messages.in_shell({"run.sh": 'echo "error: $place: not ${what} here" >&2'})
+        assert found.text == "…: not … here"
+
+    def test_an_error_that_the_page_does_not_have_is_seen(self) -> None:
+        (error,) = messages.in_python({"made_up.py": "raise ValueError(f'{path}: a wholly new misfortune')"})
+        assert _owners(error.text) == []
+
+
+class TestClassics:
+    """Those that can be provoked here say what the page quotes."""
+
+    def _quoted(self, title: str, said: str) -> bool:
+        (entry,) = [entry for entry in ENTRIES if entry.title == title]
+        return any(line in said for line in entry.classics)
+
+    def _said(self, provoke: Callable[[], object], kind: type[BaseException]) -> str:
+        with pytest.raises(kind) as error:
+            provoke()
+        return f"{kind.__module__}.{kind.__name__}: {error.value}"
+
+    def test_no_memory(self) -> None:
+        assert self._quoted("Out of memory", self._said(lambda: torch.empty(1 << 46), RuntimeError))
+
+    def test_a_port_that_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            said = self._said(
+                lambda: dist.TCPStore("127.0.0.1", taken.getsockname()[1], is_master=True), dist.DistError
+            )
+        assert self._quoted("The address is already in use", said)
+
+    def test_no_variables_of_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        assert self._quoted(
+            "The process group does not form", self._said(lambda: dist.init_process_group("gloo"), ValueError)
+        )
+        assert self._quoted("The process group does not form", self._said(dist.barrier, ValueError))
+
+    def test_the_names_of_a_wrapped_model(self) -> None:
+        network = torch.nn.Linear(2, 2)
+        state = {f"module.{name}": value for name, value in network.state_dict().items()}
+        assert self._quoted(
+            "Weights that do not fit the network", self._said(lambda: network.load_state_dict(state), RuntimeError)
+        )
+
+    def test_a_file_that_would_run_code(self, tmp_path: Path) -> None:
+        torch.save({"run": Path.cwd}, tmp_path / "model.pt")
+        said = self._said(lambda: torch.load(tmp_path / "model.pt"), Exception)
+        assert self._quoted("Weights that do not fit the network", said)
+
+    @pytest.mark.parametrize("flags", [["--epochs", "0"], ["--epochs", "many"], ["--warmup", "2"]])
+    def test_a_value_out_of_its_limits(self, flags: list[str]) -> None:
+        assert self._quoted("A value out of its limits", self._said(lambda: parse_config(flags, {}), UserError))
+
+    def test_a_setting_that_is_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MAX_QUEUE_TOKENS", "many")
+        assert self._quoted("The server does not start", self._said(Settings.from_environment, SettingsError))

@@ -1,0 +1,94 @@
+"""The entries of docs/TROUBLESHOOTING.md; `python -m tests.docs.troubleshooting` writes the index of the page."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from tests.docs.messages import HOLE
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "TROUBLESHOOTING.md"
+INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- /index -->)", re.DOTALL)
+_ENTRY = re.compile(r"^### (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+_LINES = re.compile(r"^(<!-- classic -->\n)?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FLAG = re.compile(r"--[a-z]\w*")
+_MOST_WORDS = 6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cause, what it makes the program or others print, and what to do.
+
+    ``lines``: words of errors of this program; ``classics``: of PyTorch, the kernel and others.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    classics: tuple[str, ...]
+    cause: str
+    advice: str
+
+    @property
+    def anchor(self) -> str:
+        """Where a link to it leads, as GitHub and MkDocs both make it."""
+        return "#" + re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+
+
+def read_entries(page: str) -> list[Entry]:
+    """Read all entries of the page."""
+    return [_entry(title, body) for title, body in _ENTRY.findall(page)]
+
+
+def _entry(title: str, body: str) -> Entry:
+    blocks = [(bool(mark), text.splitlines()) for mark, text in _LINES.findall(body)]
+    cause, _, advice = _LINES.sub("", body).partition("*Do*")
+    lines = tuple(line for is_classic, some in blocks for line in some if not is_classic)
+    classics = tuple(line for is_classic, some in blocks for line in some if is_classic)
+    return Entry(title, lines, classics, cause.strip(), advice.strip(": \n"))
+
+
+def index(entries: Sequence[Entry]) -> str:
+    """The index of the page: each flag, the words of each line, and what has no words."""
+    places: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        for key in {first_words(line) for line in (*entry.lines, *entry.classics)}:
+            places[key].append(entry)
+    flags = [f"- `{key}`: {_titles(places[key])}" for key in sorted(places) if _FLAG.fullmatch(key)]
+    words = sorted((key for key in places if not _FLAG.fullmatch(key)), key=_sorted_as)
+    letters = [
+        f"- **{letter}** {' · '.join(f'[`{key}`]({entry.anchor})' for key in keys for entry in places[key])}"
+        for letter, keys in groupby(words, key=lambda key: _sorted_as(key)[:1])
+    ]
+    silent = _titles(entry for entry in entries if not entry.lines and not entry.classics)
+    parts = (
+        ("The line begins with a flag:", *flags),
+        ("It has these words:", *letters),
+        (f"Nothing is said: {silent}.",),
+    )
+    return "\n".join(f"{first}\n" + "".join(f"\n{line}" for line in rest) + "\n" * bool(rest) for first, *rest in parts)
+
+
+def first_words(line: str) -> str:
+    """What the index has of a line: the flag that it begins with, or the beginning of its longest piece."""
+    if flag := _FLAG.match(line):
+        return flag[0]
+    longest = max(line.split(HOLE), key=len)
+    return " ".join(longest.strip(" :;,.()`").split()[:_MOST_WORDS])
+
+
+def _sorted_as(key: str) -> str:
+    return re.sub(r"[\W_]", "", key.lower())
+
+
+def _titles(entries: Iterable[Entry]) -> str:
+    return ", ".join(f"[{entry.title}]({entry.anchor})" for entry in entries)
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    written = index(read_entries(text))
+    PAGE.write_text(INDEX.sub(lambda _: written, text), encoding="utf-8")
