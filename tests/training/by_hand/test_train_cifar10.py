@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.training.parallelism.ranks import here
 from training.by_hand.cifar10 import ImageData, Split
@@ -117,9 +118,14 @@ def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start)
 
 
 @pytest.mark.slow
-def test_sigterm_ends_it_with_one_line(start: Start) -> None:
-    run = start([sys.executable, SCRIPT, "--data", "shapes", "--epochs", "50"], wait=False)
-    run.wait_until(lambda: "epoch 1/50" in run.out)
+def test_sigterm_ends_it_with_one_line(start: Start, tmp_path: Path) -> None:
+    for place in ("train/cat", "train/dog", "test/dog"):
+        (tmp_path / "pets" / place).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "pets" / place / "0.png")
+    flags = ["--data", tmp_path / "pets", "--batch_size", "2", "--epochs", "1000000"]
+
+    run = start([sys.executable, SCRIPT, *flags], wait=False)
+    run.wait_until(lambda: "epoch 9/" in run.out)
     run.process.send_signal(signal.SIGTERM)
 
     assert run.wait() == 143
