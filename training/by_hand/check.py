@@ -33,10 +33,10 @@ def main() -> int:
         help="ranks to check on; one more is tried too, so that no number can be built in (default: 2)",
     )
     options = parser.parse_args()
-    world_sizes = (options.workers, options.workers + 1)
     if not 2 <= options.workers < MOST_RANKS:
         raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}")
     compile_solution(options.solution)
+    world_sizes = (options.workers, options.workers + 1)
 
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     sizes = " and ".join(map(str, world_sizes))
@@ -61,7 +61,9 @@ def describe(verdict: Verdict) -> Text:
             ("right  ", "bold green"), (verdict.name, "bold"), f": {EXERCISES[verdict.name].promise}\n"
         )
     if finding == NOT_WRITTEN:
-        return Text.assemble(("to do  ", "bold yellow"), (verdict.name, "bold"), f": {finding.problem}\n")
+        return Text.assemble(
+            ("to do  ", "bold yellow"), (verdict.name, "bold"), f": {finding.problem}; {finding.hint}\n"
+        )
     text = Text.assemble(("wrong  ", "bold red"), (verdict.name, "bold"), f", on {verdict.world_size} ranks: ")
     text.append(f"{finding.problem}\n", "red")
     for line in finding.detail.splitlines():

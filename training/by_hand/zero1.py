@@ -9,9 +9,8 @@ rank: N equal copies, though each weight needs only one. So let each rank own 1/
 - it steps its share, and so needs the moments of that share only;
 - all-gather the weights: each rank has the whole model again.
 
-The two collectives are the two halves of an all-reduce (see ``ring_all_reduce.py``): as much is sent as before, where
-the library has a true reduce-scatter, as NCCL does; gloo makes its own of all-reduces.
-Adam treats every weight by itself, so the cut changes nothing in the result.
+Adam treats every weight by itself, so the cut changes nothing in the result. The two collectives are the halves of an
+all-reduce (see ``ring_all_reduce.py``): NCCL sends no more than before. Gloo makes its reduce-scatter of all-reduces.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1 (P_os) and 7.2.1 (what it sends).
 """

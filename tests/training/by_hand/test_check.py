@@ -1,16 +1,19 @@
 """The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
 
 import ast
+import multiprocessing
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
+from tests.training.parallelism.ranks import PRELOADED
 from training.by_hand import check, data_parallel, exercise
 from training.by_hand.check import describe
 from training.by_hand.checking.exercises import EXERCISES
@@ -21,8 +24,15 @@ TRUTH = Path(data_parallel.__file__)
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
-FAST = ("gradients_not_divided", "broadcast_makes_new_parameters", "accuracy_averaged", "gradients_divided_by_two")
+FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
 WRONG, RIGHT = (sorted(Path(__file__).with_name(f"{kind}_solutions").glob("*.py")) for kind in ("wrong", "right"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server_of_all_tests() -> None:
+    """A process has one fork server, and who starts it chooses its imports: ranks of other tests need more of them."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
 
 
 def _cases() -> list:
@@ -79,6 +89,7 @@ def test_an_exercise_that_nobody_has_begun_is_to_do(
     [
         (None, [], "cannot be read (No such file or directory); copy training/by_hand/exercise.py"),
         ("import torch\ndef average_gradients(model:\n", [], "line 2: '(' was never closed"),
+        ("x = 'no\0 text'\n", [], "my_solution.py: source code string cannot contain null bytes"),
         ("", ["--workers", "1"], "--workers 1: must be 2 to 8"),
         ("", ["--workers", "9"], "--workers 9: must be 2 to 8"),
         ("", ["--worker", "2"], "unrecognized arguments: --worker 2 (see --help)"),

@@ -53,6 +53,7 @@ def test_a_rank_sends_2_n_minus_1_nths_of_a_tensor_that_the_ranks_divide(
     assert [sent for _, _, sent in run_on_ranks(4, _both, (64, 8), torch.float32)] == [2 * 3 * 64 * 8] * 4
 
 
+@pytest.mark.slow
 def test_all_ranks_hold_the_same_bits_of_a_rounded_sum(run_on_ranks: Callable[..., list[Any]]) -> None:
     first, *others = run_on_ranks(3, _bits_of_a_rounded_sum)
 

@@ -20,4 +20,4 @@ class Finding:
     detail: str = ""
 
 
-NOT_WRITTEN = Finding("not written yet", "Replace its `raise NotImplementedError`.")
+NOT_WRITTEN = Finding("not written yet", "replace its raise NotImplementedError")

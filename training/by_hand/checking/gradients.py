@@ -33,7 +33,10 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
         model.get_parameter(name).grad = gradient
     function(model)
     after = model.tensors()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
     return Seen(gradients, [name for name, tensor in before.items() if not same(after.get(name), tensor)])
 
 
@@ -45,7 +48,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     own = [Probe(0).gradients(rank) for rank in range(len(seen))]
     kinds = {name: _kind([one.gradients.get(name) for one in seen], [mine[name] for mine in own]) for name in own[0]}
     if set(kinds.values()) == {"right"}:
-        return _of_nothing(seen, own)
+        return _invented(seen, own)
     worst = next(name for name, kind in kinds.items() if kind != "right")
     return _wrong(kinds, len(seen), _example(worst, seen, own))
 
@@ -68,12 +71,12 @@ def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> s
 
 
 def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
-    found = set(kinds.values())
     left = [name for name, kind in kinds.items() if kind == "own"]
     if left and len(left) < len(kinds):
         hint = "Which parameters does your loop pass over? Each that has a gradient needs its mean."
         return Finding(f"only some gradients are averaged, {', '.join(left)} not", hint, detail)
-    kind = next(kind for kind in kinds.values() if kind != "right") if len(found - {"right"}) == 1 else "other"
+    mistakes = set(kinds.values()) - {"right"}
+    kind = mistakes.pop() if len(mistakes) == 1 else "other"
     if kind.startswith("sum / "):
         return _wrong_divisor(kind.removeprefix("sum / "), num_ranks, detail)
     problem, hint = _EXPLAINED[kind]
@@ -82,9 +85,7 @@ def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
 
 def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
     if divisor == "1":
-        hint = (
-            f"The ranks hold the sum over {num_ranks} ranks: a step {num_ranks} times too long. What makes it a mean?"
-        )
+        hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
         return Finding("forgot to divide", hint, detail)
     if divisor == f"{num_ranks**2:.4g}":
         hint = "Does the collective divide already, or each rank before it?"
@@ -121,7 +122,7 @@ _EXPLAINED = {
 }
 
 
-def _of_nothing(seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> Finding | None:
+def _invented(seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> Finding | None:
     """Parameters that have no gradient may keep it so, or get zeros."""
     for one in seen:
         for name, gradient in one.gradients.items():

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,7 +95,7 @@ class Rank:
 
     def _tell(self, report: Report) -> None:
         if self.may_tell.acquire(blocking=False):
-            whole = Report(**{**vars(report), "printed": self.printed.getvalue()[:MOST_PRINTED]})
+            whole = replace(report, printed=self.printed.getvalue()[:MOST_PRINTED])
             # By value: multiprocessing's own pickler would send a tensor as shared memory, gone with this process.
             self.pipe.send_bytes(pickle.dumps(whole))
 

@@ -30,10 +30,9 @@ def compile_solution(path: Path) -> CodeType:
             f"{path}: cannot be read ({error.strerror}); copy training/by_hand/exercise.py, fill it in and name it here"
         ) from error
     except SyntaxError as error:
+        place = f"{path}, line {error.lineno}" if error.lineno else path
         line = (error.text or "").strip()
-        raise UserError(f"{path}, line {error.lineno}: {error.msg}{f': {line}' if line else ''}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: is no Python file ({error})") from error
+        raise UserError(f"{place}: {error.msg}{f': {line}' if line else ''}") from error
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
