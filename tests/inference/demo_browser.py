@@ -67,8 +67,14 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def visits(browser: Browser, home: str) -> Iterator[OpenPage]:
-    """Open pages with empty profiles; at the end they must have asked no other server, and logged no error."""
+def visits(browser: Browser, home: str, ready: str = "#bars li") -> Iterator[OpenPage]:
+    """Open pages with empty profiles; at the end they must have asked no other server, and logged no error.
+
+    Args:
+        browser: to open them in.
+        home: the address of a page that none is given for.
+        ready: the selector of what a page has once it can be used.
+    """
     contexts, problems = [], []
 
     def open_(address: str = home, *, refusals: bool = False, **options: Any) -> Page:
@@ -89,7 +95,7 @@ def visits(browser: Browser, home: str) -> Iterator[OpenPage]:
             "request", lambda request: request.url.startswith((f"{origin}/", "blob:")) or problems.append(request.url)
         )
         page.goto(address)
-        page.wait_for_selector("#bars li", state="attached")
+        page.wait_for_selector(ready, state="attached")
         return page
 
     yield open_

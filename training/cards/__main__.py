@@ -1,4 +1,4 @@
-"""The twelve cards from the terminal: python -m training.cards run, or show."""
+"""The twelve cards: python -m training.cards run, show, or serve."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from rich.console import Console
 
 from training.cards.drawing import as_mermaid, as_table
+from training.cards.history import History
 from training.cards.progress import Progress
-from training.cards.runner import Runner, epochs_of, workers_of
+from training.cards.report import write_report
+from training.cards.runner import Event, Runner, epochs_of, workers_of
 from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
 from training.errors import OneLineParser, UserError, positive, run_command
 
 DEFAULT_OUTPUT = Path("checkpoints/cards")
+DEFAULT_PORT = 8420
 # Each flag that sets a field of a card.
 FIELDS = {
     "workers": ("dist_shard_data", "num_workers"),
@@ -23,14 +26,18 @@ FIELDS = {
 
 
 def build_parser() -> OneLineParser:
-    """The flags of both commands."""
+    """The flags of the three commands."""
     parser = OneLineParser(prog="python -m training.cards", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a pipeline on real ranks", allow_abbrev=False)
-    run.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+    run.add_argument("--report", type=Path, metavar="FILE.html", help="write a page of the run, whole in one file")
     show = commands.add_parser("show", help="draw the wiring of a pipeline", allow_abbrev=False)
     show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
-    for command in (run, show):
+    serve = commands.add_parser("serve", help="step through a pipeline on a page", allow_abbrev=False)
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
+    for command in (run, serve):
+        command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+    for command in (run, show, serve):
         command.add_argument(
             "pipeline", type=Path, nargs="?", default=DEFAULT_PIPELINE, metavar="PIPELINE.yaml", help="default: iris"
         )
@@ -63,9 +70,19 @@ def configured(flags: argparse.Namespace) -> Pipeline:
 def run(flags: argparse.Namespace) -> None:
     """Run a pipeline to its end."""
     pipeline = configured(flags)
-    with Progress(pipeline, epochs_of(pipeline)) as progress, Runner(pipeline, flags.output, progress.show) as runner:
-        runner.run()
+    history = History(pipeline)
+    with Progress(pipeline, epochs_of(pipeline)) as progress:
+
+        def follow(event: Event) -> None:
+            progress.show(event)
+            history.record(event)
+
+        with Runner(pipeline, flags.output, follow) as runner:
+            runner.run()
     print(f"What each rank held before and after each card: {runner.storage.folder}")
+    if flags.report:
+        write_report(flags.report, runner, history)
+        print(f"The same on a page: {flags.report}")
 
 
 def show(flags: argparse.Namespace) -> None:
@@ -77,10 +94,18 @@ def show(flags: argparse.Namespace) -> None:
         Console(highlight=False, markup=False).print(as_table(pipeline, workers_of(pipeline), epochs_of(pipeline)))
 
 
+def serve(flags: argparse.Namespace) -> None:
+    """Step through a pipeline on a page, until Ctrl-C."""
+    # Here, since every rank imports this module, and needs no server.
+    from training.cards.serve import serve_page
+
+    serve_page(configured(flags), flags.output, flags.port)
+
+
 def main() -> None:
     """Parse, and do what is asked for."""
     flags = build_parser().parse_args()
-    {"run": run, "show": show}[flags.command](flags)
+    {"run": run, "show": show, "serve": serve}[flags.command](flags)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""What has become of every card so far; the page and the report draw it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from training.cards.runner import Event, epochs_of
+from training.cards.wiring import Pipeline
+
+
+class History:
+    """Keeps of every card its latest event, and of the training loop the loss of every pass.
+
+    Args:
+        pipeline: that runs.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.epochs = epochs_of(pipeline)
+        self.losses: list[float] = []
+        self._latest: dict[str, Event] = {}
+        self._metrics: dict[str, dict[str, float]] = {}
+        self._nodes = [node.id for node in pipeline.nodes]
+
+    def record(self, event: Event) -> None:
+        """A card begins, is done, or failed."""
+        self._latest[event.node] = event
+        if event.metrics:
+            self._metrics[event.node] = event.metrics
+        if event.epoch and "loss" in event.metrics:
+            self.losses.append(event.metrics["loss"])
+
+    @property
+    def failure(self) -> str:
+        """Why a card failed; empty as long as none has."""
+        return next((event.message for event in self._latest.values() if event.state == "failed"), "")
+
+    def has_run(self, node_id: str) -> bool:
+        """Whether a card has been done once: of one of the training loop also while it runs again."""
+        event = self._latest.get(node_id)
+        return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
+
+    def state(self, losses_from: int = 0) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            losses_from: number of the first loss to tell, from 0.
+        """
+        cards = {}
+        for node_id in self._nodes:
+            event = self._latest.get(node_id)
+            told = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
+            cards[node_id] = told | {"metrics": self._metrics.get(node_id, {})}
+        return writable(
+            {
+                "cards": cards,
+                "epochs": self.epochs,
+                "failure": self.failure,
+                "losses_from": losses_from,
+                "losses": self.losses[losses_from:],
+            }
+        )
+
+
+def writable(value: Any) -> Any:
+    """The same value with its numbers that JSON does not know, infinities and NaN, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: writable(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [writable(part) for part in value]
+    return value

@@ -1,0 +1,45 @@
+// Where what the page shows comes from: a server that runs the cards, or the page itself, when it is a report.
+
+class Refusal extends Error {
+  constructor(answer) {
+    super(typeof answer.detail === "string" ? answer.detail : "the server could not do it");
+    this.fields = answer.fields ?? {};
+  }
+}
+
+async function ask(method, path, body) {
+  const headers = body === undefined ? {} : { "Content-Type": "application/json" };
+  const response = await fetch(`/api/${path}`, { method, headers, body: JSON.stringify(body) }).catch(() => {
+    throw new Error("the server does not answer");
+  });
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Refusal(answer);
+  return answer;
+}
+
+const server = {
+  isLive: true,
+  pipeline: () => ask("GET", "pipeline"),
+  pictures: (id) => ask("GET", `nodes/${encodeURIComponent(id)}`),
+  configure: (id, values) => ask("PUT", `nodes/${encodeURIComponent(id)}/config`, values),
+  step: () => ask("POST", "step"),
+  run: () => ask("POST", "run"),
+  reset: (workers) => ask("POST", "reset", { workers }),
+  follow(onState, onLost) {
+    const events = new EventSource("/api/events");
+    events.onmessage = (event) => onState(JSON.parse(event.data));
+    events.onerror = onLost; // it tries again by itself
+  },
+};
+
+const report = (run) => ({
+  isLive: false,
+  pipeline: async () => run.pipeline,
+  pictures: async (id) => run.pictures[id] ?? [],
+  follow: (onState) => onState(run.state),
+});
+
+export function openSource() {
+  const run = JSON.parse(document.getElementById("run").textContent);
+  return run === null ? server : report(run);
+}
