@@ -42,7 +42,8 @@ the backward pass. *in one call*: the same, with all gradients in one vector. *D
 nothing before the last gradient is there. *DDP*: as it comes, a bucket of 1 MB and then of 25 MB, each sent while the
 backward pass goes on. *ms in calls*: while a collective was under way, as the profiler saw it, waiting for the other
 rank included. *hidden*: the share of it in which the rank computed too. Times are medians over rounds, of the slower
-rank, with the smallest and the largest; *×* is the median of the ratio within a round.
+rank, with the smallest and the largest; *×* is the median of the ratio within a round. The batches are small, so that
+communication is a share of a step that can be seen between two processes of one machine.
 
 """
 
@@ -146,9 +147,9 @@ def _facts(options: Namespace) -> dict[str, str]:
 
 def _parse() -> Namespace:
     parser = Parser(MODULE, __doc__.splitlines()[0])
-    parser.add_argument("--widths", nargs="+", type=positive, default=[32, 128], help="of the CNN (default: 32 128)")
-    parser.add_argument("--rows", type=positive, default=32, help="images a rank and step (default: 32)")
-    parser.add_argument("--rounds", type=positive, default=7, help="default: 7")
+    parser.add_argument("--widths", nargs="+", type=positive, default=[32, 256], help="of the CNN (default: 32 256)")
+    parser.add_argument("--rows", type=positive, default=4, help="images a rank and step (default: 4)")
+    parser.add_argument("--rounds", type=positive, default=15, help="default: 15")
     parser.add_argument("--steps", type=positive, default=6, help="of a way in a round (default: 6)")
     parser.add_argument("--cifar10", type=Path, help="CIFAR-10's files; unset: its table is left out")
     parser.add_argument("--output", type=Path, default=HERE / "by_hand.md", help="default: benchmarks/by_hand.md")
