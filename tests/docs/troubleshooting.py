@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from tests.docs.messages import HOLE
+from tests.docs.source_texts import HOLE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "TROUBLESHOOTING.md"
 INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- /index -->)", re.DOTALL)
@@ -17,6 +17,7 @@ _ENTRY = re.compile(r"^### (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 _LINES = re.compile(r"^(<!-- classic -->\n)?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"--[a-z]\w*")
 _MOST_WORDS = 6
+_AROUND = " :;,.()"
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ def index(entries: Sequence[Entry]) -> str:
 
 
 def first_words(line: str) -> str:
-    """What the index has of a line: the flag that it begins with, or the beginning of its longest piece."""
+    """What the index has of a line: the flag that it begins with, or the beginning of its longest piece, or all."""
     if flag := _FLAG.match(line):
         return flag[0]
-    longest = max(line.split(HOLE), key=len)
-    return " ".join(longest.strip(" :;,.()`").split()[:_MOST_WORDS])
+    words = max(line.split(HOLE), key=len).strip(_AROUND).split()
+    return " ".join(words[:_MOST_WORDS]) if len(words) > 1 else line.strip(_AROUND + HOLE)
 
 
 def _sorted_as(key: str) -> str:
