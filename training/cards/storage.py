@@ -84,9 +84,12 @@ class Storage:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors under a key, of any card, by their names; none where there are none."""
+        """The tensors under a key, of any card, in the order of their names; none where there are none.
+
+        Empty ones come out of a file in any order, and ranks that go through theirs together must keep in step.
+        """
         path = self._path(key, "safetensors")
-        return load_file(path) if path.exists() else {}
+        return dict(sorted(load_file(path).items())) if path.exists() else {}
 
     def of_ranks(self, name: str) -> list[Any]:
         """What each rank of this card saved as JSON under a name, in the order of ranks."""

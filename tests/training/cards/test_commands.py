@@ -53,9 +53,8 @@ def test_a_pipeline_may_be_short(
 ) -> None:
     (tmp_path / "sizes.csv").write_text("1,2,small\n3,4,large\n")
     path = tmp_path / "short.yaml"
-    path.write_text(
-        f"nodes: [{{id: load, card: dist_load_dataset, config: {{source_url: {tmp_path}/sizes.csv, target_column: 2}}}}]"
-    )
+    config = f"{{source_url: {tmp_path}/sizes.csv, target_column: 2}}"
+    path.write_text(f"nodes: [{{id: load, card: dist_load_dataset, config: {config}}}]")
 
     lines = said(monkeypatch, capsys, "run", str(path), "--output", str(tmp_path / "kept")).splitlines()
 

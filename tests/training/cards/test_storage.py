@@ -49,3 +49,14 @@ def test_the_first_pass_stays_when_a_later_one_is_saved(tmp_path: Path) -> None:
     assert node.of_ranks("loss") == [[0, 2], [1, 2], [2, 2]]
     assert node.first_pass().of_ranks("loss") == [[0, 1], [1, 1], [2, 1]]
     assert ranks[1].first_pass().load(ranks[1].first_pass().key("loss")) == [1, 1]
+
+
+def test_tensors_come_in_the_order_of_their_names_on_every_rank(tmp_path: Path) -> None:
+    storage = Storage(tmp_path, "save", rank=3)
+    names = [f"{layer}.{kind}" for layer in range(4) for kind in ("weight", "bias")]
+    # As FSDP leaves them on the last rank, some empty; and of two types, by which a file sorts first.
+    types = (torch.float, torch.long)
+    tensors = {name: torch.zeros(number % 2, dtype=types[number % 3 % 2]) for number, name in enumerate(names)}
+    key = storage.save_tensors("model", tensors)
+
+    assert list(storage.tensors(key)) == sorted(names)
