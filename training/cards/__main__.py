@@ -96,7 +96,7 @@ def show(flags: argparse.Namespace) -> None:
 
 def serve(flags: argparse.Namespace) -> None:
     """Step through a pipeline on a page, until Ctrl-C."""
-    # Here, since every rank imports this module, and needs no server.
+    # Here, since it brings a web server along, which the other commands do not need.
     from training.cards.serve import serve_page
 
     serve_page(configured(flags), flags.output, flags.port)

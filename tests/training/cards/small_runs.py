@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +18,28 @@ from training.cards.serve import create_app
 from training.cards.session import Session
 from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
 
+WAIT_SECONDS = 120
 
-def small_pipeline(workers: int = 2, batch_size: int = 120, epochs: int = 1, **strategy: Any) -> Pipeline:
-    """The irises; as it comes, the training loop has a single pass over all 120 training rows."""
-    pipeline = read_pipeline(DEFAULT_PIPELINE).configured("shard", num_workers=workers)
+
+def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs: int = 1, **strategy: Any) -> Pipeline:
+    """150 rows of three classes; as it comes, the training loop has a single pass over all 120 training rows."""
+    # Not the irises, which take a second to import.
+    data = folder / "rows.csv"
+    rows = [f"{row % 7},{row % 5},{row // 50},{row % 3},class {row // 50}" for row in range(150)]
+    data.write_text("\n".join(["a,b,c,d,kind", *rows]))
+    pipeline = read_pipeline(DEFAULT_PIPELINE).configured("load", source_url=str(data), target_column="kind")
+    pipeline = pipeline.configured("shard", num_workers=workers)
     pipeline = pipeline.configured("prepare", batch_size=batch_size).configured("save", epoch=epochs)
     return pipeline.configured("strategy", **strategy)
 
 
 @contextmanager
-def served(pipeline: Pipeline, folder: Path) -> Iterator[tuple[Session, httpx.Client]]:
-    """A server of a session, and a client of it."""
-    with Session(pipeline, folder) as session, socket.create_server(("127.0.0.1", 0)) as listener:
+def served(folder: Path, **options: Any) -> Iterator[tuple[Session, httpx.Client]]:
+    """A server of a session of a small pipeline, and a client of it."""
+    with (
+        Session(small_pipeline(folder, **options), folder / "runs") as session,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
         server = uvicorn.Server(uvicorn.Config(create_app(session), log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -43,8 +54,10 @@ def served(pipeline: Pipeline, folder: Path) -> Iterator[tuple[Session, httpx.Cl
 
 def state_when(client: httpx.Client, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first state of the server's events of which something holds."""
+    deadline = time.monotonic() + WAIT_SECONDS
     with client.stream("GET", "/api/events") as events:
-        for line in events.iter_lines():
+        for line in events.iter_lines():  # there is one every few seconds, be it empty
+            assert time.monotonic() < deadline, "no such state came"
             if line.startswith("data:") and holds(state := json.loads(line.removeprefix("data:"))):
                 return state
     raise AssertionError("the events ended")

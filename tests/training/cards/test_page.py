@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.inference.demo_browser import chromium, contrasts, until, visits
-from tests.training.cards.small_runs import served, small_pipeline
+from tests.training.cards.small_runs import served
 from training.cards.report import write_report
 from training.cards.session import Session
 
@@ -39,7 +39,7 @@ def open_cards(browser: Browser, tmp_path: Path) -> Iterator[OpenCards]:
     with ExitStack() as stack:
 
         def open_(options: dict[str, Any] | None = None, **pipeline: Any) -> tuple[Page, Session]:
-            session, client = stack.enter_context(served(small_pipeline(**pipeline), tmp_path / "run"))
+            session, client = stack.enter_context(served(tmp_path, **pipeline))
             open_page = stack.enter_context(visits(browser, str(client.base_url), READY))
             return open_page(refusals=True, **(options or {})), session
 

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.training.cards.small_runs import is_idle, served, small_pipeline, state_when, step, step_to
+from tests.training.cards.small_runs import is_idle, served, state_when, step, step_to
 
 CARDS = [sys.executable, "-m", "training.cards"]
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[httpx.Client]:
-    with served(small_pipeline(), tmp_path) as (_, client):
+    with served(tmp_path) as (_, client):
         yield client
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_done_while_a_card_runs_is_refused(client: httpx.Client, 
         client.post("/api/run"),
         client.put("/api/nodes/load/config", json={"target_column": "0"}),
     ]
-    (tmp_path / "slow.csv").write_text("size,species\n1,a\n2,b\n")
+    (tmp_path / "slow.csv").write_text("size,kind\n1,a\n2,b\n")
 
     assert [answer.status_code for answer in refused] == [409] * 3
     assert refused[0].json()["detail"] == "the ranks are at work already"
@@ -141,9 +141,9 @@ def test_a_rank_that_dies_makes_its_card_fail(client: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_a_reset_ends_a_run_in_the_middle_and_its_ranks(tmp_path: Path) -> None:
-    with served(small_pipeline(epochs=10_000), tmp_path) as (_, client):
+    with served(tmp_path, epochs=10_000) as (_, client):
         client.post("/api/run").raise_for_status()
-        running = state_when(client, lambda state: len(state["losses"]) > 20)
+        running = state_when(client, lambda state: state["losses_from"] > 20)
         ranks = [process for process in multiprocessing.active_children() if process.name.startswith("rank ")]
         state = client.post("/api/reset", json={}).json()
 
@@ -161,7 +161,7 @@ def test_events_tell_every_loss_once(tmp_path: Path) -> None:
         losses.extend(state["losses"])
         return state["next"] is None
 
-    with served(small_pipeline(batch_size=16, epochs=5), tmp_path) as (session, client):
+    with served(tmp_path, batch_size=16, epochs=5) as (session, client):
         client.post("/api/run").raise_for_status()
         state_when(client, take)
         assert losses == session.history.losses

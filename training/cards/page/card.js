@@ -46,8 +46,7 @@ export class CardPanel {
       h("p", { class: "look" }, h("b", {}, "Look at: "), node.look_at),
       this.message,
       this.content,
-      form ? h("h3", {}, "Configuration") : null,
-      form ?? "",
+      ...(form ? [h("h3", {}, "Configuration"), form] : []),
       h("h3", {}, "Wiring"),
       h("ul", { class: "flow" }, h("li", {}, `runs ${where}`), flow)));
   }

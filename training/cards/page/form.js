@@ -10,7 +10,7 @@ export function configForm(node, { isLive, configure }) {
   const apply = h("button", { type: "submit", id: "apply" }, "Apply");
   const form = h("form", { novalidate: true, onsubmit: submit },
     h("fieldset", { disabled: !isLive }, h("legend", { class: "unseen" }, "Configuration"), rows),
-    isLive ? h("div", { class: "actions" }, apply, h("span", { class: "hint" }, "The run starts over."), note) : null);
+    isLive ? h("div", { class: "actions" }, apply, h("span", { class: "hint" }, "Starts the run over."), note) : null);
 
   async function submit(event) {
     event.preventDefault();

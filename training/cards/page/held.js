@@ -30,7 +30,7 @@ export class HeldView {
       h("div", { class: "choose" },
         h("label", {}, `${held.kind} of `, h("select", { id: "tensor", onchange: choose }, names.map(option))),
         scale(top)),
-      ...held.moments.map((moment) => this.moment(moment, held, name, top, readout)),
+      h("div", { class: "moments" }, held.moments.map((moment) => this.moment(moment, held, name, top, readout))),
       readout,
       h("h3", {}, "Equal on all ranks?"),
       equality(held, names));
@@ -87,7 +87,7 @@ function heatMap(tensor, { rank, title, whole, top, readout, first }) {
   const cursor = s("rect", { class: "cursor", width: 1, height: 1, visibility: "hidden" });
   const label = `rank ${rank}, ${title}: ${shape.join(" by ")} numbers, checksum ${checksum}`;
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "xMinYMin", tabindex: 0, role: "img", "aria-label": label, class: "map", "--columns": width, "--rows": height },
-    s("rect", { class: "empty", width, height }), cells, cursor);
+    cells, s("rect", { class: "frame", width, height }), cursor);
   followCells(svg, values, offset, (y, x) => {
     cursor.setAttribute("visibility", "visible");
     cursor.setAttribute("x", x);

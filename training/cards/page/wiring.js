@@ -3,6 +3,7 @@
 import { formatNumber, formatSeconds, h, rankClass, s } from "cards/dom";
 
 const MARKS = { waiting: "·", running: "▶", done: "✓", failed: "✗" };
+const EVERY_BATCH = "every batch of every epoch ↻";
 const COLUMNS = 12;
 const LANE = 7; // between two lines beside the cards
 const BEND = 8;
@@ -19,6 +20,7 @@ export class Wiring {
 
   build(pipeline) {
     this.pipeline = pipeline;
+    this.loopText = s("text", { class: "loop", "text-anchor": "end" }, EVERY_BATCH);
     this.places = layOut(pipeline);
     this.buttons = new Map(pipeline.nodes.map((node, index) => [node.id, this.button(node, index + 1)]));
     this.list.replaceChildren(...pipeline.nodes.map((node) => this.item(node)));
@@ -56,6 +58,8 @@ export class Wiring {
   }
 
   show(state) {
+    const first = state.cards[this.pipeline.loop[0]];
+    this.loopText.textContent = first?.epoch ? `epoch ${first.epoch} of ${state.epochs}, batch ${first.batch} ↻` : EVERY_BATCH;
     for (const [id, button] of this.buttons) {
       const card = state.cards[id];
       if (button.dataset.state !== card.state) {
@@ -63,15 +67,14 @@ export class Wiring {
         button.querySelector(".mark").textContent = MARKS[card.state];
         button.querySelector(".state").textContent = card.state;
       }
-      const facts = this.facts(card, state.epochs);
+      const facts = this.facts(card);
       if (button.querySelector(".facts").textContent !== facts) button.querySelector(".facts").textContent = facts;
     }
   }
 
-  facts(card, epochs) {
+  facts(card) {
     if (card.state === "waiting") return "";
     const parts = card.seconds ? [formatSeconds(card.seconds)] : [];
-    if (card.epoch) parts.push(`epoch ${card.epoch}/${epochs}`);
     if ("accuracy" in card.metrics) parts.push(`${(card.metrics.accuracy * 100).toFixed(1)}%`);
     else if ("loss" in card.metrics) parts.push(`loss ${formatNumber(card.metrics.loss)}`);
     return parts.join(" · ");
@@ -87,6 +90,7 @@ export class Wiring {
       const d = this.path(from, to, boxes, frame.width, lanes);
       return s("path", { d, class: `${isBack ? "back" : ""} ${isOn ? "on" : ""}`, "marker-end": `url(#${isOn ? "tip-on" : "tip"})` });
     });
+    lines.sort((one, other) => one.matches(".on") - other.matches(".on")); // those of the chosen card above the others
     this.svg.replaceChildren(s("defs", {}, tip("tip"), tip("tip-on")), ...this.loopFrame(boxes), ...lines);
   }
 
@@ -129,7 +133,7 @@ export class Wiring {
     const bottom = Math.max(...inside.map((box) => box.y + box.height / 2)) + FRAME;
     return [
       s("rect", { class: "loop", x: left, y: top, width: right - left, height: bottom - top, rx: 14 }),
-      s("text", { class: "loop", x: right - 12, y: top + 17, "text-anchor": "end" }, "every batch of every epoch ↻"),
+      s("g", { transform: `translate(${right - 12},${top + 17})` }, this.loopText),
     ];
   }
 }
@@ -140,7 +144,7 @@ function boxOf(button, frame) {
 }
 
 function tip(id) {
-  return s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" },
+  return s("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" },
     s("path", { d: "M0,1 L7,4 L0,7 z" }));
 }
 
