@@ -274,6 +274,7 @@ def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_tes
     assert (copied / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_place_of_their_own_are_gone_on_from_and_moved_aside_with_the_run(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,14 +29,15 @@ def _stopped_at(step: int, whole_run: Path, target: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
         pytest.param(2, ("--strategy", "zero3"), id="zero3"),
-        pytest.param(2, ("--strategy", "pp", *TWO), id="pp", marks=pytest.mark.slow),
-        pytest.param(2, ("--strategy", "tp", *TWO), id="tp", marks=pytest.mark.slow),
-        pytest.param(4, ("--strategy", "3d", "--pp", "2", "--tp", "2", *TWO), id="3d", marks=pytest.mark.slow),
-        pytest.param(1, ("--strategy", "ddp", *TWO), id="one process", marks=pytest.mark.slow),
+        pytest.param(2, ("--strategy", "pp", *TWO), id="pp"),
+        pytest.param(2, ("--strategy", "tp", *TWO), id="tp"),
+        pytest.param(4, ("--strategy", "3d", "--pp", "2", "--tp", "2", *TWO), id="3d"),
+        pytest.param(1, ("--strategy", "ddp", *TWO), id="one process"),
     ],
 )
 def test_a_run_of_ddp_goes_on_under_another_strategy_with_the_same_losses(

@@ -15,6 +15,7 @@ from training.utils import only_run_in
 EVERY_STEP = ("--epochs", 1, "--batch_size", 8, "--save_every", 0, "--save_minutes", 1e-6, "--keep_last", 1)
 
 
+@pytest.mark.slow
 def test_a_run_saves_by_the_clock_at_an_address_and_keeps_the_milestones(
     train_here: Callable[..., int],
     capfd: pytest.CaptureFixture[str],

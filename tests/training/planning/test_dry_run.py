@@ -49,6 +49,7 @@ def _hold_to_real_runs(names: Sequence[str]) -> None:
         assert found["optimizer"] == pytest.approx(real["optimizer"], rel=0.001), name
 
 
+@pytest.mark.slow
 def test_a_dry_run_is_within_a_tenth_of_a_real_run() -> None:
     _hold_to_real_runs(FAST)
 

@@ -164,7 +164,8 @@ def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_s
     assert all(math.isfinite(epoch["train_loss"]) for epoch in epochs)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_going_back_equals_a_run_that_never_had_the_bad_rows(tmp_path: Path, world_size: int) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
 
