@@ -20,6 +20,7 @@ class History:
     def __init__(self, pipeline: Pipeline) -> None:
         self.epochs = epochs_of(pipeline)
         self.losses: list[float] = []
+        self.failure = ""  # why a card failed; empty as long as none has
         self._latest: dict[str, Event] = {}
         self._metrics: dict[str, dict[str, float]] = {}
         self._nodes = [node.id for node in pipeline.nodes]
@@ -27,15 +28,12 @@ class History:
     def record(self, event: Event) -> None:
         """A card begins, is done, or failed."""
         self._latest[event.node] = event
+        if event.state == "failed":
+            self.failure = event.message
         if event.metrics:
             self._metrics[event.node] = event.metrics
         if event.epoch and "loss" in event.metrics:
             self.losses.append(event.metrics["loss"])
-
-    @property
-    def failure(self) -> str:
-        """Why a card failed; empty as long as none has."""
-        return next((event.message for event in self._latest.values() if event.state == "failed"), "")
 
     def has_run(self, node_id: str) -> bool:
         """Whether a card has been done once: of one of the training loop also while it runs again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -184,7 +185,7 @@ def serve_page(pipeline: Pipeline, folder: Path, port: int) -> None:
     try:
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = os.strerror(error.errno) if isinstance(error, OSError) else "a port is 0 to 65535"
         raise UserError(f"--port {port}: cannot be listened on ({reason}); choose another") from error
     with listener, Session(pipeline, folder) as session:
         print(f"The cards of {pipeline.path}: http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 READY = "#cards .node[aria-current=true]"
+CARDS_RUN = [sys.executable, "-m", "training.cards", "run"]
 FIRST_WEIGHTS = 16 * 4
 NODES = ("load", "prepare", "shard", "strategy", "group", "forward", "backward", "allreduce", "step")
 NODES += ("save", "aggregate", "evaluate")
@@ -220,3 +222,23 @@ def test_a_report_from_the_disk_shows_what_the_server_showed(
         facts = "cards => cards.map(card => card.innerText)"
         assert copy.locator("#cards .node").evaluate_all(facts) == page.locator("#cards .node").evaluate_all(facts)
         assert copy.get_attribute("#curve polyline", "points") == page.get_attribute("#curve polyline", "points")
+
+
+@pytest.mark.slow
+def test_run_writes_the_page_of_its_run(start: Callable[..., Any], browser: Browser, tmp_path: Path) -> None:
+    report = tmp_path / "run.html"
+    run = start([*CARDS_RUN, "--workers", "2", "--epochs", "3", "--report", report, "--output", tmp_path / "runs"])
+
+    assert (run.process.returncode, run.err) == (0, "")
+    assert f"The same on a page: {report}" in run.out
+    with visits(browser, report.as_uri(), READY) as open_page:
+        assert open_page().locator(".node[data-state=done]").count() == len(NODES)
+
+
+@pytest.mark.slow
+def test_a_report_that_cannot_be_written_is_one_line(start: Callable[..., Any], tmp_path: Path) -> None:
+    flags = ["--workers", "1", "--epochs", "1", "--report", tmp_path, "--output", tmp_path / "runs"]
+    run = start([*CARDS_RUN, *flags])
+
+    assert run.process.returncode == 2
+    assert run.err == f"error: --report {tmp_path}: cannot be written (Is a directory)\n"

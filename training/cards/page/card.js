@@ -25,7 +25,7 @@ export class CardPanel {
     const card = state.cards[this.node.id];
     this.message.textContent = card.state === "failed" ? card.message : "";
     const isNewlyDone = card.state === "done" && before?.cards[this.node.id].state === "waiting";
-    const hasPaused = !state.busy && (before?.busy ?? true);
+    const hasPaused = !state.busy && before?.busy;
     const wasQuick = !state.busy && before && card.seconds !== before.cards[this.node.id].seconds;
     if (isNewlyDone || hasPaused || wasQuick) await this.load();
   }

@@ -8,36 +8,39 @@ import { Wiring } from "cards/wiring";
 
 const MOST_WORKERS = 8; // of the menu; a card can be set to more
 
-const $$ = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 
 class Page {
   constructor(source) {
     this.source = source;
     this.run = null; // its number: after a reset everything is new
     this.losses = [];
-    this.panel = new CardPanel($$("card"), source);
-    this.wiring = new Wiring($$("wiring"), (node) => this.panel.open(node, this.pipeline).catch((error) => this.complain(error)));
+    this.panel = new CardPanel(byId("card"), source);
+    this.wiring = new Wiring(byId("wiring"), (node) => this.panel.open(node, this.pipeline).catch((error) => this.complain(error)));
     this.queue = Promise.resolve();
   }
 
   start() {
-    $$("controls").hidden = !this.source.isLive;
-    $$("step").addEventListener("click", () => this.step());
-    $$("run-all").addEventListener("click", () => this.act($$("run-all"), () => this.source.run()));
-    $$("reset").addEventListener("click", () => this.act($$("reset"), () => this.source.reset(this.workers)));
-    $$("workers").addEventListener("change", () => this.act($$("workers"), () => this.source.reset(this.workers)));
+    byId("controls").hidden = !this.source.isLive;
+    byId("step").addEventListener("click", () => this.step());
+    byId("run-all").addEventListener("click", () => this.act(byId("run-all"), () => this.source.run()));
+    byId("reset").addEventListener("click", () => this.act(byId("reset"), () => this.source.reset(this.workers)));
+    byId("workers").addEventListener("change", () => this.act(byId("workers"), () => this.source.reset(this.workers)));
     // One after the other: a new run's wiring is asked for before its states are shown.
     const onState = (state) => (this.queue = this.queue.then(() => this.show(state)).catch((error) => this.complain(error)));
-    this.source.follow(onState, () => this.complain(new Error("the server does not answer")));
+    this.source.follow(onState, () => {
+      this.run = null; // when it answers again, it may be another server
+      this.complain(new Error("the server does not answer"));
+    });
   }
 
   get workers() {
-    return Number($$("workers").value);
+    return Number(byId("workers").value);
   }
 
   async step() {
     const next = this.state?.next;
-    if (await this.act($$("step"), () => this.source.step())) this.wiring.choose(next);
+    if (await this.act(byId("step"), () => this.source.step())) this.wiring.choose(next);
   }
 
   async act(button, ask) {
@@ -57,7 +60,7 @@ class Page {
     const before = this.state;
     this.state = state;
     this.wiring.show(state);
-    drawCurve($$("curve"), this.losses);
+    drawCurve(byId("curve"), this.losses);
     this.showControls(state);
     await this.panel.show(state, before);
   }
@@ -70,8 +73,8 @@ class Page {
     this.wiring.build(this.pipeline);
     const { workers } = this.pipeline;
     const choices = Array.from({ length: Math.max(MOST_WORKERS, workers) }, (_, index) => index + 1);
-    $$("workers").replaceChildren(...choices.map((count) => h("option", { value: count, selected: count === workers }, String(count))));
-    $$("subtitle").textContent = this.describe();
+    byId("workers").replaceChildren(...choices.map((count) => h("option", { value: count, selected: count === workers }, String(count))));
+    byId("subtitle").textContent = this.describe();
   }
 
   describe() {
@@ -86,7 +89,7 @@ class Page {
   showControls(state) {
     // Not disabled, which would take the focus away from whoever steps with the keyboard.
     const isOver = state.busy || state.failure !== "" || state.next === null;
-    for (const id of ["step", "run-all"]) $$(id).setAttribute("aria-disabled", String(isOver));
+    for (const id of ["step", "run-all"]) byId(id).setAttribute("aria-disabled", String(isOver));
     this.say(this.summary(state), state.failure !== "");
   }
 
@@ -104,8 +107,8 @@ class Page {
   }
 
   say(text, isWrong) {
-    if ($$("status").textContent !== text) $$("status").textContent = text;
-    $$("status").classList.toggle("wrong", isWrong);
+    if (byId("status").textContent !== text) byId("status").textContent = text;
+    byId("status").classList.toggle("wrong", isWrong);
   }
 }
 
