@@ -11,7 +11,7 @@ TORCH_CPU ?= --torch-backend cpu
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
 	--no-emit-index-url --custom-compile-command "make lock"
 
-.PHONY: help install demo demo-elastic test test-all lint format bench bench-serving image image-torch lock sbom clean
+.PHONY: help install demo demo-elastic test test-all lint format docs bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,7 +39,7 @@ test: $(INSTALLED) ## Run the tests (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(INSTALLED) ## Run the tests with the slower matrix
-	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev,ray,deepspeed,wandb,mlflow,trackio]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[dev,docs,ray,deepspeed,wandb,mlflow,trackio]"
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED) ## Check style and types of mistakes
@@ -49,6 +49,10 @@ lint: $(INSTALLED) ## Check style and types of mistakes
 format: $(INSTALLED) ## Put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED) ## Build the documentation as a site, in site/
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[bench]"

@@ -1,4 +1,4 @@
-"""The commands that the deployment's pages show, for the tests that run them as they stand there."""
+"""The commands that pages show, for the tests that run them as they stand there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ("docs/deployment.md", "docs/OPERATIONS.md", "deployment/README.md")
+PAGES = ("docs/deployment.md", "docs/OPERATIONS.md", "deployment/README.md", "docs/DISTRIBUTED_TRAINING_GUIDE.md")
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>.+?) -->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

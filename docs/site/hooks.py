@@ -1,0 +1,83 @@
+"""Hooks of MkDocs: the measured pages, and the sources that pages link to, become pages of the site."""
+
+from __future__ import annotations
+
+import re
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_LINK = re.compile(r"\]\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
+_LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".md": "markdown"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the measured pages."""
+    measured = [str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "benchmarks").glob("*.md"))]
+    config.nav[-1] = {"Measured": measured}
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the measured pages with their pictures, and each file of the repository that a page links to."""
+    for path in sorted((REPOSITORY / "benchmarks").iterdir()):
+        if path.suffix in (".md", ".png"):
+            name = str(path.relative_to(REPOSITORY))
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    for page in list(files.documentation_pages()):
+        for target in _links(page.content_string, _place(page.src_uri)):
+            name = _name_on_site(target)
+            if name not in files.src_uris:
+                files.append(File.generated(config, name, content=_source_page(target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links to files of the repository lead to their pages here."""
+    folder = _place(page.file.src_uri)
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = (folder / match["path"]).resolve()
+        if not _is_ours(target):
+            return match[0]
+        address = relpath(_name_on_site(target), Path(page.file.src_uri).parent)
+        return f"]({address}{match['anchor'] or ''})"
+
+    return markdown if page.file.src_uri.startswith("source/") else _LINK.sub(rewritten, markdown)
+
+
+def _place(src_uri: str) -> Path:
+    """The folder of the repository that the links of a page start from."""
+    return (REPOSITORY if src_uri.startswith("benchmarks/") else REPOSITORY / "docs") / Path(src_uri).parent
+
+
+def _links(markdown: str, folder: Path) -> list[Path]:
+    targets = ((folder / match["path"]).resolve() for match in _LINK.finditer(markdown))
+    return [target for target in targets if _is_ours(target)]
+
+
+def _is_ours(target: Path) -> bool:
+    return target.is_file() and target.is_relative_to(REPOSITORY)
+
+
+def _name_on_site(target: Path) -> str:
+    """Where a file of the repository lies on the site; the pages of docs/ at its top, sources as pages of their own."""
+    name = target.relative_to(REPOSITORY)
+    if name.is_relative_to("docs"):
+        return str(name.relative_to("docs"))
+    if name.parent == Path("benchmarks") and name.suffix in (".md", ".png"):
+        return str(name)
+    return f"source/{name}.md"
+
+
+def _source_page(path: Path) -> str:
+    """A file as it stands in the repository; not in the search, which is for explanations."""
+    name, language = path.relative_to(REPOSITORY), _LANGUAGES.get(path.suffix, "text")
+    fence = "`" * 8
+    head = f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {name}\n\n"
+    return f'{head}{fence}{language} linenums="1"\n{path.read_text()}\n{fence}\n'

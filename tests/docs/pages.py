@@ -1,0 +1,133 @@
+"""The project's pages, and what stands in them: links, headings, names of code, blocks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    str(path.relative_to(REPOSITORY))
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "training/sample_news/*.md")
+    for path in REPOSITORY.glob(pattern)
+)
+_FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?P<address>[^()\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+# [base.py](../training/parallelism/base.py): `BaseStrategy.step`, `BaseStrategy.run`
+_NAMES = re.compile(r"\]\((?P<address>[^()\s]+\.py)\): (?P<names>`[\w.]+`(?:, `[\w.]+`)*)")
+_FIGURE = re.compile(r"\*\*(-?\d[\d.,]*%?)\*\*")
+_BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Something in a page that must exist elsewhere."""
+
+    page: str
+    target: Path
+    detail: str  # an anchor, or the name of a function or a class
+
+
+def links(page: str) -> list[Reference]:
+    """The links of a page to files and headings of the repository."""
+    text = _FENCE.sub("", _text(page))
+    found = []
+    for match in _LINK.finditer(text):
+        address, _, anchor = match["address"].partition("#")
+        if "://" not in address and not address.startswith("mailto:"):
+            found.append(Reference(page, _target(page, address), anchor))
+    return found
+
+
+def code_names(page: str) -> list[Reference]:
+    """The functions, classes and constants that a page names behind a link to their file."""
+    return [
+        Reference(page, _target(page, match["address"]), name)
+        for match in _NAMES.finditer(_text(page))
+        for name in re.findall(r"[\w.]+", match["names"])
+    ]
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: dict[str, int] = {}
+    for heading in _HEADING.findall(_FENCE.sub("", path.read_text())):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return frozenset(f"{slug}-{n}" if n else slug for slug, times in found.items() for n in range(times + 1))
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """What a Python file defines: functions, classes, constants, and `Class.method` and `Class.field`."""
+    tree = ast.parse(path.read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    members = (f"{owner.name}.{name}" for owner in classes for node in owner.body for name in _defined(node))
+    return frozenset([name for node in tree.body for name in _defined(node)]) | frozenset(members)
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def blocks_of_python(page: str) -> list[tuple[str, str]]:
+    """Each block of Python of a page, and the block of text behind it: what it prints."""
+    blocks = [(match["kind"], match["text"]) for match in _BLOCK.finditer(_text(page))]
+    return [
+        (text, printed if kind == "text" else "")
+        for (language, text), (kind, printed) in pairwise([*blocks, ("", "")])
+        if language == "python"
+    ]
+
+
+def shown_after(page: str, command: str) -> str:
+    """The block of text that stands behind a block of commands: what they print.
+
+    Args:
+        page: that shows both.
+        command: the commands as they stand there.
+    """
+    rest = _text(page).split(f"```bash\n{command}```\n", 1)[1]
+    block = _BLOCK.search(rest)
+    assert block is not None
+    assert block["kind"] == "text", f"{page}: no output behind\n{command}"
+    return block["text"]
+
+
+def inline_commands(page: str) -> list[Path]:
+    """The scripts and modules that commands within a page's lines start."""
+    commands = [match for match in re.findall(r"`([^`\n]+)`", _FENCE.sub("", _text(page))) if " " in match]
+    scripts = [
+        REPOSITORY / path for command in commands for path in re.findall(r"(?<!\S)training/\S+\.(?:py|sh)", command)
+    ]
+    modules = [name for command in commands for name in re.findall(r"python -m (training[\w.]*)", command)]
+    places = [REPOSITORY / name.replace(".", "/") for name in modules]
+    return scripts + [place / "__main__.py" if place.is_dir() else place.with_suffix(".py") for place in places]
+
+
+def cited_figures(page: str) -> list[tuple[str, list[Path]]]:
+    """Each bold number of a paragraph that cites a measured page, and the pages that it cites."""
+    found = []
+    for paragraph in _FENCE.sub("", _text(page)).split("\n\n"):
+        cited = [_target(page, match["address"]) for match in _LINK.finditer(paragraph)]
+        measured = [path for path in cited if path.parent.name == "benchmarks" and path.suffix == ".md"]
+        found += [(number, measured) for number in _FIGURE.findall(paragraph) if measured]
+    return found
+
+
+def _text(page: str) -> str:
+    return (REPOSITORY / page).read_text()
+
+
+def _target(page: str, address: str) -> Path:
+    return (REPOSITORY / page).parent.joinpath(address).resolve() if address else REPOSITORY / page

@@ -1,0 +1,121 @@
+"""The guide's commands, run as they stand there; what is shown behind them is what they print."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.deployment.documented import documented
+from tests.docs.pages import REPOSITORY, inline_commands, shown_after
+
+GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
+PRINTED = [
+    documented(GUIDE, "plan-small"),
+    documented(GUIDE, "plan-large"),
+    documented(GUIDE, "plan-eight"),
+    documented(GUIDE, "variables"),
+    documented(GUIDE, "collectives"),
+    documented(GUIDE, "ring"),
+    documented(GUIDE, "against-ddp"),
+    documented(GUIDE, "buckets"),
+    documented(GUIDE, "zero1"),
+    documented(GUIDE, "pipeline"),
+    documented(GUIDE, "timeline"),
+    documented(GUIDE, "resume"),
+    documented(GUIDE, "cards"),
+]
+TRAINED = {
+    "accumulated": documented(GUIDE, "accumulate"),
+    "zero3": documented(GUIDE, "zero3"),
+    "3d": documented(GUIDE, "mesh"),
+    "compressed": documented(GUIDE, "compress"),
+    "watched": documented(GUIDE, "watch"),
+}
+ANYTHING = re.compile(r"…|\d\.\de[+-]\d\d")  # what was left out, and what the processor rounds in its own way
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """`run(commands)`: in a place that looks like the repository, but whose checkpoints are the test's own."""
+    for name in ("training", "inference"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    told = {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
+
+    def run(commands: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", commands],
+            cwd=tmp_path,
+            env={**os.environ, **told},
+            text=True,
+            timeout=400,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    return run
+
+
+def is_excerpt(shown: str, printed: str) -> bool:
+    """Whether the lines of one text stand in another in the same order; `…` is for anything that is left out."""
+    left = iter(line.rstrip() for line in printed.splitlines())
+    patterns = [".*".join(map(re.escape, ANYTHING.split(line))) for line in shown.splitlines() if line != "…"]
+    return all(any(re.fullmatch(pattern, line) for line in left) for pattern in patterns)
+
+
+def test_an_excerpt_has_the_lines_in_their_order_and_nothing_else() -> None:
+    printed = "one 1.2e-08\ntwo 2.5s\nthree"
+
+    assert is_excerpt("one 3.4e-08\n…\nthree", printed)
+    assert is_excerpt("two …", printed)
+    assert not is_excerpt("three\none 1.2e-08", printed)
+    assert not is_excerpt("two", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commands", PRINTED, ids=lambda commands: " ".join(commands.split())[-60:])
+def test_a_command_of_the_guide_prints_what_the_guide_shows(commands: str, run: Run) -> None:
+    result = run(commands)
+
+    assert result.returncode == (2 if "--gpus 1 " in commands else 0), result.stdout
+    assert is_excerpt(shown_after(GUIDE, commands), result.stdout), result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_of_the_guide_ends_with_a_model(name: str, run: Run, tmp_path: Path) -> None:
+    result = run(TRAINED[name])
+
+    assert result.returncode == 0, result.stdout
+    assert (tmp_path / "checkpoints" / name / "model.safetensors").exists()
+    assert (tmp_path / "checkpoints" / f"{name}.run" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_drawn_shapes_are_learned_by_hand(run: Run) -> None:
+    result = run(documented(GUIDE, "by-hand"))
+
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"^epoch 1/1  loss \S+  test accuracy \S+%", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_exercise_as_it_is_has_everything_left_to_do(run: Run) -> None:
+    result = run(documented(GUIDE, "exercise"))
+
+    assert result.returncode == 1
+    assert "0 of 3 right" in result.stdout
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/QUICK_REFERENCE.md", GUIDE])
+def test_what_a_page_names_as_a_command_is_there_to_be_started(page: str) -> None:
+    started = inline_commands(page)
+
+    assert len(started) > 0 or page == GUIDE
+    assert [path for path in started if not path.exists()] == []

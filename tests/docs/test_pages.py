@@ -1,0 +1,57 @@
+"""What the pages promise: links that lead somewhere, names that exist, blocks of Python that print what is shown."""
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import chain
+
+import pytest
+
+from tests.docs.pages import PAGES, REPOSITORY, anchors, blocks_of_python, cited_figures, code_names, links, names_in
+
+LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "docs/INTERVIEW_QUESTIONS.md")
+PYTHON = [(page, *block) for page in LEARNING for block in blocks_of_python(page)]
+
+
+def test_every_relative_link_leads_to_a_file_and_to_a_heading_of_it() -> None:
+    broken = []
+    for link in chain.from_iterable(map(links, PAGES)):
+        leads = link.target.exists() and (not link.detail or link.detail in anchors(link.target))
+        if not leads:
+            broken.append(f"{link.page}: {link.target.relative_to(REPOSITORY)}#{link.detail}")
+
+    assert broken == []
+
+
+def test_every_function_and_class_that_a_page_names_behind_its_file_is_defined_there() -> None:
+    named = list(chain.from_iterable(map(code_names, PAGES)))
+
+    assert len(named) > 60
+    gone = [f"{one.page}: {one.target.name}: {one.detail}" for one in named if one.detail not in names_in(one.target)]
+    assert gone == []
+
+
+@pytest.mark.parametrize("page", LEARNING)
+def test_a_bold_figure_stands_on_the_measured_page_that_is_cited_with_it(page: str) -> None:
+    missing = [
+        number
+        for number, cited in cited_figures(page)
+        if not any(re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", path.read_text()) for path in cited)
+    ]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (REPOSITORY / "docs").glob("*.md")))
+def test_the_index_leads_to_every_page(page: str) -> None:
+    reached = {link.target for link in links("docs/index.md")}
+
+    assert page == "index.md" or REPOSITORY / "docs" / page in reached
+
+
+@pytest.mark.parametrize(("page", "code", "printed"), PYTHON, ids=lambda text: text.splitlines()[0][:40])
+def test_a_block_of_python_prints_what_stands_behind_it(page: str, code: str, printed: str) -> None:
+    with redirect_stdout(StringIO()) as out:
+        exec(compile(code, page, "exec"), {})
+
+    assert out.getvalue() == printed

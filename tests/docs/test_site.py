@@ -1,0 +1,83 @@
+"""The site: built without a warning and without a network, and looked at in Chromium."""
+
+import functools
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import REPOSITORY
+from tests.inference.demo_browser import chromium
+
+SITE = REPOSITORY / "docs" / "site"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="needs the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", SITE / "mkdocs.yml"]
+    build = subprocess.run([*command, "--site-dir", folder], capture_output=True, text=True, timeout=300)
+    assert build.returncode == 0, build.stderr
+    assert "WARNING" not in build.stderr
+    return folder
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_every_page_of_the_documentation_is_in_the_navigation(site: Path) -> None:
+    start = (site / "index.html").read_text()
+    pages = [path.stem for path in (REPOSITORY / "docs").glob("*.md") if path.name != "index.md"]
+    measured = [f"benchmarks/{path.stem}" for path in (REPOSITORY / "benchmarks").glob("*.md")]
+
+    assert [name for name in pages + measured if f'href="{name}/"' not in start] == []
+
+
+def test_a_source_that_a_page_links_to_is_a_page_of_the_site(site: Path) -> None:
+    guide = (site / "DISTRIBUTED_TRAINING_GUIDE" / "index.html").read_text()
+    (link,) = set(re.findall(r'href="([^"]*by_hand/data_parallel\.py/)"', guide))
+
+    assert "broadcast_parameters" in (site / "DISTRIBUTED_TRAINING_GUIDE" / link / "index.html").read_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_show_their_pictures_and_ask_no_other_server(address: str, scheme: str) -> None:
+    problems: list[str] = []
+    with chromium() as browser:
+        page = browser.new_page(color_scheme=scheme)
+        page.on("request", lambda request: request.url.startswith(address) or problems.append(request.url))
+        page.on("response", lambda response: response.status < 400 or problems.append(response.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        for path in ("", "DISTRIBUTED_TRAINING_GUIDE/", "TROUBLESHOOTING/", "benchmarks/scaling/"):
+            page.goto(f"{address}/{path}", wait_until="networkidle")
+            widths = page.evaluate("[...document.images].map((image) => image.naturalWidth)")
+            assert 0 not in widths, path
+            palette = page.evaluate("document.body.dataset.mdColorScheme")
+            assert palette == {"light": "default", "dark": "slate"}[scheme]
+    assert problems == []
+
+
+def test_the_diagrams_are_what_their_script_draws(tmp_path: Path) -> None:
+    source = (SITE / "diagrams.py").read_text()
+    drawn: dict[str, object] = {"__name__": "diagrams", "__file__": str(SITE / "diagrams.py")}
+    exec(compile(source, "diagrams.py", "exec"), drawn)
+
+    for name, draw in drawn["DIAGRAMS"].items():
+        assert (REPOSITORY / "docs" / name).read_text() == str(draw()), f"run python docs/site/diagrams.py for {name}"
