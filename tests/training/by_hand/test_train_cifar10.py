@@ -101,7 +101,7 @@ def test_the_learning_rate_rises_for_a_quarter_of_the_steps_and_falls_over_the_o
 
 @pytest.mark.slow
 def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start) -> None:
-    flags = ["--data", "shapes", "--epochs", "5"]
+    flags = ["--data", "shapes", "--epochs", "3", "--batch_size", "128", "--threads", "1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     runs = [start([sys.executable, SCRIPT, *flags]), start([*torchrun, SCRIPT, *flags])]
 
@@ -109,8 +109,9 @@ def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start)
     for run in runs:
         assert run.process.returncode == 0, run.err
         lines = run.out.splitlines()
-        assert len(lines) == 5
+        assert len(lines) == 3
         ends.append(EPOCH.fullmatch(lines[-1]))
+        print(run.out)
     alone, together = ends
     assert float(alone[4]) > 90
     assert float(together[3]) == pytest.approx(float(alone[3]), abs=0.05)
