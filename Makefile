@@ -52,7 +52,7 @@ format: $(INSTALLED) ## Put the code into its format
 
 docs: $(INSTALLED) ## Build the documentation as a site, in site/
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[docs]"
-	$(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 bench: $(INSTALLED) ## Measure training throughput against the usual recipes and write benchmarks/*.md
 	$(BIN)/pip install --quiet $(PIP_FLAGS) --editable ".[bench]"

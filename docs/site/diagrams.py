@@ -53,7 +53,7 @@ def processes() -> Drawing:
     for machine in range(2):
         left = 20 + 370 * machine
         drawing.box(left, 20, 350, 150, GROUND)
-        drawing.text(left + 12, 42, f"machine {machine}: torchrun --nnodes=2 --nproc_per_node=2", bold=True)
+        drawing.text(left + 12, 42, f"machine {machine}: one torchrun", bold=True)
         for local in range(2):
             rank = 2 * machine + local
             x = left + 15 + 165 * local

@@ -17,9 +17,10 @@ _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", "
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the measured pages."""
-    measured = [str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "benchmarks").glob("*.md"))]
-    config.nav[-1] = {"Measured": measured}
+    """List the measured pages, by their headings."""
+    paths = sorted((REPOSITORY / "benchmarks").glob("*.md"))
+    titles = {re.search(r"^# (.+)$", path.read_text(), re.MULTILINE)[1]: path for path in paths}
+    config.nav[-1] = {"Measured": [{title: f"benchmarks/{path.name}"} for title, path in titles.items()]}
     return config
 
 
