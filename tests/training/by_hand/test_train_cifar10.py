@@ -111,7 +111,6 @@ def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start)
         lines = run.out.splitlines()
         assert len(lines) == 3
         ends.append(EPOCH.fullmatch(lines[-1]))
-        print(run.out)
     alone, together = ends
     assert float(alone[4]) > 90
     assert float(together[3]) == pytest.approx(float(alone[3]), abs=0.05)
