@@ -63,7 +63,7 @@ export class CardPanel {
 
   drawPictures(pictures) {
     if (!pictures.length) {
-      const text = this.source.isLive ? "This card has not run yet." : "This card did not run.";
+      const text = this.source.isLive ? "Nothing has come out of this card yet." : "Nothing came out of this card.";
       this.content.replaceChildren(h("p", { class: "hint" }, text));
       return;
     }
