@@ -14,6 +14,7 @@ from training.cards.report import write_report
 from training.cards.runner import Event, Runner, epochs_of, workers_of
 from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
 from training.errors import OneLineParser, UserError, positive, run_command
+from training.utils import only_run_in
 
 DEFAULT_OUTPUT = Path("checkpoints/cards")
 DEFAULT_PORT = 8420
@@ -105,7 +106,15 @@ def serve(flags: argparse.Namespace) -> None:
 def main() -> None:
     """Parse, and do what is asked for."""
     flags = build_parser().parse_args()
-    {"run": run, "show": show, "serve": serve}[flags.command](flags)
+    if flags.command == "show":
+        show(flags)
+        return
+    try:
+        flags.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {flags.output}: cannot be written ({error.strerror})") from error
+    with only_run_in(flags.output, "--output"):
+        {"run": run, "serve": serve}[flags.command](flags)
 
 
 if __name__ == "__main__":

@@ -183,6 +183,16 @@ def test_serve_says_where_and_ends_with_ctrl_c(start: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.slow
+def test_a_run_beside_a_server_takes_another_folder(start: Callable[..., Any], tmp_path: Path) -> None:
+    server = start([*CARDS, "serve", "--port", "0", "--output", tmp_path], wait=False)
+    server.wait_until(lambda: "http://127.0.0.1:" in server.out)
+    run = start([*CARDS, "run", "--output", tmp_path])
+
+    assert run.process.returncode == 2
+    assert run.err == f"error: {tmp_path}: another run is training into this folder; use another --output\n"
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: httpx.Client) -> None:
     run = start([*CARDS, "serve", "--port", str(client.base_url.port)])
 
