@@ -6,9 +6,9 @@ import hashlib
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from training.cards.storage import Storage
 
@@ -45,5 +45,8 @@ def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
 
 def gradient_norm(model: nn.Module) -> float:
     """The length of all gradients together; of sharded ones over all ranks, so that all must ask."""
-    norm = get_total_norm([parameter.grad for parameter in model.parameters()])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    squares = torch.stack([own_part(gradient).square().sum() for gradient in gradients]).sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(squares)
+    return squares.sqrt().item()

@@ -50,7 +50,7 @@ class Answer:
 
 
 class Workers:
-    """As many processes as there are ranks; a context manager, after which none is left.
+    """As many processes as there are ranks, until :meth:`close` leaves none.
 
     They find each other as under torchrun: by its environment variables, and a store that their parent holds.
 
@@ -128,12 +128,6 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
