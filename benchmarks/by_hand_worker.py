@@ -32,7 +32,7 @@ from training.distributed import Ranks, ranks
 from training.monitoring.profile_summary import summarise
 
 WARMUP_STEPS = 3
-PROFILED_STEPS = 3
+PROFILED_STEPS = 30
 EPOCH_STEPS = 8
 ONE_BUCKET_MB = 1000  # more than any model here has
 Model = Callable[[torch.Tensor], torch.Tensor]

@@ -35,10 +35,14 @@ class Module:
     def __init__(self, place: str, tree: ast.Module, constants: Mapping[str, ast.expr]) -> None:
         self.place = place
         self.tree = tree
-        self.nodes = list(ast.walk(tree))
+        self.nodes: list[ast.AST] = [tree]
+        self._parents: dict[ast.AST, ast.AST] = {}
+        for node in self.nodes:  # which grows meanwhile
+            children = list(ast.iter_child_nodes(node))
+            self._parents |= dict.fromkeys(children, node)
+            self.nodes += children
         self.classes = {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
         self._constants = constants
-        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._functions = {node.name: node for node in self.nodes if isinstance(node, ast.FunctionDef)}
         self._calls: dict[str, list[ast.Call]] = defaultdict(list)
         self._values: dict[tuple[ast.AST, str], list[ast.expr]] = defaultdict(list)
