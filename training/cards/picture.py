@@ -10,7 +10,7 @@ import torch
 from training.cards.distributed.forward import MOST_ROWS
 from training.cards.history import writable
 from training.cards.runner import Runner, workers_of
-from training.cards.sharding.shard_data import global_batch
+from training.cards.sharding.shard_data import global_batches, rows_of
 from training.cards.storage import Storage
 from training.cards.wiring import Node, Pipeline
 
@@ -93,15 +93,20 @@ def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: P
 
 
 def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """The global batches of the first epoch, as rows of the data set; rank r takes every N-th of each, from r on."""
+    """The global batches of the first epoch, as rows of the data set, and the rank that each row goes to."""
     tensors = storage.tensors(sharded["prepared"]["tensors"])
     train, test = tensors["train_rows"], tensors["test_rows"]
-    batches = []
-    for batch in range(sharded["batches_per_epoch"]):
-        batches.append(train[global_batch(sharded, 0, batch)].tolist())
+    batches, owners = [], []
+    for batch in global_batches(sharded["prepared"], epoch=0):
+        owner = torch.empty_like(batch)
+        for rank in range(sharded["num_workers"]):
+            rows_of(owner, rank, sharded["num_workers"]).fill_(rank)
+        batches.append(train[batch].tolist())
+        owners.append(owner.tolist())
         if sum(map(len, batches)) >= MOST_SHARDED_ROWS:
             break
-    return {"batches": batches, "test_rows": test[:MOST_SHARDED_ROWS].tolist(), "rows": len(train) + len(test)}
+    shown = {"batches": batches, "owners": owners, "test_rows": test[:MOST_SHARDED_ROWS].tolist()}
+    return shown | {"rows": len(train) + len(test)}
 
 
 def _held(kind: str, titles: dict[str, str], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:

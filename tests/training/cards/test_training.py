@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from training.cards.model import build_mlp
 from training.cards.registry import CARDS
 from training.cards.runner import Event, Runner
-from training.cards.sharding.shard_data import global_batch
+from training.cards.sharding.shard_data import global_batches
 from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
 
 EPOCHS = 2
@@ -49,8 +49,7 @@ def plain_loop(runner: Runner) -> dict[str, torch.Tensor]:
     kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[strategy["optimizer"]]
     optimizer = kind(model.parameters(), lr=strategy["learning_rate"])
     for epoch in range(EPOCHS):
-        for batch in range(sharded["batches_per_epoch"]):
-            rows = global_batch(sharded, epoch, batch)
+        for rows in global_batches(sharded["prepared"], epoch):
             F.cross_entropy(model(data["train_features"][rows]), data["train_labels"][rows]).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -178,7 +177,8 @@ def test_weights_move_at_the_optimizer_step_alone_and_stay_equal(ddp: Runner) ->
 
 
 def test_each_rank_keeps_the_rows_it_saw_and_none_is_seen_twice(ddp: Runner) -> None:
-    shards = ddp.storage.load("shard/shards")
+    found = ddp.storage.tensors("shard/shards")
+    shards = [found[f"rank_{rank}"].tolist() for rank in (0, 1)]
     seen = [batch["row"] for batch in ddp.storage.at("forward").first_pass().of_ranks("batch")]
 
     assert [len(rows) for rows in seen] == [13, 12]

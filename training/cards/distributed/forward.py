@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 
 from training.cards.base import BaseCard, CardConfig, Preview, Values
-from training.cards.sharding.shard_data import global_batch
+from training.cards.sharding.shard_data import global_batches, rows_of
 from training.cards.storage import Storage
 
 MOST_ROWS = 32  # of a batch that are kept to be looked at
@@ -36,9 +36,12 @@ class Forward(BaseCard[ForwardConfig]):
         sharded, group, live = inputs["sharded_data"], inputs["process_group"], storage.live
         epoch, batch = divmod(live.setdefault("batches_done", 0), sharded["batches_per_epoch"])
         if "data" not in live:
-            live["data"] = storage.tensors(sharded["prepared"]["tensors"])
-        everyones = global_batch(sharded, epoch, batch)
-        own = everyones[group["rank"] :: group["world_size"]]
+            data = storage.tensors(sharded["prepared"]["tensors"])
+            live["data"] = {name: data[name] for name in ("train_rows", "train_features", "train_labels")}
+        if batch == 0:
+            live["batches"] = global_batches(sharded["prepared"], epoch)
+        everyones = live["batches"][batch]
+        own = rows_of(everyones, group["rank"], group["world_size"])
         features, labels = (live["data"][name][own].to(group["device"]) for name in ("train_features", "train_labels"))
 
         model = live.get("engine", live["model"])

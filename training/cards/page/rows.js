@@ -3,8 +3,8 @@
 import { formatNumber, h, rankClass } from "cards/dom";
 
 /** A strip in the order of the data set, and the global batches of the first epoch, a line each. */
-export function drawShards({ batches, test_rows: testRows, rows }, workers) {
-  const owners = new Map(batches.flatMap((batch) => batch.map((row, index) => [row, index % workers])));
+export function drawShards({ batches, owners: ranks, test_rows: testRows, rows }, workers) {
+  const owners = new Map(batches.flatMap((batch, number) => batch.map((row, index) => [row, ranks[number][index]])));
   const tests = new Set(testRows);
   const shown = owners.size + tests.size;
   const known = Array.from({ length: rows }, (_, row) => row).filter((row) => owners.has(row) || tests.has(row));
@@ -18,7 +18,7 @@ export function drawShards({ batches, test_rows: testRows, rows }, workers) {
     h("ol", { class: "batches" },
       batches.map((batch, number) => h("li", { "aria-label": `Batch ${number + 1}: rows ${batch.join(", ")}` },
         h("span", { class: "tick" }, String(number + 1)),
-        h("div", { class: "strip" }, batch.map((row, index) => cell(row, index % workers, String(row))))))),
+        h("div", { class: "strip" }, batch.map((row) => cell(row, owners.get(row), String(row))))))),
   ].filter(Boolean);
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -44,22 +43,23 @@ class ShardData(BaseCard[ShardDataConfig]):
                 f"num_workers {config.num_workers}: more ranks than rows in a global batch ({min(batch_size, rows)}); "
                 "take fewer workers or a larger batch_size"
             )
-        sharded = {"prepared": prepared, "num_workers": config.num_workers}
-        sharded["batches_per_epoch"] = math.ceil(rows / batch_size)
-        global_rows = storage.tensors(prepared["tensors"])["train_rows"]
-        batches = [global_rows[global_batch(sharded, 0, batch)] for batch in range(sharded["batches_per_epoch"])]
-        shards = [
-            torch.cat([batch[rank :: config.num_workers] for batch in batches]).tolist()
-            for rank in range(config.num_workers)
-        ]
-        storage.save("shards", shards)
+        data, batches = storage.tensors(prepared["tensors"]), global_batches(prepared, epoch=0)
+        shards = {}
+        for rank in range(config.num_workers):
+            own = torch.cat([rows_of(batch, rank, config.num_workers) for batch in batches])
+            shards[f"rank_{rank}"] = data["train_rows"][own]
+        storage.save_tensors("shards", shards)
+        sharded = {"prepared": prepared, "num_workers": config.num_workers, "batches_per_epoch": len(batches)}
         return {"sharded_data": sharded}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         """The first rows of every rank's shard."""
         sharded = outputs["sharded_data"]
-        shards = storage.load(storage.key("shards")) or []
-        rows = [[rank, len(shard), ", ".join(map(str, shard[:8])) + ", ..."] for rank, shard in enumerate(shards)]
+        shards = storage.tensors(storage.key("shards"))
+        rows = []
+        for rank in range(sharded["num_workers"]):
+            shard = shards[f"rank_{rank}"]
+            rows.append([rank, len(shard), ", ".join(map(str, shard[:8].tolist())) + ", ..."])
         return self.preview(
             ["rank", "rows", "rows of the data set, in the order of the first epoch"],
             rows,
@@ -68,20 +68,23 @@ class ShardData(BaseCard[ShardDataConfig]):
         )
 
 
-def global_batch(sharded: Values, epoch: int, batch: int) -> torch.Tensor:
-    """The rows of a batch over all ranks, as row numbers of the training rows; rank r takes every N-th, from r on.
+def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
+    """The batches of an epoch, each over all ranks, as row numbers of the training rows.
 
-    The order of an epoch follows from seed and epoch alone, and a global batch is a run of it: on any number of ranks
-    the same rows make up the same batches. torch's DistributedSampler deals rows out like this too, but pads them so
-    that all ranks get as many; here the last batch may give one rank a row more than another.
+    Their order follows from seed and epoch alone: on any number of ranks the same rows make up the same batches.
 
     Args:
-        sharded: what this card puts out.
+        prepared: what card 2 puts out.
         epoch: from 0.
-        batch: of the epoch, from 0.
     """
-    prepared = sharded["prepared"]
     generator = torch.Generator().manual_seed(prepared["seed"] + epoch)
-    order = torch.randperm(prepared["train_rows"], generator=generator)
-    start = batch * prepared["batch_size"]
-    return order[start : start + prepared["batch_size"]]
+    return torch.randperm(prepared["train_rows"], generator=generator).split(prepared["batch_size"])
+
+
+def rows_of(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a global batch, a view of it: every ``world_size``-th row, from ``rank`` on.
+
+    torch's DistributedSampler deals rows out like this too, but pads them so that all ranks get as many; here one rank
+    may get a row more than another.
+    """
+    return batch[rank::world_size]
