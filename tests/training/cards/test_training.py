@@ -226,6 +226,15 @@ def test_every_card_previews_what_it_did(run: Runner) -> None:
         assert all(set(outputs) == set(node.card.output_schema) for outputs in run.outputs[node.id])
 
 
+def test_the_saved_checksums_are_those_after_the_last_step(ddp: Runner) -> None:
+    step, save = (
+        node.card.get_output_preview(ddp.outputs[node.id][0], ddp.storage.at(node.id))
+        for node in map(ddp.pipeline.node, ("step", "save"))
+    )
+
+    assert [row[2] for row in save["rows"]] == [row[2] for row in step["rows"]]
+
+
 def test_steps_run_a_card_each_and_tell_of_it(tmp_path: Path) -> None:
     events: list[Event] = []
     with Runner(pipeline_on(1), tmp_path, events.append) as runner:

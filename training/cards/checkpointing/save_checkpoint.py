@@ -55,14 +55,14 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         """The files, and the checksum of the first weights in each."""
+        checkpoint = outputs["checkpoint"]
+        first = next(iter(checkpoint["shapes"]))  # as on the other cards; a file has the names sorted
         rows = []
         for rank in storage.ranks():
             weights = storage.tensors(storage.key("model", rank))
             if weights:
-                first = describe(next(iter(weights.values())))
                 count = sum(tensor.numel() for tensor in weights.values())
-                rows.append([f"{storage.key('model', rank)}.safetensors", count, first["checksum"]])
-        checkpoint = outputs["checkpoint"]
+                rows.append([f"{storage.key('model', rank)}.safetensors", count, describe(weights[first])["checksum"]])
         layers = ",".join(map(str, checkpoint["layers"]))
         return self.preview(["file", "numbers", "first weights"], rows, epoch=checkpoint["epoch"], layers=layers)
 
