@@ -17,11 +17,12 @@ from training.cards.wiring import Node, Pipeline
 MOST_SHARDED_ROWS = 1000
 MOST_CELLS = 32  # of a tensor, along each of its dimensions
 
+LAID_OUT = "laid out"
 # What of the model a card changes, and the moments at which to look at it.
 HELD = {
     "dist_setup_process_group": (
         "parameters",
-        {"before": "before the broadcast", "broadcast": "after the broadcast", "after": "laid out"},
+        {"before": "before the broadcast", "broadcast": "after the broadcast", "after": LAID_OUT},
     ),
     "dist_backward": ("gradients", {"after": "after the backward pass"}),
     "dist_allreduce": ("gradients", {"before": "before the all-reduce", "after": "after the all-reduce"}),
@@ -120,7 +121,7 @@ def _held(kind: str, titles: dict[str, str], storage: Storage, pipeline: Pipelin
     for moment, title in titles.items():
         ranks = [_held_by(rank, moment, kind, storage) for rank in storage.ranks()]
         # Where every rank keeps all of the model, there is nothing to lay out after the broadcast.
-        if not moments or ranks != moments[-1]["ranks"]:
+        if title != LAID_OUT or ranks != moments[-1]["ranks"]:
             moments.append({"title": title, "ranks": ranks})
     for moment in moments:
         for name, shape in whole.items():

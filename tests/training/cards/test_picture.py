@@ -1,0 +1,26 @@
+"""What a card's picture shows: every moment that its title promises."""
+
+from pathlib import Path
+
+from tests.training.cards.small_runs import small_pipeline
+from training.cards.picture import card_picture
+from training.cards.runner import Runner
+
+
+def stepped_past(runner: Runner, node: str) -> Runner:
+    while node not in runner.outputs:
+        runner.step()
+    return runner
+
+
+def test_one_rank_alone_has_a_before_and_an_after_too(tmp_path: Path) -> None:
+    with stepped_past(Runner(small_pipeline(tmp_path, workers=1), tmp_path), "allreduce") as runner:
+        titles = {
+            node: [moment["title"] for moment in card_picture(runner, runner.pipeline.node(node))[0]["held"]["moments"]]
+            for node in ("group", "allreduce")
+        }
+
+    assert titles == {
+        "group": ["before the broadcast", "after the broadcast"],
+        "allreduce": ["before the all-reduce", "after the all-reduce"],
+    }
