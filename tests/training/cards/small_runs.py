@@ -34,10 +34,12 @@ def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs
 
 
 @contextmanager
-def served(folder: Path, **options: Any) -> Iterator[tuple[Session, httpx.Client]]:
-    """A server of a session of a small pipeline, and a client of it."""
+def served(
+    folder: Path, pipeline: Pipeline | None = None, **options: Any
+) -> Iterator[tuple[Session, httpx.Client]]:
+    """A server of a session of a pipeline, a small one when not given, and a client of it."""
     with (
-        Session(small_pipeline(folder, **options), folder / "runs") as session,
+        Session(pipeline or small_pipeline(folder, **options), folder / "runs") as session,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         server = uvicorn.Server(uvicorn.Config(create_app(session), log_level="warning"))

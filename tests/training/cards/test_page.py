@@ -17,6 +17,7 @@ from tests.inference.demo_browser import chromium, contrasts, until, visits
 from tests.training.cards.small_runs import served
 from training.cards.report import write_report
 from training.cards.session import Session
+from training.cards.wiring import read_pipeline
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -37,11 +38,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_cards(browser: Browser, tmp_path: Path) -> Iterator[OpenCards]:
-    """Open the page of a small pipeline."""
+    """Open the page of a small pipeline, or of another."""
     with ExitStack() as stack:
 
-        def open_(options: dict[str, Any] | None = None, **pipeline: Any) -> tuple[Page, Session]:
-            session, client = stack.enter_context(served(tmp_path, **pipeline))
+        def open_(options: dict[str, Any] | None = None, **run: Any) -> tuple[Page, Session]:
+            session, client = stack.enter_context(served(tmp_path, **run))
             open_page = stack.enter_context(visits(browser, str(client.base_url), READY))
             return open_page(refusals=True, **(options or {})), session
 
@@ -117,13 +118,40 @@ def test_a_wrong_value_is_said_beside_its_field(open_cards: OpenCards) -> None:
 
 
 def test_another_number_of_workers_starts_over_with_as_many(open_cards: OpenCards) -> None:
-    page, _ = open_cards()
+    page, session = open_cards()
     step(page, "load")
     page.select_option("#workers", "5")
+    assert (page.inner_text("#reset"), session.number) == ("Reset to 5 workers", 1)
+    page.click("#reset")
 
     until(page, "document.querySelectorAll('[data-id=forward] .rank').length === 5")
     until(page, "document.querySelector('[data-id=load]').dataset.state === 'waiting'")
-    assert page.inner_text("#status") == "Next: Load dataset"
+    assert (page.inner_text("#status"), page.inner_text("#reset")) == ("Next: Load dataset", "Reset")
+
+
+def test_a_pipeline_without_shards_is_reset_too(open_cards: OpenCards, tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text("nodes: [{id: load, card: dist_load_dataset, config: {source_url: nowhere.csv}}]")
+    page, session = open_cards(pipeline=read_pipeline(path))
+    step(page, "load", "failed")
+    page.click("#reset")
+
+    until(page, "document.getElementById('status').textContent === 'Next: Load dataset'")
+    assert session.number == 2
+    assert page.locator("#workers").is_hidden()
+    assert "rank" not in page.inner_text("#subtitle")
+
+
+def test_two_clicks_at_once_are_one_step(open_cards: OpenCards) -> None:
+    page, session = open_cards()
+    until(page, "document.getElementById('step').ariaDisabled === 'false'")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(f"{request.method} {request.url.rpartition('/')[2]}"))
+    page.evaluate("step.click(); step.click()")
+
+    until(page, "document.getElementById('status').textContent === 'Next: Prepare data'")
+    assert asked.count("POST step") == 1
+    assert page.locator("#status.wrong").count() == 0
 
 
 @pytest.mark.slow

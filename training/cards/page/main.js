@@ -7,7 +7,9 @@ import { openSource } from "cards/source";
 import { Wiring } from "cards/wiring";
 
 const MOST_WORKERS = 8; // of the menu; a card can be set to more
+const BUTTONS = ["step", "run-all", "reset"];
 
+const count = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -23,41 +25,59 @@ class Page {
   start() {
     byId("controls").hidden = !this.source.isLive;
     byId("step").addEventListener("click", () => this.step());
-    byId("run-all").addEventListener("click", () => this.act(byId("run-all"), () => this.source.run()));
-    byId("reset").addEventListener("click", () => this.act(byId("reset"), () => this.source.reset(this.workers)));
-    byId("workers").addEventListener("change", () => this.act(byId("workers"), () => this.source.reset(this.workers)));
+    byId("run-all").addEventListener("click", () => this.act("run-all", () => this.source.run()));
+    byId("reset").addEventListener("click", () => this.act("reset", () => this.source.reset(this.workers)));
+    byId("workers").addEventListener("change", () => this.nameReset());
     // One after the other: a new run's wiring is asked for before its states are shown.
     const onState = (state) => (this.queue = this.queue.then(() => this.show(state)).catch((error) => this.complain(error)));
     this.source.follow(onState, () => {
       this.run = null; // when it answers again, it may be another server
+      this.enable([]);
       this.complain(new Error("the server does not answer"));
     });
   }
 
+  get hasShards() {
+    return this.pipeline.nodes.some((node) => node.card_type === "dist_shard_data");
+  }
+
+  /** That are asked for: the shard card's number, and without such a card none. */
   get workers() {
-    return Number(byId("workers").value);
+    return this.hasShards ? Number(byId("workers").value) : undefined;
+  }
+
+  nameReset() {
+    byId("reset").textContent = this.workers === this.pipeline.workers ? "Reset" : `Reset to ${count(this.workers, "worker")}`;
   }
 
   async step() {
     const next = this.state?.next;
-    if (await this.act(byId("step"), () => this.source.step())) this.wiring.choose(next);
+    if (await this.act("step", () => this.source.step())) this.wiring.choose(next);
   }
 
-  async act(button, ask) {
-    if (button.getAttribute("aria-disabled") === "true") return false;
+  /** Ask for one thing at a time; the next state tells what came of it, and what can be asked for then. */
+  async act(id, ask) {
+    if (byId(id).getAttribute("aria-disabled") === "true") return false;
+    this.enable([]);
     try {
       await ask();
       return true;
     } catch (error) {
+      this.showControls(this.state);
       this.complain(error);
       return false;
     }
   }
 
+  // Not disabled, which would take the focus away from whoever steps with the keyboard.
+  enable(ids) {
+    for (const id of BUTTONS) byId(id).setAttribute("aria-disabled", String(!ids.includes(id)));
+  }
+
   async show(state) {
-    if (state.run !== this.run) await this.begin(state.run);
+    const before = state.run === this.run ? this.state : null;
+    if (!before) await this.begin(state.run);
     this.losses = [...this.losses.slice(0, state.losses_from), ...state.losses];
-    const before = this.state;
     this.state = state;
     this.wiring.show(state);
     drawCurve(byId("curve"), this.losses);
@@ -69,27 +89,27 @@ class Page {
     this.pipeline = await this.source.pipeline();
     this.run = run;
     this.losses = [];
-    this.state = null;
     this.wiring.build(this.pipeline);
     const { workers } = this.pipeline;
     const choices = Array.from({ length: Math.max(MOST_WORKERS, workers) }, (_, index) => index + 1);
-    byId("workers").replaceChildren(...choices.map((count) => h("option", { value: count, selected: count === workers }, String(count))));
+    byId("workers").replaceChildren(...choices.map((choice) => h("option", { value: choice, selected: choice === workers }, String(choice))));
+    byId("choose-workers").hidden = !this.hasShards;
+    byId("reset").textContent = "Reset";
     byId("subtitle").textContent = this.describe();
   }
 
   describe() {
     const { name, nodes, workers } = this.pipeline;
-    const cards = `${nodes.length} ${nodes.length === 1 ? "card" : "cards"}`;
-    const ranks = `${workers} ${workers === 1 ? "rank" : "ranks"}, each a real process`;
+    const ranks = `, ${count(workers, "rank")}, each a real process`;
+    const size = `${count(nodes.length, "card")}${this.hasShards ? ranks : ""}`;
     return this.source.isLive
-      ? `The pipeline ${name}: ${cards}, ${ranks}. Step through it, and see what each rank holds before and after.`
-      : `A run of the pipeline ${name}: ${cards}, ${ranks}. Choose a card to see what each rank held before and after.`;
+      ? `The pipeline ${name}: ${size}. Step through it, and see what comes out of each card.`
+      : `A run of the pipeline ${name}: ${size}. Choose a card to see what came out of it.`;
   }
 
   showControls(state) {
-    // Not disabled, which would take the focus away from whoever steps with the keyboard.
     const isOver = state.busy || state.failure !== "" || state.next === null;
-    for (const id of ["step", "run-all"]) byId(id).setAttribute("aria-disabled", String(isOver));
+    this.enable(isOver ? ["reset"] : BUTTONS);
     this.say(this.summary(state), state.failure !== "");
   }
 
