@@ -167,12 +167,13 @@ def _answer_of(job: Job, storage: Storage) -> Answer:
     except UserError as error:
         return Answer("user error", {}, str(error))
     except Exception as error:
-        if is_lost_rank(error):
-            return Answer("lost a rank", {}, "another rank went away")
         path = storage.folder / f"{storage.key('error')}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(traceback.format_exc(), encoding="utf-8")
-        return Answer("failed", {}, f"{type(error).__name__}: {first_line(error)}; traceback in {path}")
+        said, trace = first_line(error), f"traceback in {path}"
+        if is_lost_rank(error):
+            return Answer("lost a rank", {}, f"another rank went away, or the collective failed ({said}); {trace}")
+        return Answer("failed", {}, f"{type(error).__name__}: {said}; {trace}")
     return Answer("done", outputs)
 
 

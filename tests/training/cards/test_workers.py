@@ -13,6 +13,7 @@ import pytest
 
 from training.cards.runner import Event, Runner
 from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
+from training.cards.workers import Job, Workers
 from training.errors import TrainingFailure, UserError
 
 CARDS_RUN = [sys.executable, "-m", "training.cards", "run"]
@@ -69,6 +70,26 @@ def test_a_card_that_raises_is_named_with_its_rank_and_its_traceback(tmp_path: P
     traceback = Path(str(raised.value).rpartition("traceback in ")[2])
     assert "forward.py" in traceback.read_text()
     assert not any(map(is_there, pids))
+
+
+class Raises(dict[str, Any]):
+    """Inputs that no card can take."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("NCCL error: unhandled system error\nand more")
+
+
+def test_a_collective_that_fails_says_what_the_library_says(tmp_path: Path) -> None:
+    workers = Workers(2, tmp_path)
+    with pytest.raises(TrainingFailure) as raised:
+        workers.run([Job("dist_backward", "backward", {}, Raises(), recording=True)] * 2)
+
+    line, _, path = str(raised.value).rpartition("; traceback in ")
+    assert line == (
+        "rank 0, card dist_backward (node backward): another rank went away, or the collective failed "
+        "(NCCL error: unhandled system error)"
+    )
+    assert "and more" in Path(path).read_text()
 
 
 def test_what_a_person_set_wrong_is_said_as_it_is(tmp_path: Path) -> None:
