@@ -98,10 +98,9 @@ def shown_after(page: str, command: str) -> str:
         command: the commands as they stand there.
     """
     rest = _text(page).split(f"```bash\n{command}```\n", 1)[1]
-    block = _BLOCK.search(rest)
-    assert block is not None
-    assert block["kind"] == "text", f"{page}: no output behind\n{command}"
-    return block["text"]
+    block = re.match(r"\n```text\n(.*?)^```$", rest, re.MULTILINE | re.DOTALL)
+    assert block is not None, f"{page}: no output behind\n{command}"
+    return block[1]
 
 
 def inline_commands(page: str) -> list[Path]:
@@ -116,12 +115,12 @@ def inline_commands(page: str) -> list[Path]:
 
 
 def cited_figures(page: str) -> list[tuple[str, list[Path]]]:
-    """Each bold number of a paragraph that cites a measured page, and the pages that it cites."""
+    """Each bold number of a page, and the other pages that its paragraph links to: one of them has it."""
     found = []
     for paragraph in _FENCE.sub("", _text(page)).split("\n\n"):
-        cited = [_target(page, match["address"]) for match in _LINK.finditer(paragraph)]
-        measured = [path for path in cited if path.parent.name == "benchmarks" and path.suffix == ".md"]
-        found += [(number, measured) for number in _FIGURE.findall(paragraph) if measured]
+        targets = {_target(page, match["address"].partition("#")[0]) for match in _LINK.finditer(paragraph)}
+        cited = [path for path in targets if path.suffix == ".md" and path != REPOSITORY / page]
+        found += [(number, cited) for number in _FIGURE.findall(paragraph)]
     return found
 
 

@@ -32,7 +32,7 @@ def test_every_function_and_class_that_a_page_names_behind_its_file_is_defined_t
 
 
 @pytest.mark.parametrize("page", LEARNING)
-def test_a_bold_figure_stands_on_the_measured_page_that_is_cited_with_it(page: str) -> None:
+def test_a_bold_figure_stands_on_a_page_that_is_cited_with_it(page: str) -> None:
     missing = [
         number
         for number, cited in cited_figures(page)
