@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from training.cards.storage import Storage
 from training.cards.wiring import Node, Pipeline
-from training.cards.workers import Job, Workers
-from training.errors import ForeseenError, UserError
+from training.cards.workers import Job, Workers, keep_traceback
+from training.errors import ForeseenError, TrainingFailure, UserError, first_line
 
 # Of a folder that a run made, which a later run may therefore empty.
 MARK = ".cards"
@@ -80,7 +80,7 @@ class Runner:
 
         Raises:
             UserError: a configuration does not go with the data.
-            TrainingFailure: a rank died or its card failed.
+            TrainingFailure: a rank died, or the card failed.
         """
         return self._step(recording=True)
 
@@ -112,15 +112,24 @@ class Runner:
         self.on_event(Event(node.id, "running", *place, self.seconds.get(node.id, 0.0)))
         start = time.monotonic()
         try:
-            self.outputs[node.id] = self._execute(node, recording=recording or not node.in_loop)
+            self._run_card(node, recording=recording or not node.in_loop)
         except ForeseenError as error:
             self.on_event(Event(node.id, "failed", *place, message=str(error)))
             raise
         self.seconds[node.id] = self.seconds.get(node.id, 0.0) + time.monotonic() - start
-        self._advance(node)
         metrics = node.card.metrics(self.outputs[node.id][0])
         self.on_event(Event(node.id, "done", *place, self.seconds[node.id], metrics))
         return True
+
+    def _run_card(self, node: Node, *, recording: bool) -> None:
+        try:
+            self.outputs[node.id] = self._execute(node, recording=recording)
+            self._advance(node)
+        except ForeseenError:
+            raise
+        except Exception as error:  # of a local card, or of this program around the ranks; theirs are foreseen there
+            said = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
+            raise TrainingFailure(f"card {node.card.card_type} (node {node.id}): {said}") from error
 
     def _place(self, node: Node) -> tuple[int, int, bool]:
         """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from training.cards.history import History
 from training.cards.picture import card_picture
 from training.cards.runner import Event, Runner
 from training.cards.wiring import Pipeline
-from training.errors import ForeseenError, first_line
+from training.errors import ForeseenError
 
 
 class Refused(Exception):
@@ -138,10 +137,6 @@ class Session:
             work(runner)
         except (ForeseenError, _Stopped):
             pass  # the runner has told of the one; nobody waits for the other
-        except Exception as error:
-            traceback.print_exc()
-            if runner.next_node is not None:
-                self.history.record(Event(runner.next_node.id, "failed", message=first_line(error)))
         finally:
             self.busy = False
             self._tell()

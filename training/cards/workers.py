@@ -167,14 +167,23 @@ def _answer_of(job: Job, storage: Storage) -> Answer:
     except UserError as error:
         return Answer("user error", {}, str(error))
     except Exception as error:
-        path = storage.folder / f"{storage.key('error')}.txt"
+        trace = keep_traceback(storage)
+        if is_lost_rank(error):
+            said = f"another rank went away, or the collective failed ({first_line(error)})"
+            return Answer("lost a rank", {}, said + trace)
+        return Answer("failed", {}, f"{type(error).__name__}: {first_line(error)}{trace}")
+    return Answer("done", outputs)
+
+
+def keep_traceback(storage: Storage) -> str:
+    """Write down where the card's error came from; returns the words that say where it stands."""
+    path = storage.folder / f"{storage.key('error')}.txt"
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(traceback.format_exc(), encoding="utf-8")
-        said, trace = first_line(error), f"traceback in {path}"
-        if is_lost_rank(error):
-            return Answer("lost a rank", {}, f"another rank went away, or the collective failed ({said}); {trace}")
-        return Answer("failed", {}, f"{type(error).__name__}: {said}; {trace}")
-    return Answer("done", outputs)
+    except OSError:  # such as a full disk, which may be the error itself
+        return ""
+    return f"; traceback in {path}"
 
 
 def _end_with_parent() -> None:

@@ -1,5 +1,6 @@
 """The commands: run trains to over 93% on four ranks, show draws, and a mistake is one line."""
 
+import errno
 import re
 import shlex
 import sys
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from training.cards.__main__ import main
-from training.errors import ForeseenError
+from training.cards.storage import Storage
+from training.errors import ForeseenError, run_command
 
 CARDS = [sys.executable, "-m", "training.cards"]
 
@@ -48,18 +50,45 @@ def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         main()
 
 
+def short_pipeline(folder: Path) -> Path:
+    """One card that reads two rows."""
+    (folder / "sizes.csv").write_text("1,2,small\n3,4,large\n")
+    path = folder / "short.yaml"
+    config = f"{{source_url: {folder}/sizes.csv, target_column: 2}}"
+    path.write_text(f"nodes: [{{id: load, card: dist_load_dataset, config: {config}}}]")
+    return path
+
+
 def test_a_pipeline_may_be_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "sizes.csv").write_text("1,2,small\n3,4,large\n")
-    path = tmp_path / "short.yaml"
-    config = f"{{source_url: {tmp_path}/sizes.csv, target_column: 2}}"
-    path.write_text(f"nodes: [{{id: load, card: dist_load_dataset, config: {config}}}]")
+    path = short_pipeline(tmp_path)
 
     lines = said(monkeypatch, capsys, "run", str(path), "--output", str(tmp_path / "kept")).splitlines()
 
     assert lines[0].startswith("Load dataset")
     assert (tmp_path / "kept" / "short" / "load" / "dataset.safetensors").exists()
+
+
+def test_a_full_disk_is_one_line_that_names_the_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def save(self: Storage, name: str, value: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Storage, "save", save)
+    pipeline = short_pipeline(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cards", "run", str(pipeline), "--output", str(tmp_path / "kept")])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+
+    trace = tmp_path / "kept" / "short" / "load" / "error.txt"
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "error: card dist_load_dataset (node load): OSError: [Errno 28] No space left on device; "
+        f"traceback in {trace}\n"
+    )
+    assert "save" in trace.read_text()
 
 
 @pytest.mark.slow

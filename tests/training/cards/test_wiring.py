@@ -81,6 +81,18 @@ def test_the_order_of_a_file_does_not_matter() -> None:
             "node prepare: config test_ratio: 1.5: Input should be less than 1",
         ),
         (
+            lambda nodes: nodes["prepare"]["config"].update(seed=2**64),
+            "node prepare: config seed: 18446744073709551616: Input should be less than or equal to 4294967296",
+        ),
+        (
+            lambda nodes: nodes["strategy"]["config"].update(seed=10**20),
+            "node strategy: config seed: 100000000000000000000: Input should be less than",
+        ),
+        (
+            lambda nodes: nodes["strategy"]["config"].update(learning_rate=float("inf")),
+            "node strategy: config learning_rate: inf: Input should be a finite number",
+        ),
+        (
             lambda nodes: nodes["prepare"].update(inputs={"dataset": "lod.dataset"}),
             "node prepare: input dataset: no node 'lod'; there are load,",
         ),

@@ -18,7 +18,7 @@ class PrepareDataConfig(CardConfig):
     test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for the test")
     normalize: bool = Field(True, description="bring every feature to mean 0 and deviation 1")
     batch_size: int = Field(16, ge=1, description="rows of a global batch, that is, over all ranks together")
-    seed: int = Field(42, ge=0, description="of the division and of the order in which rows are trained on")
+    seed: int = Field(42, ge=0, le=2**32, description="of the division and of the order in which rows are trained on")
 
 
 class PrepareData(BaseCard[PrepareDataConfig]):

@@ -25,7 +25,7 @@ class InitStrategyConfig(CardConfig):
     model_arch: str = Field("4,16,8,3", description="sizes of the layers: features, hidden ones, classes")
     learning_rate: float = Field(0.01, gt=0, description="of the optimizer")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam, or plain stochastic gradient descent")
-    seed: int = Field(0, ge=0, description="of rank 0's weights; every other rank adds its number")
+    seed: int = Field(0, ge=0, le=2**32, description="of rank 0's weights; every other rank adds its number")
 
 
 class InitStrategy(BaseCard[InitStrategyConfig]):
@@ -62,5 +62,4 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
             strategy=f"{strategy['strategy']}: {WAYS[strategy['strategy']]}",
             optimizer=strategy["optimizer"],
             learning_rate=strategy["learning_rate"],
-            parameters=num_parameters(layers),
         )
