@@ -14,12 +14,16 @@ from training.cards.storage import Storage
 # in the storage, and the value says under which key.
 Values = Mapping[str, Any]
 
+# How a preview is drawn: its facts above its table; the same, with the sum of the column "parameters" below the table;
+# or its facts as large figures.
+ViewType = Literal["table", "model_summary", "metrics"]
+
 
 class CardConfig(BaseModel):
     """What a person can set on a card; its JSON schema is the form on the page."""
 
-    # YAML reads a column called 4 as a number.
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    # YAML reads a column called 4 as a number, and .inf as one too.
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 Config = TypeVar("Config", bound=CardConfig)
@@ -28,7 +32,7 @@ Config = TypeVar("Config", bound=CardConfig)
 class Preview(TypedDict):
     """What a card's outputs look like: a few facts and a table, either of which may be empty."""
 
-    view: str  # the card's output_view_type
+    view: ViewType
     summary: dict[str, str | int | float]
     columns: list[str]
     rows: list[list[str | int | float]]
@@ -47,7 +51,7 @@ class BaseCard(ABC, Generic[Config]):
     look_at: ClassVar[str]  # one sentence: what there is to see before and after it
     category: ClassVar[Literal["data", "sharding", "distributed", "checkpointing", "aggregation", "evaluation"]]
     execution_mode: ClassVar[Literal["local", "distributed"]]
-    output_view_type: ClassVar[Literal["table", "model_summary", "metrics"]]
+    output_view_type: ClassVar[ViewType]
     config_schema: type[Config]
     input_schema: ClassVar[dict[str, str]]  # name to type; all are needed
     output_schema: ClassVar[dict[str, str]]

@@ -34,9 +34,7 @@ def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs
 
 
 @contextmanager
-def served(
-    folder: Path, pipeline: Pipeline | None = None, **options: Any
-) -> Iterator[tuple[Session, httpx.Client]]:
+def served(folder: Path, pipeline: Pipeline | None = None, **options: Any) -> Iterator[tuple[Session, httpx.Client]]:
     """A server of a session of a pipeline, a small one when not given, and a client of it."""
     with (
         Session(pipeline or small_pipeline(folder, **options), folder / "runs") as session,

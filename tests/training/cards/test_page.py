@@ -143,7 +143,7 @@ def test_a_pipeline_without_shards_is_reset_too(open_cards: OpenCards, tmp_path:
 
 
 def test_two_clicks_at_once_are_one_step(open_cards: OpenCards) -> None:
-    page, session = open_cards()
+    page, _ = open_cards()
     until(page, "document.getElementById('step').ariaDisabled === 'false'")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(f"{request.method} {request.url.rpartition('/')[2]}"))
@@ -152,6 +152,24 @@ def test_two_clicks_at_once_are_one_step(open_cards: OpenCards) -> None:
     until(page, "document.getElementById('status').textContent === 'Next: Prepare data'")
     assert asked.count("POST step") == 1
     assert page.locator("#status.wrong").count() == 0
+
+
+@pytest.mark.slow
+def test_what_came_out_is_shown_as_the_card_says(open_cards: OpenCards) -> None:
+    page, session = open_cards()
+    page.click("#run-all")
+    until(page, "document.getElementById('status').textContent === 'All cards are done.'")
+    views = {}
+    for node in ("load", "strategy", "evaluate"):
+        choose(page, node)
+        views[node] = {
+            part: page.locator(f"#card .preview {part}").all_inner_texts() for part in ("dl.figures dd", "tfoot")
+        }
+
+    accuracy = session.runner.outputs["evaluate"][0]["eval_metrics"]["accuracy"]
+    assert views["load"] == {"dl.figures dd": [], "tfoot": []}
+    assert views["strategy"] == {"dl.figures dd": [], "tfoot": ["total\t\t\t243"]}
+    assert (views["evaluate"]["dl.figures dd"][0], views["evaluate"]["tfoot"]) == (f"{accuracy:.2%}", [])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
     card_type = "dist_aggregate_model"
     display_name = "Aggregate model"
     description = "Averages the models of the ranks; slices of one model (FSDP) are gathered instead."
-    look_at = "Models that stayed equal average to themselves: had a step gone without the all-reduce, it would show."
+    look_at = "Equal on all ranks: had one step gone without the all-reduce, their checksums would differ here."
     category = "aggregation"
     execution_mode = "distributed"
     output_view_type = "model_summary"
@@ -41,7 +41,9 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
         """Read this rank's file, and make the whole model of all; rank 0 writes it."""
         checkpoint = inputs["checkpoint"]
         device = next(storage.live["model"].parameters()).device
-        own = {name: tensor.to(device) for name, tensor in storage.tensors(checkpoint["model"]).items()}
+        saved = storage.tensors(checkpoint["model"])
+        own = {name: saved[name].to(device) for name in checkpoint["shapes"]}
+        storage.save("own", {name: describe(tensor)["checksum"] for name, tensor in own.items()})
         if checkpoint["sharded"]:
             whole = gather(own, checkpoint["shapes"], device)
         else:
@@ -54,12 +56,23 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
         return {"aggregated_model": {"model": storage.key("model", 0)} | facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The tensors of the one model."""
-        model = outputs["aggregated_model"]
-        described = {name: describe(tensor) for name, tensor in storage.tensors(model["model"]).items()}
-        rows = [[name, " x ".join(map(str, facts["shape"])), facts["checksum"]] for name, facts in described.items()]
-        layers = ",".join(map(str, model["layers"]))
-        return self.preview(["tensor", "shape", "checksum"], rows, method=model["method"], layers=layers)
+        """The tensors of the one model, and their checksums beside those of what each rank had saved."""
+        model, ranks = outputs["aggregated_model"], storage.of_ranks("own")
+        whole = storage.tensors(model["model"])
+        rows = []
+        for name in ranks[0]:
+            own, shape = [checksums[name] for checksums in ranks], " x ".join(map(str, whole[name].shape))
+            verdict = "slices" if model["method"] == "gather" else compare(own)
+            rows.append([name, shape, whole[name].numel(), verdict, describe(whole[name])["checksum"], *own])
+        columns = ["tensor", "shape", "parameters", "on the ranks", "whole"]
+        columns += [f"rank {rank}" for rank in storage.ranks()]
+        return self.preview(columns, rows, method=model["method"], layers=",".join(map(str, model["layers"])))
+
+
+def compare(checksums: list[str]) -> str:
+    """Whether the ranks had saved the same."""
+    different = len(set(checksums))
+    return "equal" if different == 1 else f"{different} different"
 
 
 def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ export class CardPanel {
       ...Object.entries(node.inputs).map(([name, source]) => h("li", {}, "takes ", h("b", {}, name), ` from ${this.nameOf(source.node)}`)),
       ...node.outputs.map((name) => h("li", {}, "gives ", h("b", {}, name))),
     ];
-    const where = node.execution_mode === "local" ? "once, in the server" : `on ${this.pipeline.workers} ranks at once`;
+    const where = node.execution_mode === "local" ? "once, in the program's own process" : `on ${this.pipeline.workers} ranks at once`;
     this.message = h("p", { class: "wrong failure", role: "alert" });
     this.content = h("div", { class: "content" });
     const form = configForm(node, { isLive: this.source.isLive, configure: (values) => this.source.configure(node.id, values) });
@@ -78,7 +78,7 @@ export class CardPanel {
       ...(passes.length > 1 ? [h("div", { class: "choices", role: "group", "aria-label": "Pass of the training loop" }, passes)] : []),
       ...this.drawings(picture),
       h("h3", {}, "What came out"),
-      previewTable(picture.preview)));
+      drawPreview(picture.preview)));
   }
 
   drawings({ shards, batch, most_rows: mostRows, counts, held }) {
@@ -96,15 +96,26 @@ export class CardPanel {
   }
 }
 
-function previewTable({ summary, columns, rows }) {
+/** As the card's view says: facts and a table, large figures over the table, or the total of a model below it. */
+function drawPreview({ view, summary, columns, rows }) {
   const isNumber = (value) => typeof value === "number";
   const facts = Object.entries(summary).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, formatNumber(value))));
   const cell = (value) => h("td", { class: isNumber(value) ? "number" : "" }, formatNumber(value));
   const heading = (name, index) => h("th", { scope: "col", class: rows.every((row) => isNumber(row[index])) ? "number" : "" }, name);
   return h("div", { class: "preview" },
-    facts.length ? h("dl", {}, facts) : null,
+    facts.length ? h("dl", { class: view === "metrics" ? "figures" : "facts" }, facts) : null,
     rows.length
       ? h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Preview" },
-          h("table", {}, h("thead", {}, h("tr", {}, columns.map(heading))), h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))))
+          h("table", {},
+            h("thead", {}, h("tr", {}, columns.map(heading))),
+            h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell)))),
+            view === "model_summary" ? totalOf(columns, rows) : null))
       : null);
+}
+
+function totalOf(columns, rows) {
+  const counted = columns.indexOf("parameters");
+  const total = rows.reduce((sum, row) => sum + row[counted], 0);
+  const rest = columns.slice(1).map((name, index) => h("td", { class: "number" }, index + 1 === counted ? formatNumber(total) : ""));
+  return h("tfoot", {}, h("tr", {}, h("th", { scope: "row" }, "total"), rest));
 }
