@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.docs.source_texts import HOLE, UNKNOWN, Module, Texts, read_modules
+from training.config import TrainConfig
 
 ROOMS = ("training", "inference", "deployment")
 _SHELL = re.compile(r'echo "error: (.+)" >&2')
@@ -45,6 +46,12 @@ def all_texts(repository: Path) -> Texts:
         if isinstance(node, ast.JoinedStr | ast.Constant)
         for text in module.texts(node)
     )
+
+
+def flags(repository: Path) -> frozenset[str]:
+    """Read every flag of the program's commands, and those that it gives to others."""
+    named = (text for text in all_texts(repository) if re.fullmatch(r"--[a-z][\w-]*", text))
+    return frozenset([*named, *(f"--{name}" for name in TrainConfig.model_fields)])
 
 
 def in_shell(sources: Mapping[str, str]) -> list[Message]:

@@ -103,6 +103,11 @@ def shown_after(page: str, command: str) -> str:
     return block[1]
 
 
+def prose_flags(page: str) -> set[str]:
+    """The flags that a page names outside its blocks."""
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", _FENCE.sub("", _text(page))))
+
+
 def inline_commands(page: str) -> list[Path]:
     """The scripts and modules that commands within a page's lines start."""
     commands = [match for match in re.findall(r"`([^`\n]+)`", _FENCE.sub("", _text(page))) if " " in match]

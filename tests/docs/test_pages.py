@@ -7,9 +7,26 @@ from itertools import chain
 
 import pytest
 
-from tests.docs.pages import PAGES, REPOSITORY, anchors, blocks_of_python, cited_figures, code_names, links, names_in
+from torch.distributed.run import get_args_parser
+
+from tests.docs import messages
+from tests.docs.pages import (
+    PAGES,
+    REPOSITORY,
+    anchors,
+    blocks_of_python,
+    cited_figures,
+    code_names,
+    links,
+    names_in,
+    prose_flags,
+)
 
 LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "docs/INTERVIEW_QUESTIONS.md")
+FLAGGED = (*LEARNING, *(f"docs/{name}.md" for name in ("PARALLELISM_STRATEGIES", "PLANNING", "TROUBLESHOOTING")))
+TORCHRUN = {name for action in get_args_parser()._actions for name in action.option_strings}
+# Of docker, hf, py-spy, ray, rsync and sbatch: named on a page, and no flags of this program.
+FOREIGN = {"--checksum", "--head", "--ipc", "--pid", "--pids-limit", "--repo-type", "--shm-size", "--signal"}
 PYTHON = [(page, *block) for page in LEARNING for block in blocks_of_python(page)]
 
 
@@ -40,6 +57,11 @@ def test_a_bold_figure_stands_on_a_page_that_is_cited_with_it(page: str) -> None
     ]
 
     assert missing == []
+
+
+@pytest.mark.parametrize("page", ["README.md", *FLAGGED])
+def test_a_flag_that_a_page_names_exists(page: str) -> None:
+    assert prose_flags(page) - messages.flags(REPOSITORY) - TORCHRUN - FOREIGN == set()
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (REPOSITORY / "docs").glob("*.md")))

@@ -181,12 +181,3 @@ def test_the_readmes_commands_are_ones_that_training_takes() -> None:
         if "run_ddp" in command[place] and arguments and arguments[0].isdecimal():
             arguments = arguments[1:]
         assert isinstance(parse_config(arguments, {}), TrainConfig)
-
-
-@pytest.mark.skipif(not README.is_file(), reason="there is no README yet")
-def test_the_flags_that_the_readme_names_exist() -> None:
-    own = {f"--{name}" for name in TrainConfig.model_fields} | {"--config", "--print_config", "--help"}
-    others = {"--nproc_per_node", "--standalone", "--dataset", "--device", "--json", "--report"}
-    spans = re.findall(r"(?<!`)`(--[a-z_]+)[^`\n]*`(?!`)", README.read_text())
-
-    assert set(spans) <= own | others
