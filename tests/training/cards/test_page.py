@@ -248,6 +248,23 @@ def test_every_card_fits_and_is_legible(open_cards: OpenCards, width: int, schem
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_shards_of_sixteen_ranks_are_legible_and_named(open_cards: OpenCards, scheme: str) -> None:
+    page, session = open_cards({"color_scheme": scheme}, workers=16)
+    for node in NODES[:3]:
+        step(page, node)
+    [picture] = session.picture("shard")
+    [rows], [owners] = picture["shards"]["batches"], picture["shards"]["owners"]
+    shares = [[row for row, owner in zip(rows, owners, strict=True) if owner == rank] for rank in range(16)]
+
+    assert [(round(contrast, 2), text) for contrast, text in contrasts(page) if contrast < 4.5] == []
+    strip, batch = (page.get_attribute(f"#card {place}", "aria-label") for place in ("[role=img].strip", ".batches li"))
+    counts = ", ".join(f"rank {rank} has {len(share)}" for rank, share in enumerate(shares))
+    assert strip == f"120 rows to train on, of which {counts}; 30 rows to test on"
+    assert batch.split(": ")[1].split("; ")[15] == f"rank 15 takes rows {', '.join(map(str, shares[15]))}"
+
+
+@pytest.mark.slow
 def test_a_report_from_the_disk_shows_what_the_server_showed(
     open_cards: OpenCards, browser: Browser, tmp_path: Path
 ) -> None:
@@ -265,6 +282,7 @@ def test_a_report_from_the_disk_shows_what_the_server_showed(
             choose(copy, node)
             assert maps(copy) == maps(page)
             assert copy.inner_text("#card .content") == page.inner_text("#card .content")
+            assert "server" not in copy.inner_text("#card")
         facts = "cards => cards.map(card => card.innerText)"
         assert copy.locator("#cards .node").evaluate_all(facts) == page.locator("#cards .node").evaluate_all(facts)
         assert copy.get_attribute("#curve polyline", "points") == page.get_attribute("#curve polyline", "points")

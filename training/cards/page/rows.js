@@ -7,16 +7,19 @@ export function drawShards({ batches, owners: ranks, test_rows: testRows, rows }
   const owners = new Map(batches.flatMap((batch, number) => batch.map((row, index) => [row, ranks[number][index]])));
   const tests = new Set(testRows);
   const shown = owners.size + tests.size;
+  const shares = (some) => Array.from({ length: workers }, (_, rank) => some.filter((row) => owners.get(row) === rank));
+  const counts = shares([...owners.keys()]).map((own, rank) => `rank ${rank} has ${own.length}`).join(", ");
+  const dealt = (batch) => shares(batch).map((own, rank) => `rank ${rank} takes rows ${own.join(", ") || "none"}`).join("; ");
   const known = Array.from({ length: rows }, (_, row) => row).filter((row) => owners.has(row) || tests.has(row));
   return [
-    legend(workers, true),
+    legend(workers),
     h("h3", {}, "In the order of the data set"),
     shown < rows ? h("p", { class: "hint" }, `${formatNumber(shown)} of ${formatNumber(rows)} rows, those of the first batches`) : null,
-    h("div", { class: "strip", role: "img", "aria-label": `${shown} rows, each in the colour of its rank; they are spread over all ranks` },
+    h("div", { class: "strip", role: "img", "aria-label": `${owners.size} rows to train on, of which ${counts}; ${tests.size} rows to test on` },
       known.map((row) => cell(row, owners.get(row), ""))),
     h("h3", {}, "In the order of the first epoch, a global batch a line"),
     h("ol", { class: "batches" },
-      batches.map((batch, number) => h("li", { "aria-label": `Batch ${number + 1}: rows ${batch.join(", ")}` },
+      batches.map((batch, number) => h("li", { "aria-label": `Batch ${number + 1}: ${dealt(batch)}` },
         h("span", { class: "tick" }, String(number + 1)),
         h("div", { class: "strip" }, batch.map((row) => cell(row, owners.get(row), String(row))))))),
   ].filter(Boolean);
@@ -27,9 +30,9 @@ function cell(row, rank, text) {
   return h("i", { class: rank === undefined ? "rank test" : rankClass(rank), title: `row ${row}: ${owner}` }, text);
 }
 
-function legend(workers, hasTest = false) {
+function legend(workers) {
   const ranks = Array.from({ length: workers }, (_, rank) => h("li", {}, h("i", { class: rankClass(rank) }), `rank ${rank}`));
-  return h("ul", { class: "legend" }, ranks, hasTest ? h("li", {}, h("i", { class: "rank test" }), "test") : null);
+  return h("ul", { class: "legend" }, ranks, h("li", {}, h("i", { class: "rank test" }), "test"));
 }
 
 /** Each rank's part of the global batch, with the loss of every row. */
