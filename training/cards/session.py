@@ -15,6 +15,8 @@ from training.cards.runner import Event, Runner
 from training.cards.wiring import Pipeline
 from training.errors import ForeseenError
 
+SECONDS_BETWEEN_BLOWS = 0.1
+
 
 class Refused(Exception):
     """What is asked for cannot be done now; the message says why."""
@@ -153,11 +155,12 @@ class Session:
         self._tell()
 
     def _stop(self) -> None:
-        # A collective that never ends is ended with its ranks; between two cards the run ends by itself.
+        # A collective that never ends is ended with its ranks, as soon as there are any; between two cards the run ends
+        # by itself.
         self._stopping = True
-        self.runner.close()
-        if self._thread.is_alive():
-            self._thread.join()
+        while self._thread.is_alive():
+            self.runner.close()
+            self._thread.join(SECONDS_BETWEEN_BLOWS)
         self.runner.close()
 
     def _tell(self) -> None:

@@ -1,17 +1,19 @@
 """Tables are read from anywhere, and what is wrong with one is named by its line; the test rows stay unseen."""
 
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 
+from training.cards.data import tables
 from training.cards.data.load_dataset import LoadDataset
 from training.cards.data.prepare_data import PrepareData, stratified_split
 from training.cards.sharding.shard_data import ShardData, global_batches
@@ -127,6 +129,33 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "image.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"image.csv: is not UTF-8 text"):
         load(tmp_path, tmp_path / "image.csv")
+
+
+def test_a_file_too_large_to_look_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_BYTES", 10**6)
+
+    with pytest.raises(UserError, match="source_url /dev/zero: has more than 1 MB"):
+        load(tmp_path, "/dev/zero")
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\nw"])
+def test_a_server_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(tables, "SECONDS_TO_READ", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        done = Event()
+        Thread(target=trickle, args=(server, sent, done), daemon=True).start()
+        with pytest.raises(UserError, match=r"cannot be read \(no end within 0.1 s\)"):
+            load(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}/rows.csv")
+        done.set()
+
+
+def trickle(server: socket.socket, sent: bytes, done: Event) -> None:
+    """Answer at once, and then a byte now and then: no single read waits for long."""
+    connection, _ = server.accept()
+    with connection, suppress(OSError):
+        connection.sendall(sent)
+        while not done.wait(0.02):
+            connection.sendall(b"1")
 
 
 def test_the_split_keeps_the_shares_of_the_classes_and_leaves_no_row_out() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -11,7 +13,8 @@ from urllib.request import urlopen
 
 from training.errors import UserError, first_line
 
-SECONDS_FOR_AN_ADDRESS = 30.0
+SECONDS_TO_READ = 30.0
+MOST_BYTES = 20 * 10**6
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,29 @@ def _iris() -> Table:
 
 
 def _text_of(source: str) -> str:
+    reading: Future[bytes] = Future()
+    # A pipe that nobody writes to, or a server that sends a byte now and then, has no end: the thread is left behind.
+    threading.Thread(target=_read, args=(source, reading), daemon=True).start()
     try:
-        if source.startswith(("http://", "https://", "file://")):
-            with urlopen(source, timeout=SECONDS_FOR_AN_ADDRESS) as response:
-                data = response.read()
-        else:
-            data = Path(source).read_bytes()
+        data = reading.result(SECONDS_TO_READ)
+        if len(data) > MOST_BYTES:
+            raise UserError(f"source_url {source}: has more than {MOST_BYTES // 10**6} MB; take some of its rows")
         return data.decode("utf-8-sig")
+    except TimeoutError as error:
+        raise UserError(f"source_url {source}: cannot be read (no end within {SECONDS_TO_READ:g} s)") from error
     except UnicodeDecodeError as error:
         raise UserError(f"source_url {source}: is not UTF-8 text (byte {error.start})") from error
     except (OSError, HTTPException, ValueError) as error:
         raise UserError(f"source_url {source}: cannot be read ({first_line(error)})") from error
+
+
+def _read(source: str, reading: Future[bytes]) -> None:
+    try:
+        is_address = source.startswith(("http://", "https://", "file://"))
+        with urlopen(source, timeout=SECONDS_TO_READ) if is_address else Path(source).open("rb") as file:
+            reading.set_result(file.read(MOST_BYTES + 1))
+    except Exception as error:
+        reading.set_exception(error)
 
 
 def _read_csv(source: str, text: str) -> list[Row]:
