@@ -37,7 +37,8 @@ def build_parser() -> OneLineParser:
     serve = commands.add_parser("serve", help="step through a pipeline on a page", allow_abbrev=False)
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
     for command in (run, serve):
-        command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+        kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"
+        command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
     for command in (run, show, serve):
         command.add_argument(
             "pipeline", type=Path, nargs="?", default=DEFAULT_PIPELINE, metavar="PIPELINE.yaml", help="default: iris"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +11,7 @@ from typing import Any, Literal
 from training.cards.storage import Storage
 from training.cards.wiring import Node, Pipeline
 from training.cards.workers import Job, Workers, keep_traceback
-from training.errors import ForeseenError, TrainingFailure, UserError, first_line
-
-# Of a folder that a run made, which a later run may therefore empty.
-MARK = ".cards"
+from training.errors import ForeseenError, TrainingFailure, first_line
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,8 @@ class Runner:
 
     Args:
         pipeline: a checked one.
-        folder: the values are kept in a folder of the pipeline's name in it; those of an earlier run are removed.
+        folder: the values are kept in a folder of the pipeline's name in it; the first step removes those of an
+            earlier run.
         on_event: told of every card as it begins and ends, in the thread that runs it.
 
     Raises:
@@ -49,7 +45,8 @@ class Runner:
         self, pipeline: Pipeline, folder: Path, on_event: Callable[[Event], None] = lambda event: None
     ) -> None:
         self.pipeline = pipeline
-        self.storage = Storage(_new_folder(folder / pipeline.name))
+        self.storage = Storage(folder / pipeline.name)
+        self.storage.check_is_ours()
         self.on_event = on_event
         # By node: what each rank put out; a local card counts as one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
@@ -123,6 +120,8 @@ class Runner:
 
     def _run_card(self, node: Node, *, recording: bool) -> None:
         try:
+            if not self.outputs:
+                self.storage.begin_run()
             self.outputs[node.id] = self._execute(node, recording=recording)
             self._advance(node)
         except ForeseenError:
@@ -185,16 +184,3 @@ def workers_of(pipeline: Pipeline) -> int:
     """Ranks that the distributed cards run on."""
     shard = pipeline.of_type("dist_shard_data")
     return 1 if shard is None else shard.config.num_workers
-
-
-def _new_folder(folder: Path) -> Path:
-    try:
-        if folder.exists() and not (folder / MARK).exists():
-            raise UserError(f"{folder}: is there already and is no run of cards; choose another --output")
-        with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        (folder / MARK).touch()
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
-    return folder

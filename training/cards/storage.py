@@ -10,13 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 
+from training.errors import UserError
 from training.utils import write_json, write_whole
+
+# Of a folder that a run made, which a later run may therefore empty.
+MARK = ".cards"
 
 
 class Storage:
@@ -46,6 +51,30 @@ class Storage:
         self.rank = rank
         self.live = {} if live is None else live
         self.recording = recording
+
+    def check_is_ours(self) -> None:
+        """Make sure that the folder is a run's, or not there.
+
+        Raises:
+            UserError: it holds something else.
+        """
+        if self.folder.exists() and not (self.folder / MARK).exists():
+            raise UserError(f"{self.folder}: is there already and is no run of cards; choose another --output")
+
+    def begin_run(self) -> None:
+        """Make the folder, without what an earlier run kept in it.
+
+        Raises:
+            UserError: it holds something else, or cannot be written.
+        """
+        self.check_is_ours()
+        try:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            (self.folder / MARK).touch()
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
 
     def at(self, node: str, rank: int | None = None) -> Storage:
         """Another card's part, or another rank's, to read."""

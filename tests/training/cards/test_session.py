@@ -20,6 +20,18 @@ def session(tmp_path: Path) -> Iterator[Session]:
         yield session
 
 
+def test_a_session_without_a_step_leaves_the_run_before_it(tmp_path: Path) -> None:
+    pipeline = small_pipeline(tmp_path)
+    with runner.Runner(pipeline, tmp_path / "runs") as earlier:
+        earlier.step()
+    kept = earlier.storage.folder / "load" / "dataset.safetensors"
+
+    with Session(pipeline, tmp_path / "runs") as session:
+        session.reset(pipeline)
+
+    assert kept.exists()
+
+
 def test_a_reset_while_the_ranks_are_being_started_ends_them(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     starting, go_on, closed = threading.Event(), threading.Event(), threading.Event()
 

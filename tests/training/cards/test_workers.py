@@ -129,8 +129,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_removes_what_an_earlier_one_kept(tmp_path: Path) -> None:
     for number in range(2):
         with on_two_ranks(tmp_path) as runner:
-            left = runner.storage.folder / f"left_{number}"
-            left.touch()
+            runner.step()
+            (runner.storage.folder / f"left_{number}").touch()
 
     assert [path.name for path in sorted(tmp_path.glob("iris/left*"))] == ["left_1"]
 
