@@ -10,7 +10,7 @@ from rich.console import Console
 from training.cards.drawing import as_mermaid, as_table
 from training.cards.history import History
 from training.cards.progress import Progress
-from training.cards.report import write_report
+from training.cards.report import check_report, write_report
 from training.cards.runner import Event, Runner, epochs_of, workers_of
 from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
 from training.errors import OneLineParser, UserError, positive, run_command
@@ -72,19 +72,24 @@ def configured(flags: argparse.Namespace) -> Pipeline:
 def run(flags: argparse.Namespace) -> None:
     """Run a pipeline to its end."""
     pipeline = configured(flags)
-    history = History(pipeline)
-    with Progress(pipeline, epochs_of(pipeline)) as progress:
-
-        def follow(event: Event) -> None:
-            progress.show(event)
-            history.record(event)
-
-        with Runner(pipeline, flags.output, follow) as runner:
-            runner.run()
-    print(f"What each rank held before and after each card: {runner.storage.folder}")
     if flags.report:
-        write_report(flags.report, runner, history)
-        print(f"The same on a page: {flags.report}")
+        check_report(flags.report)
+    history, progress = History(pipeline), Progress(pipeline, epochs_of(pipeline))
+
+    def follow(event: Event) -> None:
+        progress.show(event)
+        history.record(event)
+
+    runner = Runner(pipeline, flags.output, follow)
+    try:
+        with progress, runner:
+            runner.run()
+    finally:
+        # Of a run that failed too: there it says most.
+        if flags.report:
+            write_report(flags.report, runner, history)
+            print(f"The run on a page: {flags.report}")
+    print(f"What each rank held before and after each card: {runner.storage.folder}")
 
 
 def show(flags: argparse.Namespace) -> None:

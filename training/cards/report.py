@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
+import os
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryFile
 from typing import Any
 
 from training.cards.history import History
@@ -41,6 +44,21 @@ def run_picture(runner: Runner, history: History) -> dict[str, Any]:
         "state": {"run": 1, "busy": False, "next": None} | history.state(),
         "pictures": {node.id: card_picture(runner, node) for node in nodes},
     }
+
+
+def check_report(path: Path) -> None:
+    """Make sure that a report can be written, before a run that may take long.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"--report {path}: cannot be written ({error.strerror})") from error
 
 
 def write_report(path: Path, runner: Runner, history: History) -> None:

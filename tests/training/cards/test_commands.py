@@ -1,6 +1,7 @@
 """The commands: run trains to over 93% on four ranks, show draws, and a mistake is one line."""
 
 import errno
+import json
 import re
 import shlex
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 from training.cards.__main__ import main
 from training.cards.storage import Storage
-from training.errors import ForeseenError, run_command
+from training.cards.wiring import DEFAULT_PIPELINE
+from training.errors import ForeseenError, UserError, run_command
 
 CARDS = [sys.executable, "-m", "training.cards"]
 
@@ -89,6 +91,35 @@ def test_a_full_disk_is_one_line_that_names_the_card(
         f"traceback in {trace}\n"
     )
     assert "save" in trace.read_text()
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    wrong = {tmp_path: "Is a directory", tmp_path / "file" / "run.html": "File exists"}
+    for report, reason in wrong.items():
+        flags = ("run", str(short_pipeline(tmp_path)), "--output", str(tmp_path / "kept"), "--report", str(report))
+        with pytest.raises(UserError, match=re.escape(f"--report {report}: cannot be written ({reason})")):
+            said(monkeypatch, capsys, *flags)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "kept" / "short").exists()
+
+
+def test_a_run_that_fails_leaves_its_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = tmp_path / "run.html"
+    flags = ("--workers", "16", "--output", str(tmp_path / "kept"), "--report", str(report))
+    path = tmp_path / "mine.yaml"
+    path.write_text(DEFAULT_PIPELINE.read_text().replace("batch_size: 16", "batch_size: 8"))
+    with pytest.raises(UserError, match="num_workers 16: more ranks than rows in a global batch"):
+        said(monkeypatch, capsys, "run", str(path), *flags)
+
+    run = json.loads(re.search(r'id="run">(.*?)</script>', report.read_text())[1])
+    states = [card["state"] for card in run["state"]["cards"].values()]
+    assert states[:4] == ["done", "done", "failed", "waiting"]
+    assert f"The run on a page: {report}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -173,6 +173,16 @@ def test_what_came_out_is_shown_as_the_card_says(open_cards: OpenCards) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_slow_card_made_is_shown_while_the_run_goes_on(open_cards: OpenCards) -> None:
+    page, session = open_cards(epochs=10_000)
+    page.click("[data-id=group]")
+    page.click("#run-all")
+
+    page.wait_for_selector("#card .preview")
+    assert session.busy
+
+
+@pytest.mark.slow
 def test_the_curve_follows_the_loss_to_the_end(open_cards: OpenCards) -> None:
     page, session = open_cards(batch_size=16, epochs=30)
     page.click("#run-all")
@@ -294,15 +304,6 @@ def test_run_writes_the_page_of_its_run(start: Callable[..., Any], browser: Brow
     run = start([*CARDS_RUN, "--workers", "2", "--epochs", "3", "--report", report, "--output", tmp_path / "runs"])
 
     assert (run.process.returncode, run.err) == (0, "")
-    assert f"The same on a page: {report}" in run.out
+    assert f"The run on a page: {report}" in run.out
     with visits(browser, report.as_uri(), READY) as open_page:
         assert open_page().locator(".node[data-state=done]").count() == len(NODES)
-
-
-@pytest.mark.slow
-def test_a_report_that_cannot_be_written_is_one_line(start: Callable[..., Any], tmp_path: Path) -> None:
-    flags = ["--workers", "1", "--epochs", "1", "--report", tmp_path, "--output", tmp_path / "runs"]
-    run = start([*CARDS_RUN, *flags])
-
-    assert run.process.returncode == 2
-    assert run.err == f"error: --report {tmp_path}: cannot be written (Is a directory)\n"
