@@ -1,4 +1,4 @@
-"""One rank that takes the same steps in several ways: python -m benchmarks.by_hand_worker FIELDS.
+"""One rank that takes the same steps in several ways: python -m benchmarks.by_hand_worker FIELDS CASE.
 
 ``benchmarks.by_hand`` starts it.
 """
@@ -10,6 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DistributedSampler
 
 from training.by_hand.batches import Batch, training_batches
@@ -29,12 +31,13 @@ from training.by_hand.compare_with_ddp import largest_gap
 from training.by_hand.data_parallel import average_gradients
 from training.by_hand.shapes import draw_shapes
 from training.distributed import Ranks, ranks
-from training.monitoring.profile_summary import summarise
+from training.monitoring.profile_summary import communication
 
-WARMUP_STEPS = 3
-PROFILED_STEPS = 30
+WARMUP_ROUNDS = 1
+PROFILED_STEPS = 2  # of a way in a round, right after its timed ones
 EPOCH_STEPS = 8
 ONE_BUCKET_MB = 1000  # more than any model here has
+STEPS = "steps"  # what they are called in a profile
 Model = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -63,6 +66,34 @@ class Way:
         self.optimizer.step()
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+        make: the model, of images.
+        rows: images a rank and step.
+        bucket_mb: DDP's ``bucket_cap_mb``; None for its default.
+    """
+
+    make: Callable[[], nn.Module]
+    rows: int
+    bucket_mb: float | None = None
+
+
+def deep_network(width: int = 256, depth: int = 24) -> nn.Sequential:
+    """Many layers of one size, whose gradients fill bucket after bucket."""
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(depth)]
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(3 * 8 * 8, width), *blocks, nn.Linear(width, 10))
+
+
+CASES = {
+    "CNN(width=32)": Case(partial(CNN, width=32), rows=4),
+    "CNN(width=256)": Case(partial(CNN, width=256), rows=4),
+    "deep_network()": Case(deep_network, rows=64, bucket_mb=1),
+}
+
+
 def average_in_one_call(model: nn.Module) -> None:
     """Average all gradients as one long vector: what a bucket is, without DDP's overlap."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -78,51 +109,51 @@ def keep(given: Any) -> Any:
     return given
 
 
-def in_one_bucket(network: nn.Module) -> DistributedDataParallel:
-    """DDP that waits for the last gradient before it sends any."""
-    return DistributedDataParallel(network, bucket_cap_mb=ONE_BUCKET_MB)
-
-
-WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
-    "no communication": (keep, keep),
-    "by hand": (keep, average_gradients),
-    "by hand, in one call": (keep, average_in_one_call),
-    "DDP, one bucket": (in_one_bucket, keep),
-    "DDP": (DistributedDataParallel, keep),
-}
+def ways_of(case: Case) -> dict[str, Way]:
+    """Every way, from the same weights."""
+    torch.manual_seed(0)
+    network = case.make()
+    ddp, one_bucket = (partial(DistributedDataParallel, bucket_cap_mb=mb) for mb in (case.bucket_mb, ONE_BUCKET_MB))
+    functions = {
+        "no communication": (keep, keep),
+        "by hand": (keep, average_gradients),
+        "by hand, in one call": (keep, average_in_one_call),
+        "DDP, one bucket": (one_bucket, keep),
+        "DDP": (ddp, keep),
+    }
+    return {name: Way(copy.deepcopy(network), wrap, average) for name, (wrap, average) in functions.items()}
 
 
 def main() -> None:
     """Measure and print the result as one line of JSON."""
-    fields = json.loads(sys.argv[1])
+    fields, case = sys.argv[1:]
     with ranks("cpu") as mine:
-        result = measure(mine, **fields)
+        torch.set_num_threads(1)
+        result = measure(mine, CASES[case], **json.loads(fields))
     print(json.dumps(result), flush=True)
 
 
-def measure(mine: Ranks, width: int, rows: int, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+def measure(mine: Ranks, case: Case, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
     """All ways start from the same weights and take the same batches, by turns.
 
     Returns:
-        Of each way: ``seconds`` a step, one number a round; ``profile``, of a step; and ``gap``, by which its weights
-        at the end differ from DDP's.
+        Of each way: ``seconds`` a step, one number a round; ``profiles``, of a step, one a round; and ``gap``, by which
+        its weights at the end differ from DDP's.
     """
-    torch.manual_seed(0)
-    network = CNN(width=width)
-    ways = {name: Way(copy.deepcopy(network), *functions) for name, functions in WAYS.items()}
-    batches = endless_batches(mine, rows)
+    ways, batches = ways_of(case), endless_batches(mine, case.rows)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(1 + rounds):
-        drawn = list(islice(batches, steps if number else WARMUP_STEPS))
+    profiles: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for number in range(WARMUP_ROUNDS + rounds):
+        drawn, to_profile = (list(islice(batches, count)) for count in (steps, PROFILED_STEPS))
         turn = number % len(ways)
         for name in [*ways][turn:] + [*ways][:turn]:
-            took = timed(ways[name], drawn, mine)
-            if number:
-                seconds[name].append(took)
-    drawn = list(islice(batches, PROFILED_STEPS))
-    profiles = {name: profiled(way, drawn) for name, way in ways.items()}
+            seconds[name].append(timed(ways[name], drawn, mine))
+            profiles[name].append(profiled(ways[name], to_profile, mine))
     gaps = {name: largest_gap(way.network.parameters(), ways["DDP"].network.parameters()) for name, way in ways.items()}
-    return {name: {"seconds": seconds[name], "profile": profiles[name], "gap": gaps[name]} for name in ways}
+    return {
+        name: {"seconds": seconds[name][WARMUP_ROUNDS:], "profiles": profiles[name][WARMUP_ROUNDS:], "gap": gaps[name]}
+        for name in ways
+    }
 
 
 def endless_batches(mine: Ranks, rows: int) -> Iterator[Batch]:
@@ -142,16 +173,18 @@ def timed(way: Way, batches: list[Batch], mine: Ranks) -> float:
     return (time.perf_counter() - began) / len(batches)
 
 
-def profiled(way: Way, batches: list[Batch]) -> dict[str, float]:
+def profiled(way: Way, batches: list[Batch], mine: Ranks) -> dict[str, float]:
     """Of a step: calls to the other ranks, seconds in which one ran, and the share of those behind computing."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for batch in batches:
-            way.step(*batch)
-    events = seen.events()
-    found = summarise(events, on_gpu=False)
-    calls = sum(event.name.startswith("gloo:") for event in events)
+        mine.barrier()  # one rank's profiler starts later than another's, and is not to be waited for in the steps
+        with record_function(STEPS):
+            for batch in batches:
+                way.step(*batch)
+    span = next(event.time_range for event in seen.events() if event.name == STEPS)
+    events = [event for event in seen.events() if event.time_range.start > span.start]
+    found = communication(events, on_gpu=False)
     return {
-        "calls": calls / len(batches),
+        "calls": sum(event.name.startswith("gloo:") for event in events) / len(batches),
         "seconds": found["communication"] / len(batches),
         "hidden": found["hidden"] or 0.0,
     }

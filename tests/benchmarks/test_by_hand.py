@@ -1,24 +1,53 @@
 """The page of data parallelism by hand says what its rounds say, and its ways differ in communication alone."""
 
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.profiler import profile
 
-from benchmarks.by_hand import run_and_follow, step_rows
-from benchmarks.by_hand_worker import measure
+from benchmarks import by_hand, by_hand_worker
+from benchmarks.by_hand import conclusion, run_and_follow, step_rows
+from benchmarks.by_hand_worker import Case, endless_batches, measure, profiled, ways_of
+from benchmarks.processes import Layout
 from tests.training.parallelism.ranks import here, run_on_ranks
-from training.errors import TrainingFailure
+from training.by_hand.cnn import CNN
+from training.errors import TrainingFailure, run_command
 
-SILENT = {"seconds": [0.1, 0.1, 0.1], "profile": {"calls": 0.0, "seconds": 0.0, "hidden": 0.0}, "gap": 0.1}
+LATE = 0.5  # seconds
+NO_CALLS = {"calls": 0.0, "seconds": 0.0, "hidden": 0.0}
+SILENT = {"seconds": [0.1, 0.1, 0.1], "profiles": [NO_CALLS] * 3, "gap": 0.1}
 
 
-def measured(seconds: list[float], gap: float = 0.0) -> dict[str, Any]:
-    return {"seconds": seconds, "profile": {"calls": 11.0, "seconds": 0.02, "hidden": 0.25}, "gap": gap}
+def small() -> CNN:
+    return CNN(width=8)
+
+
+def measured(seconds: list[float], gap: float = 0.0, calls: float = 11.0, in_calls: float = 0.02) -> dict[str, Any]:
+    profiles = [{"calls": calls, "seconds": factor * in_calls, "hidden": 0.25} for factor in (1, 1, 5)]
+    return {"seconds": seconds, "profiles": profiles, "gap": gap}
 
 
 def _measure() -> dict[str, dict[str, Any]]:
-    return measure(here(), width=8, rows=4, rounds=2, steps=2)
+    return measure(here(), Case(small, rows=4), rounds=2, steps=2)
+
+
+class _LateOnRank1(profile):
+    """A profiler that takes long to start."""
+
+    def __enter__(self) -> profile:
+        entered = super().__enter__()
+        time.sleep(LATE * here().rank)
+        return entered
+
+
+def _profiled_by_hand() -> float:
+    """Seconds in calls of two steps of which rank 1 begins late."""
+    by_hand_worker.profile = _LateOnRank1
+    batches = endless_batches(here(), rows=4)
+    return 2 * profiled(ways_of(Case(small, rows=4))["by hand"], [next(batches), next(batches)], here())["seconds"]
 
 
 def test_a_row_has_the_slower_rank_of_each_round_and_the_ratio_within_rounds() -> None:
@@ -34,10 +63,61 @@ def test_a_row_has_the_slower_rank_of_each_round_and_the_ratio_within_rounds() -
     assert ddp == ["DDP", "11", "200.0", "100.0 to 300.0", "2.00", "0.75", "20.0", "25%", "2e-07"]
 
 
+@pytest.mark.parametrize(
+    ("ddp", "buckets", "said"),
+    [
+        ([0.1, 0.1, 0.1], 4, "DDP's 4 buckets take 0.50 times as long (faster in 3 of 3 rounds: a gain)"),
+        ([0.1, 0.3, 0.3], 4, "1.50 times as long (faster in 1 of 3 rounds: no clear gain or loss) as one bucket"),
+        ([0.3, 0.3, 0.2], 2, "DDP's 2 buckets take 1.50 times as long (faster in 0 of 3 rounds: a loss)"),
+        ([0.1, 0.1, 0.1], 1, "Overlap: none is possible, DDP has one bucket too."),
+    ],
+)
+def test_the_conclusion_is_that_of_the_rounds(ddp: list[float], buckets: int, said: str) -> None:
+    rank = {
+        "no communication": SILENT,
+        "by hand": measured([0.4, 0.4, 0.4]),
+        "by hand, in one call": measured([0.2, 0.2, 0.2], calls=1),
+        "DDP, one bucket": measured([0.2, 0.2, 0.2], calls=1),
+        "DDP": measured(ddp, calls=buckets),
+    }
+
+    found = conclusion([rank, rank])
+
+    assert "one call takes 0.50 times as long (faster in 3 of 3 rounds: a gain) as 11 calls" in found
+    assert said in found
+
+
+@pytest.mark.slow
+def test_a_profile_begins_once_all_ranks_are_there() -> None:
+    assert max(run_on_ranks(2, _profiled_by_hand)) < LATE
+
+
+def test_a_path_without_images_ends_it_before_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(by_hand, "run_ranks", lambda *_, **__: pytest.fail("a rank was started"))
+    monkeypatch.setattr(sys, "argv", ["by_hand", "--cifar10", str(tmp_path / "gone")])
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(by_hand.main)
+
+    assert ended.value.code == 2
+    assert "gone: no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_names_its_case() -> None:
+    with pytest.raises(
+        TrainingFailure, match=r"^no such case: rank \d ended with code 1 \(KeyError: 'no such case'\)$"
+    ):
+        by_hand.run_ranks(["{}", "no such case"], Layout(1, 1), pin=False, module="benchmarks.by_hand_worker")
+
+
 def test_all_ways_but_the_silent_one_end_with_the_same_weights_after_other_numbers_of_calls() -> None:
     for found in run_on_ranks(2, _measure):
         assert all(len(way["seconds"]) == 2 for way in found.values())
-        calls = {name: way["profile"]["calls"] for name, way in found.items()}
+        assert all(len(way["profiles"]) == 2 for way in found.values())
+        calls = {name: way["profiles"][0]["calls"] for name, way in found.items()}
         assert calls == {
             "no communication": 0,
             "by hand": 11,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from training.monitoring.records import format_percent
 from training.utils import write_json
 
 if TYPE_CHECKING:
-    from torch.autograd.profiler_util import EventList
+    from torch.autograd.profiler_util import EventList, FunctionEvent
 
 FOLDER = "profile"
 SUMMARY_FILE = "summary.json"
@@ -61,22 +61,36 @@ def summarise(events: EventList, *, on_gpu: bool) -> dict[str, Any]:
 
     On a GPU what counts is when kernels run there, on a CPU when operators do.
     """
+    return communication(events, on_gpu=on_gpu) | {"operators": _top_operators(events, on_gpu=on_gpu)}
+
+
+def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str, Any]:
+    """The fields ``communication`` and ``hidden`` alone, of all events of a profiler or of some."""
     from torch.autograd import DeviceType
 
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     ran = [event for event in events if event.device_type == device]
     # gloo marks its work as an annotation, as a person does; NCCL's kernels are kernels.
-    communication = [e for e in ran if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)]
-    # Of nested operators the innermost: an outer one may contain a wait.
-    innermost = [e for e in ran if not (e.is_user_annotation or e.cpu_children)]
-    computing = [e for e in innermost if not e.name.startswith(_COMMUNICATION + _ASKED)]
-    talks, works = (merged((e.time_range.start, e.time_range.end) for e in es) for es in (communication, computing))
+    collectives = [e for e in ran if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)]
+    # Of other nested ones the innermost: what is around them, such as a node of autograd, may contain a wait.
+    operators = [e for e in ran if not e.is_user_annotation and (e.name.startswith("aten::") or not e.cpu_children)]
+    computing = [e for e in operators if not e.name.startswith(_COMMUNICATION + _ASKED)]
+    talks = merged((e.time_range.start, e.time_range.end) for e in collectives)
+    works = merged(interval for e in computing for interval in _own_times(e))
     microseconds = math.fsum(end - start for start, end in talks)
     return {
         "communication": microseconds / 1e6,
         "hidden": overlap(talks, works) / microseconds if microseconds else None,
-        "operators": _top_operators(events, on_gpu=on_gpu),
     }
+
+
+def _own_times(event: FunctionEvent) -> Iterator[Interval]:
+    """When an operator ran outside of those that it called."""
+    start = event.time_range.start
+    for child in sorted((child.time_range for child in event.cpu_children), key=lambda span: span.start):
+        yield start, child.start
+        start = child.end
+    yield start, event.time_range.end
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -6,16 +6,18 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
 from training.distributed import Ranks
-from training.monitoring.profile_summary import RankProfile, merged, overlap, read_summary
+from training.monitoring.profile_summary import RankProfile, communication, merged, overlap, read_summary
 from training.monitoring.profiler import Profiler
 from training.phases import Phases
 
@@ -134,3 +136,21 @@ def test_time_that_two_kinds_of_work_share() -> None:
     assert talks == [(0.0, 4.0), (5.0, 7.0)]
     assert overlap(talks, works) == overlap(works, talks) == 1.5 + 1.0 + 0.25
     assert overlap(talks, []) == 0
+
+
+def test_an_operator_computes_outside_of_those_that_it_calls_and_one_around_a_wait_does_not() -> None:
+    def event(name: str, start: float, end: float, children: tuple = (), *, marked: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(
+            name=name, time_range=span, cpu_children=children, is_user_annotation=marked, device_type=DeviceType.CPU
+        )
+
+    detail = event("aten::resolve_conj", 2e6, 3e6)
+    product = event("aten::mm", 1e6, 6e6, (detail,))
+    ask = event("c10d::allreduce_", 8e6, 9e6)
+    node = event("MmBackward0", 0.0, 9e6, (product, ask))
+    sent = event("gloo:all_reduce", 0.0, 10e6, marked=True)
+
+    found = communication([node, product, detail, ask, sent], on_gpu=False)
+
+    assert found == {"communication": 10.0, "hidden": 0.5}
