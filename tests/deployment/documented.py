@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ("docs/deployment.md", "docs/OPERATIONS.md", "deployment/README.md", "docs/DISTRIBUTED_TRAINING_GUIDE.md")
-_BLOCK = re.compile(r"(?:^<!-- (?P<mark>.+?) -->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = (
+    "docs/deployment.md",
+    "docs/OPERATIONS.md",
+    "deployment/README.md",
+    "docs/DISTRIBUTED_TRAINING_GUIDE.md",
+    "docs/PARALLELISM_STRATEGIES.md",
+    "docs/PLANNING.md",
+    "docs/RELIABILITY.md",
+)
+_WRITTEN = re.compile(r"^<!-- begin: (.+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)  # by a command
+_BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -22,9 +31,9 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Read all blocks of commands of a page; a page that is not there has none."""
+    """Read all blocks of commands of a page that a person wrote; a page that is not there has none."""
     path = REPOSITORY / page
-    found = _BLOCK.finditer(path.read_text()) if path.exists() else ()
+    found = _BLOCK.finditer(_WRITTEN.sub("", path.read_text())) if path.exists() else ()
     return [_block(page, match["mark"] or "", match["commands"]) for match in found]
 
 

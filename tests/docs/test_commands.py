@@ -1,4 +1,4 @@
-"""The guide's commands, run as they stand there; what is shown behind them is what they print."""
+"""The learning pages' commands, run as they stand there; what is shown behind them is what they print."""
 
 import os
 import re
@@ -13,6 +13,7 @@ from tests.deployment.documented import documented
 from tests.docs.pages import REPOSITORY, inline_commands, shown_after
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
+STRATEGIES = "docs/PARALLELISM_STRATEGIES.md"
 PRINTED = [
     documented(GUIDE, "plan-small"),
     documented(GUIDE, "plan-large"),
@@ -135,6 +136,33 @@ def test_the_exercise_as_it_is_has_everything_left_to_do(run: Run) -> None:
 
     assert result.returncode == 1
     assert "0 of 3 right" in result.stdout
+
+
+@pytest.mark.slow
+def test_two_strategies_train_and_a_third_is_planned(run: Run, tmp_path: Path) -> None:
+    result = run(documented(STRATEGIES, "strategies"))
+
+    assert result.returncode == 0, result.stdout
+    assert all((tmp_path / "checkpoints" / name / "model.safetensors").exists() for name in ("zero3", "3d"))
+    assert "layouts fit" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_schedule_is_shown_and_another_drawn(run: Run, tmp_path: Path) -> None:
+    result = run(documented(STRATEGIES, "timelines"))
+
+    assert result.returncode == 0, result.stdout
+    assert "1F1B: 4 ranks, 8 micro-batches, bubble 27.3%" in result.stdout
+    assert (tmp_path / "zbv.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_plan_is_written_as_a_page_and_as_json(run: Run, tmp_path: Path) -> None:
+    result = run(documented("docs/PLANNING.md", "plan"))
+
+    assert result.returncode == 0, result.stdout
+    assert (tmp_path / "plan.html").exists()
+    assert (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/QUICK_REFERENCE.md", GUIDE])

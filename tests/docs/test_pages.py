@@ -6,7 +6,6 @@ from io import StringIO
 from itertools import chain
 
 import pytest
-
 from torch.distributed.run import get_args_parser
 
 from tests.docs import messages

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployment.documented import documented
 from training.errors import UserError
 from training.planning.__main__ import ask, dry_runs_of, main
 from training.planning.answer import Answer, nothing_fits
@@ -21,16 +22,15 @@ SMALL = ("--model", "distilbert-base", "--gpus", "2", "--gpu", "t4-16gb")
 PAGE = REPOSITORY / "docs" / "PLANNING.md"
 
 
-def documented() -> list[str]:
+def founding_flags() -> list[str]:
     """The flags of the documented command."""
-    command = re.search(r"<!-- command: founding -->\n```bash\n(.*?)\n```", PAGE.read_text(), re.DOTALL)[1]
-    return command.replace("\\\n", " ").split()[3:]
+    return documented("docs/PLANNING.md", "founding").replace("\\\n", " ").split()[3:]
 
 
 @pytest.fixture(scope="module")
 def founding() -> Answer:
     """The project's founding question."""
-    return ask(documented())
+    return ask(founding_flags())
 
 
 def test_the_fastest_that_fit_come_first(founding: Answer) -> None:
@@ -203,7 +203,7 @@ def documented_answer() -> str:
 
 
 def test_the_documented_answer_is_what_its_command_prints(founding: Answer) -> None:
-    assert documented()[-2:] == ["--page", "docs/PLANNING.md"]
+    assert founding_flags()[-2:] == ["--page", "docs/PLANNING.md"]
     formulas = re.sub(r"\|  \| dry run \|.*\n|.*the formula is .* off the dry run.*\n+", "", documented_answer())
 
     assert re.sub(r"\n{2,}", "\n\n", formulas) == re.sub(r"\n{2,}", "\n\n", markdown(founding, {}))
