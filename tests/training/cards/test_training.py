@@ -134,9 +134,10 @@ def test_an_aggregate_counts_ranks_alike_or_by_their_rows(tmp_path: Path, method
         preview = aggregate.get_output_preview(runner.outputs["aggregate"][0], runner.storage.at("aggregate"))
 
     assert rows[0] > rows[1]
-    assert preview["columns"][3:] == ["on the ranks", "whole", "rank 0", "rank 1"]
-    for *_, verdict, whole, first, second in preview["rows"]:
-        assert (verdict, len({whole, first, second})) == ("2 different", 3)
+    assert preview["columns"][3:] == ["on the ranks", "aggregated"]
+    for *_, on_the_ranks, aggregated in preview["rows"]:
+        first, second = on_the_ranks.removeprefix("2 different: ").split(", ")
+        assert len({first, second, aggregated}) == 3
     expected = 1.5 if method == "average" else (rows[0] + 2 * rows[1]) / sum(rows)
     assert torch.allclose(weights_of(runner)["0.weight"], torch.tensor(expected))
 

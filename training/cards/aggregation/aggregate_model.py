@@ -29,7 +29,7 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
     card_type = "dist_aggregate_model"
     display_name = "Aggregate model"
     description = "Averages the models of the ranks; slices of one model (FSDP) are gathered instead."
-    look_at = "Equal on all ranks: had one step gone without the all-reduce, their checksums would differ here."
+    look_at = "The ranks' models are equal, or a step went without the all-reduce; the mean differs by rounding alone."
     category = "aggregation"
     execution_mode = "distributed"
     output_view_type = "model_summary"
@@ -61,18 +61,18 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
         whole = storage.tensors(model["model"])
         rows = []
         for name in ranks[0]:
-            own, shape = [checksums[name] for checksums in ranks], " x ".join(map(str, whole[name].shape))
-            verdict = "slices" if model["method"] == "gather" else compare(own)
-            rows.append([name, shape, whole[name].numel(), verdict, describe(whole[name])["checksum"], *own])
-        columns = ["tensor", "shape", "parameters", "on the ranks", "whole"]
-        columns += [f"rank {rank}" for rank in storage.ranks()]
+            tensor, shape = whole[name], " x ".join(map(str, whole[name].shape))
+            own = compare([checksums[name] for checksums in ranks], model["method"] == "gather")
+            rows.append([name, shape, tensor.numel(), own, describe(tensor)["checksum"]])
+        columns = ["tensor", "shape", "parameters", "on the ranks", "aggregated"]
         return self.preview(columns, rows, method=model["method"], layers=",".join(map(str, model["layers"])))
 
 
-def compare(checksums: list[str]) -> str:
-    """Whether the ranks had saved the same."""
-    different = len(set(checksums))
-    return "equal" if different == 1 else f"{different} different"
+def compare(checksums: list[str], is_sliced: bool) -> str:
+    """Whether the ranks had saved the same of a tensor, with the checksums that there are."""
+    different = list(dict.fromkeys(checksums))
+    verdict = "equal" if len(different) == 1 else "slices" if is_sliced else f"{len(different)} different"
+    return f"{verdict}: {', '.join(different)}"
 
 
 def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 // The chosen card: what to look at, what each rank held, what came out, and how it is set.
 
 import { drawBatch, drawCounts, drawShards } from "cards/rows";
-import { formatNumber, h } from "cards/dom";
+import { formatNumber, h, plural } from "cards/dom";
 import { configForm } from "cards/form";
 import { HeldView } from "cards/held";
 
@@ -24,7 +24,7 @@ export class CardPanel {
   async show(state, before) {
     const card = state.cards[this.node.id];
     this.message.textContent = card.state === "failed" ? card.message : "";
-    const isNewlyDone = card.state === "done" && before?.cards[this.node.id].state === "waiting";
+    const isNewlyDone = card.state === "done" && this.isEmpty;
     const hasPaused = !state.busy && before?.busy;
     const wasQuick = !state.busy && before && card.seconds !== before.cards[this.node.id].seconds;
     if (isNewlyDone || hasPaused || wasQuick) await this.load();
@@ -36,7 +36,7 @@ export class CardPanel {
       ...Object.entries(node.inputs).map(([name, source]) => h("li", {}, "takes ", h("b", {}, name), ` from ${this.nameOf(source.node)}`)),
       ...node.outputs.map((name) => h("li", {}, "gives ", h("b", {}, name))),
     ];
-    const where = node.execution_mode === "local" ? "once, in the program's own process" : `on ${this.pipeline.workers} ranks at once`;
+    const where = node.execution_mode === "local" ? "once, in the program's own process" : `on ${plural(this.pipeline.workers, "rank")}`;
     this.message = h("p", { class: "wrong failure", role: "alert" });
     this.content = h("div", { class: "content" });
     const form = configForm(node, { isLive: this.source.isLive, configure: (values) => this.source.configure(node.id, values) });
@@ -62,7 +62,8 @@ export class CardPanel {
   }
 
   drawPictures(pictures) {
-    if (!pictures.length) {
+    this.isEmpty = !pictures.length;
+    if (this.isEmpty) {
       const text = this.source.isLive ? "Nothing has come out of this card yet." : "Nothing came out of this card.";
       this.content.replaceChildren(h("p", { class: "hint" }, text));
       return;

@@ -28,5 +28,7 @@ function shorten(value) {
   return size !== 0 && (size < 0.001 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
+export const plural = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
+
 export const formatSeconds = (seconds) =>
   seconds < 0.1 ? `${(seconds * 1000).toFixed(0)} ms` : seconds < 60 ? `${seconds.toFixed(1)} s` : `${(seconds / 60).toFixed(1)} min`;

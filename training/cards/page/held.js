@@ -41,7 +41,7 @@ export class HeldView {
     const verdict = compare(ranks.map((tensors) => tensors[name]), held.whole[name]);
     return h("section", { class: "moment" },
       h("h3", {}, title, " ", h("span", { class: `verdict ${verdict.kind}` }, verdict.text)),
-      h("div", { class: "ranks" }, maps));
+      h("div", { class: "ranks", "--columns": widthOf(held.whole[name]) }, maps));
   }
 }
 
@@ -82,11 +82,11 @@ function heatMap(tensor, { rank, title, whole, top, readout, first }) {
   const { values, shape, checksum, first_row: firstRow } = tensor;
   const fits = whole[0] <= MOST_SIDE;
   const [height, offset] = fits ? [whole[0], firstRow] : [Math.max(1, values.length), 0];
-  const width = Math.min(whole[1] ?? 1, MOST_SIDE);
+  const width = widthOf(whole);
   const cells = values.flatMap((row, y) => row.map((value, x) => s("rect", { x, y: y + offset, width: 1, height: 1, ...colour(value, top) })));
   const cursor = s("rect", { class: "cursor", width: 1, height: 1, visibility: "hidden" });
   const label = `rank ${rank}, ${title}: ${shape.join(" by ")} numbers, checksum ${checksum}`;
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "xMinYMin", tabindex: 0, role: "img", "aria-label": label, class: "map", "--columns": width, "--rows": height },
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "xMinYMin", tabindex: 0, role: "img", "aria-label": label, class: "map", "--rows": height },
     cells, s("rect", { class: "frame", width, height }), cursor);
   followCells(svg, values, offset, (y, x) => {
     cursor.setAttribute("visibility", "visible");
@@ -104,6 +104,8 @@ function heatMap(tensor, { rank, title, whole, top, readout, first }) {
     isPart ? h("p", { class: "hint" }, `first ${values.length} × ${values[0].length} of ${shape.join(" × ")}`) : null,
     values.length ? null : h("p", { class: "hint" }, "holds none of it"));
 }
+
+const widthOf = (whole) => Math.min(whole[1] ?? 1, MOST_SIDE);
 
 function colour(value, top) {
   if (!Number.isFinite(value)) return { class: "cell not-finite" };

@@ -2,14 +2,13 @@
 
 import { CardPanel } from "cards/card";
 import { drawCurve } from "cards/curve";
-import { h } from "cards/dom";
+import { h, plural } from "cards/dom";
 import { openSource } from "cards/source";
 import { Wiring } from "cards/wiring";
 
 const MOST_WORKERS = 8; // of the menu; a card can be set to more
 const BUTTONS = ["step", "run-all", "reset"];
 
-const count = (number, thing) => `${number} ${thing}${number === 1 ? "" : "s"}`;
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -47,7 +46,7 @@ class Page {
   }
 
   nameReset() {
-    byId("reset").textContent = this.workers === this.pipeline.workers ? "Reset" : `Reset to ${count(this.workers, "worker")}`;
+    byId("reset").textContent = this.workers === this.pipeline.workers ? "Reset" : `Reset to ${plural(this.workers, "worker")}`;
   }
 
   async step() {
@@ -100,8 +99,8 @@ class Page {
 
   describe() {
     const { name, nodes, workers } = this.pipeline;
-    const ranks = `, ${count(workers, "rank")}, each a real process`;
-    const size = `${count(nodes.length, "card")}${this.hasShards ? ranks : ""}`;
+    const ranks = `, ${plural(workers, "rank")}, each a real process`;
+    const size = `${plural(nodes.length, "card")}${this.hasShards ? ranks : ""}`;
     return this.source.isLive
       ? `The pipeline ${name}: ${size}. Step through it, and see what comes out of each card.`
       : `A run of the pipeline ${name}: ${size}. Choose a card to see what came out of it.`;

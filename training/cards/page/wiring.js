@@ -1,6 +1,6 @@
 // The wiring as a graph: cards by levels, the training loop as a ring, and the lines between them.
 
-import { formatNumber, formatSeconds, h, rankClass, s } from "cards/dom";
+import { formatNumber, formatSeconds, h, plural, rankClass, s } from "cards/dom";
 
 const MARKS = { waiting: "·", running: "▶", done: "✓", failed: "✗" };
 const EVERY_BATCH = "every batch of every epoch ↻";
@@ -43,7 +43,7 @@ export class Wiring {
       h("span", { class: "unseen state" }),
       h("span", { class: "facts" }),
       isDistributed ? h("span", { class: "dots", "aria-hidden": "true" }, dots) : null,
-      h("span", { class: "unseen" }, isDistributed ? `runs on ${this.pipeline.workers} ranks` : "runs once"));
+      h("span", { class: "unseen" }, isDistributed ? `runs on ${plural(this.pipeline.workers, "rank")}` : "runs once"));
   }
 
   /** Show a card; one chosen by hand is scrolled to. */
