@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: i
 
     The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
     deals the rows out like cards, so the k-th batches of all ranks are together the k-th run of rows in that order:
-    the same global batch on 1, 2 or 4 ranks. The last one is left out where it is not full: ranks with fewer rows than
-    others would count for more. How an image is varied hangs on its row, not on who trains on it.
+    the same global batch on 1, 2 or 4 ranks. The last one is left out where it is not full, also where the sampler has
+    filled it up: it repeats rows where the ranks do not divide them. How an image is varied depends on its row, not on
+    who trains on it.
 
     Args:
         split: the training images.
@@ -31,7 +33,8 @@ def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: i
     draws = np.random.default_rng([seed, sampler.epoch]).integers(
         [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(len(split), 3)
     )
-    for rows in BatchSampler(sampler, rows_per_rank, drop_last=True):
+    full = len(split) // (rows_per_rank * sampler.num_replicas)
+    for rows in islice(BatchSampler(sampler, rows_per_rank, drop_last=False), full):
         yield to_tensors(crop_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
 
 
