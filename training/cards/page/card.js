@@ -69,17 +69,23 @@ export class CardPanel {
       return;
     }
     const picture = pictures.find((one) => one.pass === this.pass) ?? pictures.at(-1);
+    this.keepFocus(() => this.content.replaceChildren(
+      this.passes(pictures, picture),
+      ...this.drawings(picture),
+      h("h3", {}, "What came out"),
+      drawPreview(picture.preview)));
+  }
+
+  /** The pass of the training loop that is shown, and the others that were kept. */
+  passes(pictures, shown) {
+    if (pictures.length === 1) return h("p", { class: "hint" }, shown.pass);
     const choose = (pass) => {
       this.pass = pass;
       this.drawPictures(pictures);
     };
-    const passes = pictures.map(({ pass }, index) =>
-      h("button", { type: "button", id: `pass-${index}`, "aria-pressed": String(pass === picture.pass), onclick: () => choose(pass) }, pass));
-    this.keepFocus(() => this.content.replaceChildren(
-      ...(passes.length > 1 ? [h("div", { class: "choices", role: "group", "aria-label": "Pass of the training loop" }, passes)] : []),
-      ...this.drawings(picture),
-      h("h3", {}, "What came out"),
-      drawPreview(picture.preview)));
+    const button = ({ pass }, index) =>
+      h("button", { type: "button", id: `pass-${index}`, "aria-pressed": String(pass === shown.pass), onclick: () => choose(pass) }, pass);
+    return h("div", { class: "choices", role: "group", "aria-label": "Pass of the training loop" }, pictures.map(button));
   }
 
   drawings({ shards, batch, most_rows: mostRows, counts, held }) {
