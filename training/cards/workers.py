@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class Workers:
         # A fork of a server that has imported torch starts in no time, and holds none of this program's files.
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer imports when it is made
+        _start_fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._pipes = [], []
         for rank in range(count):
@@ -130,10 +131,21 @@ class Workers:
             process.join()
 
 
+def _start_fork_server() -> None:
+    """Start the server, deaf to Ctrl-C, which reaches the whole terminal: the parent ends its ranks itself.
+
+    What is blocked where a process is started stays blocked in it and in all that it starts, so from the first moment.
+    """
+    resource_tracker.ensure_running()  # else the server's start does it, and lets the signal through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
     """A rank's life: a job, an answer, until the parent ends it or is gone."""
-    # Ctrl-C reaches the whole terminal; the parent ends its ranks itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {

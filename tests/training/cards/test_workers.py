@@ -136,7 +136,9 @@ def test_a_run_removes_what_an_earlier_one_kept(tmp_path: Path) -> None:
 
 
 def session_of(pid: int) -> list[str]:
-    return subprocess.run(["ps", "-o", "pid=", "-s", str(pid)], capture_output=True, text=True).stdout.split()
+    """The commands of all processes that it started."""
+    listed = subprocess.run(["ps", "-o", "args=", "-s", str(pid)], capture_output=True, text=True)
+    return listed.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -154,3 +156,13 @@ def test_no_rank_outlives_the_program(start: Callable[..., Any], tmp_path: Path,
     while session_of(run.process.pid):
         pass
     assert blow is not signal.SIGINT or (run.process.returncode, run.err) == (130, "interrupted\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_ranks_are_being_started_is_one_line(start: Callable[..., Any], tmp_path: Path) -> None:
+    run = start([*CARDS_RUN, "--output", tmp_path], wait=False)
+    # A server that they are forked from is importing torch, of which it may take seconds.
+    run.wait_until(lambda: any("multiprocessing.forkserver" in command for command in session_of(run.process.pid)))
+    os.killpg(run.process.pid, signal.SIGINT)
+
+    assert (run.wait(), run.err) == (130, "interrupted\n")
