@@ -64,8 +64,7 @@ export class CardPanel {
   drawPictures(pictures) {
     this.isEmpty = !pictures.length;
     if (this.isEmpty) {
-      const text = this.source.isLive ? "Nothing has come out of this card yet." : "Nothing came out of this card.";
-      this.content.replaceChildren(h("p", { class: "hint" }, text));
+      this.content.replaceChildren(h("p", { class: "hint" }, "Nothing has come out of this card."));
       return;
     }
     const picture = pictures.find((one) => one.pass === this.pass) ?? pictures.at(-1);
