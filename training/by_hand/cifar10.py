@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from training.by_hand.cifar10_batches import CLASSES, is_batch, read_batches
-from training.by_hand.image_files import SPLITS, classes_of, is_image_of_class, read_files, read_images
+from training.by_hand.image_files import SPLITS, classes_of, decode, is_image_of_class, read_files, stack_images
 from training.by_hand.shapes import SHAPES, draw_shapes
 from training.errors import UserError, first_line
-from training.utils import write_whole
 
 ON_THE_HUB = "uoft-cs/cifar10"
 OFFLINE_HINT = "without a network use --data shapes, or --data FOLDER with CIFAR-10's files or train/CLASS/*.png"
@@ -43,7 +38,7 @@ class ImageData:
 
 
 def load_images(data: str) -> ImageData:
-    """Read images by name or path; what takes long to read is kept as arrays in one file beside it.
+    """Read images by name or path.
 
     Args:
         data: ``cifar10`` (the hub), ``shapes`` (drawn here), or a folder or ``.tar.gz`` with CIFAR-10's binary or
@@ -52,29 +47,29 @@ def load_images(data: str) -> ImageData:
     Raises:
         UserError: no such data, or a file cannot be used (named).
     """
-    path = Path(data).expanduser()
     if data == "shapes":
         return ImageData(list(SHAPES), *(Split(*draw_shapes(*NUM_SHAPES[split])) for split in SPLITS))
     if data == "cifar10":
-        import datasets
-
-        return _kept(Path(datasets.config.HF_DATASETS_CACHE) / "cifar10.npz", ON_THE_HUB, _read_hub)
-    if not path.exists():
-        raise UserError(f"--data {data}: no such file or folder; {OFFLINE_HINT}")
-    path = path.resolve()
+        return _read_hub()
     try:
-        return _kept(path.with_name(f"{path.name}.npz"), _state_of(path), lambda: _read_path(path))
-    except UserError as error:
-        raise UserError(f"--data {data}: {error}") from error
+        if not Path(data).exists():
+            raise UserError(f"no such file or folder; {OFFLINE_HINT}")
+        return _read_path(Path(data))
+    except (UserError, OSError) as error:
+        raise UserError(f"--data {data}: {first_line(error)}") from error
 
 
 def _read_path(path: Path) -> ImageData:
-    files = read_files(path, lambda name: is_batch(name) or is_image_of_class(name))
-    batches = {name.name: content for name, content in files.items() if is_batch(name)}
+    batches, images = {}, {}
+    for name, content in read_files(path, lambda name: is_batch(name) or is_image_of_class(name)):
+        if is_batch(name):
+            batches[name.name] = content
+        else:
+            images[name] = decode(name, content)
     if batches:
         return ImageData(CLASSES, *(Split(*read_batches(batches, split)) for split in SPLITS))
-    classes = classes_of(files)
-    return ImageData(classes, *(Split(*read_images(files, split, classes)) for split in SPLITS))
+    classes = classes_of(images)
+    return ImageData(classes, *(Split(*stack_images(images, split, classes)) for split in SPLITS))
 
 
 def _read_hub() -> ImageData:
@@ -89,25 +84,3 @@ def _read_hub() -> ImageData:
         for split in SPLITS
     ]
     return ImageData(found["train"].features["label"].names, *splits)
-
-
-def _kept(place: Path, state: str, read: Callable[[], ImageData]) -> ImageData:
-    """What was read when its source was in this state, or is read now."""
-    unusable = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile)
-    with contextlib.suppress(*unusable), np.load(place) as kept:
-        if kept["state"] == state:
-            splits = (Split(kept[f"{split}_images"], kept[f"{split}_labels"]) for split in SPLITS)
-            return ImageData(kept["classes"].tolist(), *splits)
-    found, buffer = read(), io.BytesIO()
-    arrays = {f"{split}_{name}": array for split in SPLITS for name, array in vars(getattr(found, split)).items()}
-    np.savez(buffer, state=state, classes=found.classes, **arrays)
-    with contextlib.suppress(OSError):  # where nothing can be written, it is read again the next time
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, buffer.getvalue())
-    return found
-
-
-def _state_of(path: Path) -> str:
-    """What changes when a file does: how many there are, their bytes, and when the last one was written."""
-    files = [file.stat() for file in ([path] if path.is_file() else path.rglob("*"))]
-    return f"{len(files)} {sum(file.st_size for file in files)} {max((file.st_mtime_ns for file in files), default=0)}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import lzma
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -16,30 +18,42 @@ from training.errors import UserError, first_line
 SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 SIDE = 32  # pixels
-Files = dict[PurePosixPath, bytes]
+MOST_BYTES = 64 * 2**20  # of a file; a batch of CIFAR-10 has 30 million
+# No **: it would leave out linked folders, and never end where one is a link to a folder around it.
+IN_A_FOLDER = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 
-def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Files:
-    """The contents of files of a folder or of an archive, by name within it, in the order of names.
+def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Files of a folder or of an archive, by name within it, one at a time: all may be more than memory holds.
 
     Args:
-        path: a folder, or a ``.tar``, packed or not; nothing is unpacked onto the disk.
+        path: a folder, of which four levels are searched, or a ``.tar``, packed or not, which is not unpacked onto the
+            disk.
         wanted: whether a file is to be read, by its name.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: something cannot be read, or a file is larger than ``MOST_BYTES``.
     """
     try:
         if path.is_dir():
-            names = (PurePosixPath(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-            files = {name: (path / name).read_bytes() for name in names if wanted(name)}
+            files = chain.from_iterable(sorted(path.glob(level)) for level in IN_A_FOLDER)
+            for name, file in ((PurePosixPath(file.relative_to(path)), file) for file in files):
+                if wanted(name) and file.is_file():
+                    _check_size(name, file.stat().st_size)
+                    yield name, file.read_bytes()
         else:
             with tarfile.open(path) as archive:  # in its own order: to go back would unpack it from the start
-                members = ((PurePosixPath(member.name), member) for member in archive if member.isfile())
-                files = {name: archive.extractfile(member).read() for name, member in members if wanted(name)}
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+                for name, member in ((PurePosixPath(member.name), member) for member in archive):
+                    if wanted(name) and member.isfile():
+                        _check_size(name, member.size)
+                        yield name, archive.extractfile(member).read()
+    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"cannot be read ({first_line(error)})") from error
-    return dict(sorted(files.items()))
+
+
+def _check_size(name: PurePosixPath, num_bytes: int) -> None:
+    if num_bytes > MOST_BYTES:
+        raise UserError(f"{name}: {num_bytes:,} bytes; files of more than {MOST_BYTES:,} are not read")
 
 
 def is_image_of_class(name: PurePosixPath) -> bool:
@@ -47,33 +61,40 @@ def is_image_of_class(name: PurePosixPath) -> bool:
     return len(name.parts) >= 3 and name.parts[-3] in SPLITS and name.suffix.lower() in SUFFIXES
 
 
-def classes_of(files: Files) -> list[str]:
-    """The names of the folders under ``train``, sorted: the order of labels."""
-    return sorted({name.parts[-2] for name in files if name.parts[-3] == "train"})
-
-
-def read_images(files: Mapping[PurePosixPath, bytes], split: str, classes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The images of a split; those of another size are scaled.
-
-    Returns:
-        Pixels, uint8, (rows, 32, 32, 3), and labels, int64, (rows,).
+def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
+    """An image, uint8, (32, 32, 3); one of another size is scaled.
 
     Raises:
-        UserError: there are none, or one is no image or of an unknown class (named).
+        UserError: it is none.
     """
-    mine = {name: data for name, data in files.items() if name.parts[-3] == split}
-    if not mine:
-        raise UserError(f"holds no {split}/CLASS/*.png or *.jpg")
-    strange = next((name for name in mine if name.parts[-2] not in classes), None)
-    if strange:
-        raise UserError(f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}")
-    images = np.stack([_decode(name, data) for name, data in mine.items()])
-    return images, np.array([classes.index(name.parts[-2]) for name in mine], dtype=np.int64)
-
-
-def _decode(name: PurePosixPath, data: bytes) -> np.ndarray:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{name}: no image that can be read ({type(error).__name__})") from error
     return np.asarray(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE)))
+
+
+def classes_of(images: Mapping[PurePosixPath, np.ndarray]) -> list[str]:
+    """The names of the folders under ``train``, sorted: the order of labels."""
+    return sorted({name.parts[-2] for name in images if name.parts[-3] == "train"})
+
+
+def stack_images(
+    images: Mapping[PurePosixPath, np.ndarray], split: str, classes: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The images of a split, in the order of their names.
+
+    Returns:
+        Pixels, uint8, (rows, 32, 32, 3), and labels, int64, (rows,).
+
+    Raises:
+        UserError: there are none, or one is of an unknown class (named).
+    """
+    names = sorted(name for name in images if name.parts[-3] == split)
+    if not names:
+        raise UserError(f"holds no {split}/CLASS/*.png or *.jpg")
+    strange = next((name for name in names if name.parts[-2] not in classes), None)
+    if strange:
+        raise UserError(f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}")
+    labels = [classes.index(name.parts[-2]) for name in names]
+    return np.stack([images[name] for name in names]), np.array(labels, dtype=np.int64)

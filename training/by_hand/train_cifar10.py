@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -12,8 +11,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 if not __package__:  # started by path: the imports below need the folder above training/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -30,7 +27,7 @@ from training.by_hand.cifar10 import ImageData, load_images
 from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
 from training.distributed import Ranks, one_voice, ranks
-from training.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
+from training.errors import OneLineParser, UserError, positive, run_command
 from training.utils import format_time
 
 # Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
@@ -43,14 +40,12 @@ def main() -> None:
         options = _parse()
     if "RANK" not in os.environ:
         os.environ |= ALONE
-    with ranks("auto") as mine:
-        signal.signal(signal.SIGTERM, partial(_stop, mine))
+    with ranks(options.device) as mine:
         if options.batch_size % mine.world_size:
             complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
             raise UserError(complaint, quiet=not mine.is_first)
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        train(mine.first_then_rest(lambda: load_images(options.data)), options, mine)
+        load = partial(load_images, options.data)
+        train(mine.first_then_rest(load) if options.data == "cifar10" else mine.together(load), options, mine)
 
 
 def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
@@ -88,6 +83,7 @@ def train_epoch(
     model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, mine: Ranks
 ) -> float:
     """One step a batch; returns the mean loss of the global batches."""
+    model.train()
     losses = []
     for images, labels in batches:
         loss = F.cross_entropy(model(images.to(mine.device)), labels.to(mine.device))
@@ -103,6 +99,7 @@ def train_epoch(
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
     """The accuracy over all ranks' test rows."""
+    model.eval()
     correct = total = 0
     for images, labels in batches:
         correct += int((model(images.to(device)).argmax(dim=1) == labels.to(device)).sum())
@@ -119,20 +116,14 @@ def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: min((step + 1) / peak, (steps - step) / (steps - peak + 1)))
 
 
-def _stop(mine: Ranks, number: int, frame: FrameType | None) -> NoReturn:
-    stopped = TrainingFailure("stopped by SIGTERM; this script saves nothing", quiet=not mine.is_first)
-    stopped.exit_code = 128 + number
-    raise stopped
-
-
 def _parse() -> Namespace:
     parser = OneLineParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
     parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
     parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
     parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")
-    parser.add_argument("--seed", type=positive, default=1, help="default: 1")
-    parser.add_argument("--threads", type=positive, help="of a rank; unset: the machine's cores over its ranks")
+    parser.add_argument("--seed", type=_seed, default=1, help="default: 1")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     return parser.parse_args()
 
 
@@ -141,6 +132,12 @@ def _rate(text: str) -> float:
         if 0 < (rate := float(text)) < math.inf:
             return rate
     raise ArgumentTypeError(f"{text}: must be a number above 0")
+
+
+def _seed(text: str) -> int:
+    if (seed := positive(text)) >= 2**32:
+        raise ArgumentTypeError(f"{text}: must be below {2**32:,}")
+    return seed
 
 
 if __name__ == "__main__":

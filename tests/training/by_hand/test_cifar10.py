@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from training.by_hand import image_files
 from training.by_hand.cifar10 import ImageData, load_images
 from training.by_hand.cifar10_batches import CLASSES
 from training.errors import UserError
@@ -80,7 +81,7 @@ def check_batches(data: ImageData) -> None:
     assert data.test.labels.tolist() == rows_of(5)[1]
 
 
-def complaint(path: Path) -> str:
+def complaint(path: Path | str) -> str:
     with pytest.raises(UserError) as refused:
         load_images(str(path))
     assert str(refused.value).startswith(f"--data {path}: ")
@@ -167,19 +168,13 @@ def test_a_folder_of_images_and_its_archive_hold_the_same(tmp_path: Path) -> Non
         assert data.train.images[1, 5, 5].tolist() == [10, 20, 100]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("train/dog/1.jpg", b"no image", "train/dog/1.jpg: no image that can be read (UnidentifiedImageError)"),
-        ("test/cow/0.png", b"", "test/cow/0.png: class 'cow' is none of the training classes cat, dog"),
-    ],
-)
-def test_an_image_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_image_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "pets")
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_bytes(content)
+    (folder / "test/dog").rename(folder / "test/cow")
+    assert complaint(folder) == "test/cow/0.png: class 'cow' is none of the training classes cat, dog"
 
-    assert complaint(folder) == message
+    (folder / "train/dog/1.jpg").write_bytes(b"no image")
+    assert complaint(folder) == "train/dog/1.jpg: no image that can be read (UnidentifiedImageError)"
 
 
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
@@ -200,24 +195,59 @@ def test_places_without_images_are_named(tmp_path: Path) -> None:
     assert complaint(tmp_path / "notes.txt").startswith("cannot be read (")
 
 
-def test_what_was_read_is_kept_until_its_source_changes_or_the_copy_is_broken(tmp_path: Path) -> None:
+def test_classes_that_are_links_to_folders_are_read_and_links_to_nowhere_are_not(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "pets")
-    kept = tmp_path / "pets.npz"
+    for split in ("train", "test"):
+        (folder / split / "dog").rename(tmp_path / split)
+        (folder / split / "dog").symlink_to(tmp_path / split)
+    (folder / "train/cat/gone.png").symlink_to(tmp_path / "gone.png")
+    (folder / "train/cat/around").symlink_to(folder)
+
+    data = load_images(str(folder))
+
+    assert data.classes == ["cat", "dog"]
+    assert data.train.labels.tolist() == data.test.labels.tolist() == [0, 1]
+
+
+def test_a_file_too_large_to_be_an_image_or_a_batch_is_named_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_images(tmp_path / "pets")
+    (folder / "train/dog/1.png").write_bytes(bytes(5000))
+    monkeypatch.setattr(image_files, "MOST_BYTES", 4999)
+
+    for place, inside in ((folder, ""), (packed(folder), "pets/")):
+        assert complaint(place) == f"{inside}train/dog/1.png: 5,000 bytes; files of more than 4,999 are not read"
+
+
+def test_nothing_is_written_where_images_are_read(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "pets")
+    before = sorted(tmp_path.rglob("*"))
+
     load_images(str(folder))
-    with np.load(kept) as found:
-        np.savez(kept, **{**found, "test_labels": np.array([1, 1])})
 
-    assert load_images(str(folder)).test.labels.tolist() == [1, 1]
-
-    kept.write_bytes(kept.read_bytes()[:500])
-    assert load_images(str(folder)).test.labels.tolist() == [0, 1]
-
-    Image.new("RGB", (32, 32)).save(folder / "test/dog/1.png")
-    assert load_images(str(folder)).test.labels.tolist() == [0, 1, 1]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_place_that_cannot_be_written_is_read_all_the_same(tmp_path: Path) -> None:
-    folder = write_images(tmp_path / "pets")
-    (tmp_path / "pets.npz").mkdir()  # no file can take its place, whoever asks
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("~nobody-of-that-name/pets", "no such file or folder; without a network use --data shapes"),
+        ("no\0name", "no such file or folder; without a network use --data shapes"),
+        ("long" * 1000, "[Errno 36] File name too long"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_one_line(path: str, message: str) -> None:
+    assert complaint(path).startswith(message)
 
-    assert load_images(str(folder)).train.labels.tolist() == [0, 1]
+
+@pytest.mark.parametrize("packing", ["xz", "bz2"])
+def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: str) -> None:
+    folder, archive = write_images(tmp_path / "pets"), tmp_path / "pets.tar"
+    (folder / "train/cat/notes.txt").write_bytes(np.random.default_rng(0).bytes(20_000))
+    with tarfile.open(archive, f"w:{packing}") as file:
+        file.add(folder)
+    content = archive.read_bytes()
+    archive.write_bytes(content[:8_000] + bytes(4_000) + content[12_000:])
+
+    assert complaint(archive).startswith("cannot be read (")

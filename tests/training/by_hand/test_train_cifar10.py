@@ -1,7 +1,6 @@
 """The training script by hand: ranks that stay equal, one line for each epoch, one line for each mistake."""
 
 import re
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -9,15 +8,16 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from PIL import Image
+from torch import nn
 
 from tests.training.parallelism.ranks import here
 from training.by_hand.cifar10 import ImageData, Split
 from training.by_hand.shapes import SHAPES, draw_shapes
-from training.by_hand.train_cifar10 import main, one_cycle, train
+from training.by_hand.train_cifar10 import evaluate, main, one_cycle, train, train_epoch
 from training.distributed import Ranks
 from training.errors import UserError, run_command
 
@@ -65,13 +65,53 @@ def test_a_mistake_is_one_line_of_rank_0(run_on_ranks: RunOnRanks) -> None:
     odd, silent = run_on_ranks(2, _command, "--data", "shapes", "--batch_size", "511")
     [unknown] = run_on_ranks(1, _command, "--data", "gone")
     [flag] = run_on_ranks(1, _command, "--learning_rate", "nan")
+    [seed] = run_on_ranks(1, _command, "--seed", "99999999999999999999")
 
     assert odd == (2, "error: --batch_size 511: must be a multiple of the 2 ranks\n")
     assert silent == (2, "")
-    assert unknown[0] == flag[0] == 2
+    assert unknown[0] == flag[0] == seed[0] == 2
     assert unknown[1].startswith("error: --data gone: no such file or folder; without a network use --data shapes")
     assert flag[1].startswith("error: argument --learning_rate: nan: must be a number above 0")
+    assert seed[1].startswith("error: argument --seed: 99999999999999999999: must be below 4,294,967,296")
     assert unknown[1].count("\n") == flag[1].count("\n") == 1
+
+
+def _command_beside_one_gpu(*flags: str) -> tuple[int, str]:
+    with patch("torch.cuda.device_count", lambda: 1):
+        return _command(*flags)
+
+
+def test_more_ranks_than_gpus_can_train_on_the_cpu(run_on_ranks: RunOnRanks) -> None:
+    flags = ("--device", "cpu", "--data", "shapes", "--batch_size", "511")
+
+    (_, said), _ = run_on_ranks(2, _command_beside_one_gpu, *flags)
+
+    assert said == "error: --batch_size 511: must be a multiple of the 2 ranks\n"
+
+
+class _Remembers(nn.Linear):
+    """Notes in which mode it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(3 * 32 * 32, 10)
+        self.modes: list[bool] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.modes.append(self.training)
+        return super().forward(images.flatten(1))
+
+
+def _modes() -> list[bool]:
+    model, batches = _Remembers(), [(torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))]
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        train_epoch(model, batches, optimizer, one_cycle(optimizer, 1), here())
+        evaluate(model, batches, here().device)
+    return model.modes
+
+
+def test_the_model_is_in_training_mode_for_steps_and_not_for_the_test(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(1, _modes) == [[True, False, True, False]]
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
@@ -101,7 +141,7 @@ def test_the_learning_rate_rises_for_a_quarter_of_the_steps_and_falls_over_the_o
 
 @pytest.mark.slow
 def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start) -> None:
-    flags = ["--data", "shapes", "--epochs", "3", "--batch_size", "128", "--threads", "1"]
+    flags = ["--data", "shapes", "--epochs", "3", "--batch_size", "128"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     runs = [start([sys.executable, SCRIPT, *flags]), start([*torchrun, SCRIPT, *flags])]
 
@@ -115,18 +155,3 @@ def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start)
     assert float(alone[4]) > 90
     assert float(together[3]) == pytest.approx(float(alone[3]), abs=0.05)
     assert float(together[4]) == pytest.approx(float(alone[4]), abs=1.5)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_it_with_one_line(start: Start, tmp_path: Path) -> None:
-    for place in ("train/cat", "train/dog", "test/dog"):
-        (tmp_path / "pets" / place).mkdir(parents=True)
-        Image.new("RGB", (32, 32)).save(tmp_path / "pets" / place / "0.png")
-    flags = ["--data", tmp_path / "pets", "--batch_size", "2", "--epochs", "1000000"]
-
-    run = start([sys.executable, SCRIPT, *flags], wait=False)
-    run.wait_until(lambda: "epoch 9/" in run.out)
-    run.process.send_signal(signal.SIGTERM)
-
-    assert run.wait() == 143
-    assert run.err == "error: stopped by SIGTERM; this script saves nothing\n"
