@@ -14,21 +14,11 @@ from tests.docs.pages import REPOSITORY, inline_commands, shown_after
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
 STRATEGIES = "docs/PARALLELISM_STRATEGIES.md"
-PRINTED = [
-    documented(GUIDE, "plan-small"),
-    documented(GUIDE, "plan-large"),
-    documented(GUIDE, "plan-eight"),
-    documented(GUIDE, "variables"),
-    documented(GUIDE, "collectives"),
-    documented(GUIDE, "ring"),
-    documented(GUIDE, "against-ddp"),
-    documented(GUIDE, "buckets"),
-    documented(GUIDE, "zero1"),
-    documented(GUIDE, "pipeline"),
-    documented(GUIDE, "timeline"),
-    documented(GUIDE, "resume"),
-    documented(GUIDE, "cards"),
-]
+PRINTED = (
+    *("plan-small", "plan-large", "plan-eight", "variables", "collectives", "ring", "by-hand", "against-ddp", "faults"),
+    *("buckets", "zero1", "pipeline", "timeline", "resume", "cards"),
+)
+FAILS = {"plan-large": 2, "faults": 1}  # what no device holds, and what is wrong
 TRAINED = {
     "accumulated": documented(GUIDE, "accumulate"),
     "zero3": documented(GUIDE, "zero3"),
@@ -104,30 +94,24 @@ def test_what_was_printed_otherwise_is_no_excerpt(shown: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("commands", PRINTED, ids=lambda commands: " ".join(commands.split())[-60:])
-def test_a_command_of_the_guide_prints_what_the_guide_shows(commands: str, run: Run) -> None:
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_command_of_the_guide_prints_what_the_guide_shows(name: str, run: Run) -> None:
+    commands = documented(GUIDE, name)
     result = run(commands)
 
-    assert result.returncode == (2 if "--gpus 1 " in commands else 0), result.stdout
+    assert result.returncode == FAILS.get(name, 0), result.stdout
     assert is_excerpt(shown_after(GUIDE, commands), result.stdout), result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_training_of_the_guide_ends_with_a_model(name: str, run: Run, tmp_path: Path) -> None:
+def test_a_training_of_the_guide_prints_what_it_shows_and_leaves_a_model(name: str, run: Run, tmp_path: Path) -> None:
     result = run(TRAINED[name])
 
     assert result.returncode == 0, result.stdout
+    assert is_excerpt(shown_after(GUIDE, TRAINED[name]), result.stdout), result.stdout
     assert (tmp_path / "checkpoints" / name / "model.safetensors").exists()
     assert (tmp_path / "checkpoints" / f"{name}.run" / "report.html").exists()
-
-
-@pytest.mark.slow
-def test_the_drawn_shapes_are_learned_by_hand(run: Run) -> None:
-    result = run(documented(GUIDE, "by-hand"))
-
-    assert result.returncode == 0, result.stdout
-    assert re.search(r"^epoch 1/1  loss \S+  test accuracy \S+%", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
