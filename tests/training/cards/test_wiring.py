@@ -85,6 +85,11 @@ def test_the_order_of_a_file_does_not_matter() -> None:
             "node prepare: config seed: 18446744073709551616: Input should be less than or equal to 4294967296",
         ),
         (
+            # The store in a file stays when ranks are killed, and stops the next ones.
+            lambda nodes: nodes["group"]["config"].update(init_method="file:///tmp/meeting"),
+            "node group: config init_method: 'file:///tmp/meeting': String should match pattern '^(env|tcp)://'",
+        ),
+        (
             lambda nodes: nodes["strategy"]["config"].update(seed=10**20),
             "node strategy: config seed: 100000000000000000000: Input should be less than",
         ),

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,9 +100,10 @@ def test_what_a_person_set_wrong_is_said_as_it_is(tmp_path: Path) -> None:
     assert str(raised.value).startswith("backend nccl: 2 ranks need a GPU each")
 
 
-@pytest.mark.slow
-def test_ranks_meet_at_a_file_too(tmp_path: Path) -> None:
-    with on_two_ranks(tmp_path, init_method=f"file://{tmp_path}/meeting") as runner:
+def test_ranks_meet_at_an_address_too(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with on_two_ranks(tmp_path, init_method=f"tcp://127.0.0.1:{port}") as runner:
         stepped_to(runner, "forward")
 
     assert runner.outputs["group"][1]["process_group"]["world_size"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -29,8 +30,8 @@ class SetupProcessGroupConfig(CardConfig):
     )
     init_method: str = Field(
         "env://",
-        pattern="^(env|tcp|file)://",
-        description="where the ranks meet: env:// (torchrun's variables), tcp://HOST:PORT or file://PATH",
+        pattern="^(env|tcp)://",
+        description="where the ranks meet: env:// (torchrun's variables) or tcp://HOST:PORT of this machine",
     )
 
 
@@ -103,6 +104,8 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
     bound = device if backend == "nccl" else None
     if bound:
         torch.cuda.set_device(bound)
+    if init_method != "env://":
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store there is rank 0's, not their parent's
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=bound
