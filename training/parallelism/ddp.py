@@ -51,8 +51,8 @@ class DDPStrategy(BaseStrategy):
     def _settle_buckets(self, model: nn.Module) -> None:
         """Run one backward pass that counts for nothing.
 
-        DDP orders its buckets anew after the first one, which changes the order in which four ranks sum; so that a
-        resumed run adds up like one never stopped, that must be behind it before the first step that counts.
+        DDP orders its buckets anew after the first one, which changes the order in which more than two ranks sum; so
+        that a resumed run adds up like one never stopped, that must be behind it before the first step that counts.
         """
         token = torch.ones(1, 1, dtype=torch.int64, device=self.ranks.device)
         (self.replica(token, token).sum() * 0).backward()
