@@ -163,6 +163,18 @@ def test_gradients_differ_before_the_all_reduce_and_are_equal_after_it(ddp: Runn
         torch.testing.assert_close(after[0][name], mean)
 
 
+@pytest.mark.slow
+@needs_deepspeed
+def test_under_deepspeed_too_each_rank_shows_its_own_gradient_before_the_all_reduce(
+    ddp: Runner, tmp_path: Path
+) -> None:
+    engine = trained(tmp_path, pipeline_on(2, 25, strategy="deepspeed"))
+
+    for node, moment in (("backward", "after"), ("allreduce", "before"), ("allreduce", "after")):
+        for rank in (0, 1):
+            assert_equal(values(engine, node, moment, rank), values(ddp, node, moment, rank))
+
+
 def test_fsdp_keeps_slices_which_together_are_the_gradient_of_all_rows(ddp: Runner, fsdp: Runner) -> None:
     whole = values(ddp, "allreduce", "after", 0)
     slices = [values(fsdp, "allreduce", "after", rank) for rank in (0, 1)]

@@ -6,7 +6,7 @@ PyTorch FSDP, arXiv 2304.11277.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor, Partial
 from training.cards.base import BaseCard, CardConfig, Preview, Values
 from training.cards.held import gradient_norm
 from training.cards.storage import Storage
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 class AllReduceConfig(CardConfig):
@@ -41,7 +44,7 @@ class AllReduce(BaseCard[AllReduceConfig]):
         """Average the gradients in place, and the loss beside them."""
         live, gradients = storage.live, inputs["gradients"]
         if "engine" in live:
-            live["engine"].allreduce_gradients()
+            let_engine_all_reduce(live["engine"], gradients["share"])
         elif isinstance(live["model"], FSDPModule):
             reduce_scatter_gradients(live["model"], gradients["share"])
         else:
@@ -81,6 +84,18 @@ def all_reduce_gradients(model: nn.Module, share: float) -> None:
     means = bucket.split([gradient.numel() for gradient in gradients])
     for gradient, mean in zip(gradients, means, strict=True):
         gradient.copy_(mean.view_as(gradient))
+
+
+def let_engine_all_reduce(engine: DeepSpeedEngine, share: float) -> None:
+    """Average each gradient over the ranks by DeepSpeed, which counts all ranks alike.
+
+    Args:
+        engine: around the same model on every rank, with the gradients of the mean loss of the rank's own rows.
+        share: those rows as a part of the global batch's.
+    """
+    for parameter in engine.module.parameters():
+        parameter.grad *= share * dist.get_world_size()
+    engine.allreduce_gradients()
 
 
 def reduce_scatter_gradients(model: nn.Module, share: float) -> None:

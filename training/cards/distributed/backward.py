@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
 from training.cards.base import BaseCard, CardConfig, Preview, Values
 from training.cards.held import gradient_norm
 from training.cards.storage import Storage
@@ -31,13 +29,12 @@ class Backward(BaseCard[BackwardConfig]):
 
     def execute(self, config: BackwardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
         """Fill ``.grad`` of every parameter with this rank's gradient, and let the graph go."""
-        live = storage.live
-        facts = {name: inputs["forward_output"][name] for name in ("loss", "share")}
+        live, loss = storage.live, storage.live.pop("loss")
         if "engine" in live:
-            # DeepSpeed divides by the number of ranks; where they have unlike many rows, each counts by its share.
-            live["engine"].backward(live.pop("loss") * facts["share"] * dist.get_world_size())
+            live["engine"].backward(loss)
         else:
-            live.pop("loss").backward()
+            loss.backward()
+        facts = {name: inputs["forward_output"][name] for name in ("loss", "share")}
         return {"gradients": facts | {"norm": gradient_norm(live["model"])}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
