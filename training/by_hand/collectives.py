@@ -28,7 +28,7 @@ NOTHING = torch.empty(0)
 
 
 def broadcast(row: torch.Tensor) -> Held:
-    """All get what rank 0 has. Replicas start equal by it."""
+    """All get what rank 0 has. This is how replicas start equal."""
     yield row
     dist.broadcast(row, src=0)
     yield row
@@ -42,7 +42,7 @@ def reduce(row: torch.Tensor) -> Held:
 
 
 def all_reduce(row: torch.Tensor) -> Held:
-    """All get the sum. Data parallelism averages gradients by it."""
+    """All get the sum. This is how data parallelism averages gradients."""
     yield row
     dist.all_reduce(row)
     yield row
@@ -65,7 +65,7 @@ def gather(row: torch.Tensor) -> Held:
 
 
 def all_gather(row: torch.Tensor) -> Held:
-    """All collect one number of each. FSDP puts a block's weights together by it, before their turn comes."""
+    """All collect one number of each. This is how FSDP puts a block's weights together before their turn."""
     own, everyones = row[:1], torch.empty_like(row)
     yield own
     dist.all_gather(list(everyones.chunk(len(row))), own)
@@ -73,7 +73,7 @@ def all_gather(row: torch.Tensor) -> Held:
 
 
 def reduce_scatter(row: torch.Tensor) -> Held:
-    """Each gets its place of the sum. FSDP leaves each rank the gradients of its own shard by it."""
+    """Each gets its place of the sum. This is how FSDP leaves each rank the gradients of its shard."""
     own = torch.empty_like(row[:1])
     yield row
     dist.reduce_scatter(own, list(row.chunk(len(row))))
@@ -81,7 +81,7 @@ def reduce_scatter(row: torch.Tensor) -> Held:
 
 
 def all_to_all(row: torch.Tensor) -> Held:
-    """Each sends a number to each: rows become columns. Tokens travel to their experts by it."""
+    """Each sends a number to each: rows become columns. This is how tokens travel to their experts."""
     columns = torch.empty_like(row)
     yield row
     dist.all_to_all_single(columns, row)
@@ -89,7 +89,7 @@ def all_to_all(row: torch.Tensor) -> Held:
 
 
 def send_and_receive(row: torch.Tensor) -> Held:
-    """Each sends to the next rank; no collective, but two ranks at a time. Stages of a pipeline speak by it."""
+    """Each sends to the next rank; no collective, but two ranks at a time. This is how stages of a pipeline speak."""
     rank, size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(row)
     yield row
     for transfer in (dist.isend(row, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)):
