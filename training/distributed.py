@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -118,6 +119,12 @@ class Ranks:
             result = work()
         self.barrier()
         return result  # type: ignore[return-value]
+
+
+def use_loopback() -> None:
+    """For ranks of this machine alone: gloo looks up the machine's own name, which a sandbox may not know."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def limit_waiting(seconds: float) -> None:
@@ -267,6 +274,6 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
         # A variable that is missing is the user's; a network that fails may not fail the next time.
         kind = UserError if isinstance(error, ValueError) else TrainingFailure
         raise kind(
-            f"the process group did not form ({first_line(error)}): start with "
-            "torchrun --nproc_per_node=N training/train_ddp.py, on a free port (--standalone picks one)"
+            f"the process group did not form ({first_line(error)}): start with torchrun --nproc_per_node=N, "
+            "on a free port (--standalone picks one)"
         ) from error

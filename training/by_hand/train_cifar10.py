@@ -136,7 +136,7 @@ def _rate(text: str) -> float:
 
 def _seed(text: str) -> int:
     if (seed := positive(text)) >= 2**32:
-        raise ArgumentTypeError(f"{text}: must be below {2**32:,}")
+        raise ArgumentTypeError(f"{text}: must be a whole number, at least 1 and below {2**32:,}")
     return seed
 
 

@@ -16,9 +16,10 @@ import pytest
 from tests.training.parallelism.ranks import PRELOADED
 from training.by_hand import check, data_parallel, exercise
 from training.by_hand.check import describe
+from training.by_hand.checking import supervision
 from training.by_hand.checking.exercises import EXERCISES
 from training.by_hand.checking.verdict import SECONDS, check_function
-from training.errors import run_command
+from training.errors import TrainingFailure, run_command
 
 TRUTH = Path(data_parallel.__file__)
 HANG_SECONDS = 5.0
@@ -114,6 +115,18 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_environment", _on_no_network(supervision._environment))
+
+    with pytest.raises(TrainingFailure, match=r"^rank \d of 2 did not start; .*none0"):
+        check_function(TRUTH, "global_accuracy", (2,))
+
+
+def _on_no_network(environment: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
+    return lambda *place: environment(*place) | {"GLOO_SOCKET_IFNAME": "none0"}
 
 
 def test_a_file_of_another_name_with_a_module_beside_it_is_checked(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.distributed import Ranks
+from training.distributed import Ranks, use_loopback
 
 T = TypeVar("T")
 PRELOADED = (
@@ -83,8 +83,7 @@ def _rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     try:
-        # gloo looks up the machine's own name, which a sandbox may not know.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        use_loopback()
         store = f"file://{rendezvous}"
         dist.init_process_group("gloo", store, timedelta(seconds), world_size=world_size, rank=rank)
         answer = (True, function(*arguments))

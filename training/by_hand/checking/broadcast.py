@@ -49,7 +49,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     wrong = [name for name, kind in kinds.items() if kind != "right"]
     if wrong:
         return _wrong_values(kinds, wrong, seen, own)
-    if replaced := seen[0].replaced:
+    if replaced := [name for one in seen for name in one.replaced]:
         return Finding(
             f"{replaced[0]} is a new object",
             "The values are right, but an optimizer, or DDP, that was given the parameters before still holds the old "
@@ -89,7 +89,10 @@ def _wrong_values(
         hint = "A mean is one model for all too, but nobody's: all are to start with what rank 0 has."
         return Finding("averages the ranks' weights", hint, detail)
     if found == {"own"} and len(wrong) == len(kinds):
-        hint = "Nothing has been written into the model. Does the call work in place, on the model's own tensors?"
+        hint = (
+            "Nothing has been written into the model. Does the call work in place, on the model's own tensors? And: "
+            "begun with async_op=True, a collective is done only after wait()."
+        )
         return Finding("each rank keeps its own weights", hint, detail)
     if found == {"own"} and not parameters & set(wrong):
         hint = (

@@ -32,11 +32,11 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
     for name, gradient in model.gradients(dist.get_rank()).items():
         model.get_parameter(name).grad = gradient
     function(model)
-    after = model.tensors()
-    gradients = {
+    gradients = {  # at once: what nobody waited for must not be done in the meantime
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
     }
+    after = model.tensors()
     return Seen(gradients, [name for name, tensor in before.items() if not same(after.get(name), tensor)])
 
 
@@ -94,14 +94,15 @@ def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
     return Finding(f"divides by {divisor}, but there are {num_ranks} ranks", hint, detail)
 
 
+_WAIT = "And: begun with async_op=True, a collective is done only after wait()."
 _EXPLAINED = {
     "own": (
         "each rank still has its own gradients",
-        "Nothing was written into .grad. Does the call work in place, or return what you have to keep?",
+        f"Nothing was written into .grad. Does the call work in place, or return what you have to keep? {_WAIT}",
     ),
     "own, divided": (
         "divides, but does not sum over the ranks",
-        "Each rank has its own gradient divided by the number of ranks: where do the others' come in?",
+        f"Each rank has its own gradient divided by the number of ranks: where do the others' come in? {_WAIT}",
     ),
     "rank 0's": (
         "every rank has rank 0's gradients",
@@ -109,7 +110,7 @@ _EXPLAINED = {
     ),
     "right on rank 0": (
         "only rank 0 has the mean",
-        "One of the collectives gives its result to one rank, another to all of them; every rank has to step.",
+        f"Some collectives give their result to one rank, others to all of them; every rank has to step. {_WAIT}",
     ),
     "gone": (
         "a gradient is gone: .grad is None",
@@ -117,7 +118,7 @@ _EXPLAINED = {
     ),
     "other": (
         "the gradients are not the mean over the ranks",
-        "Begun with async_op=True, a collective is done only after wait(). Else print one gradient before and after.",
+        f"Print one gradient before and after. {_WAIT}",
     ),
 }
 

@@ -8,6 +8,7 @@ import resource
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,9 +20,11 @@ from typing import Any, Literal
 
 from training.by_hand.checking.exercises import EXERCISES
 from training.by_hand.checking.solution import Misfit, load_function
-from training.distributed import ranks
+from training.distributed import ranks, use_loopback
+from training.errors import ForeseenError, first_line
 
 READY = b"ready"
+LATE_SECONDS = 0.1  # who does not wait for rank 0 has returned by then
 MOST_PRINTED, MOST_OF_AN_ERROR = 2000, 240  # characters
 
 
@@ -61,10 +64,16 @@ class Rank:
     def run(self, name: str) -> None:
         """Join the group, call the function, and stay: the other ranks may be in a collective with this one."""
         threading.Thread(target=self._obey, daemon=True).start()
-        with ranks("cpu"):
-            self.pipe.send_bytes(READY)
-            self._tell(self._call(name))
-            threading.Event().wait()
+        try:
+            with ranks("cpu") as mine:
+                mine.barrier()
+                self.pipe.send_bytes(READY)
+                # A collective that was begun and not waited for would be done in time, by luck, were nobody late.
+                time.sleep(LATE_SECONDS if mine.is_first else 0)
+                self._tell(self._call(name))
+                threading.Event().wait()
+        except ForeseenError as error:
+            self.pipe.send_bytes(first_line(error.__cause__ or error).encode())
 
     def _call(self, name: str) -> Report:
         try:
@@ -115,4 +124,5 @@ def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name:
         os.dup2(nothing, stream)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts a process that is sent another size than it expects
     os.environ |= environment
+    use_loopback()
     Rank(pipe, path).run(name)

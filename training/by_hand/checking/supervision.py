@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -90,13 +91,16 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _wait_for_group(started: Sequence[_Started]) -> None:
     end = time.monotonic() + START_SECONDS
-    for one in started:
-        try:
-            formed = one.pipe.poll(max(0.0, end - time.monotonic())) and one.pipe.recv_bytes() == READY
-        except EOFError:
-            formed = False
-        if not formed:
-            raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; is the machine out of memory?")
+    pending = {one.pipe: one for one in started}
+    while pending:
+        ready = wait(list(pending), max(0.0, end - time.monotonic()))
+        for pipe in ready or list(pending):
+            one, said = pending.pop(pipe), b""
+            with suppress(EOFError):
+                said = pipe.recv_bytes() if ready else b""
+            if said != READY:
+                why = said.decode() or "is the machine out of memory?"
+                raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}")
 
 
 def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:
