@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from training.cards.held import record_held
 from training.cards.registry import CARDS
 from training.cards.storage import Storage
-from training.distributed import is_lost_rank
+from training.distributed import is_lost_rank, use_loopback
 from training.errors import TrainingFailure, UserError, first_line
 
 # Once a rank says that another is gone, that other one has this long to say why.
@@ -158,10 +157,7 @@ def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) 
         # The parent holds the store, as torchrun's agent does: no port is chosen before it is taken.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    # gloo looks up the machine's own name, which a sandbox may not know.
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    )
+    use_loopback()
     live: dict[str, Any] = {}
     with suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
