@@ -17,6 +17,7 @@ from training.cards.wiring import Node, Pipeline
 MOST_SHARDED_ROWS = 1000
 MOST_CELLS = 32  # of a tensor, along each of its dimensions
 
+FIRST_PASS = "epoch 1, batch 1"
 LAID_OUT = "laid out"
 # What of the model a card changes, and the moments at which to look at it.
 HELD = {
@@ -60,23 +61,22 @@ def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
     """What a card made and what each rank held, of a card that has run.
 
     Returns:
-        One picture, or of a card of the training loop two: of its first pass, and of the latest that was kept. Each has
-        the card's preview, and what there is of: shards, batch, held, counts.
+        One picture, or of a card of the training loop two, once there are: of its first pass, and of the latest that
+        was kept. Each has the card's preview, and what there is of: shards, batch, held, counts.
     """
     storage = runner.storage.at(node.id)
-    places = {"": storage}
-    if node.in_loop and runner.passes_done > 1:
-        places = {"first pass": storage.first_pass(), "latest pass kept": storage}
-    pictures = []
-    for name, place in places.items():
-        rank = 0 if node.card.execution_mode == "distributed" else None
-        outputs = place.load(place.key("outputs", rank))
-        picture = {"pass": name, "preview": node.card.get_output_preview(outputs, place)}
-        picture |= _drawings(node, outputs, place, runner.pipeline)
-        pictures.append(writable(picture))
-    if len(pictures) > 1 and pictures[0] == pictures[1] | {"pass": pictures[0]["pass"]}:
-        return pictures[:1]  # while the loop runs to its end, no other pass is kept
-    return pictures
+    latest = _pass_picture(node, storage, runner.pipeline)
+    if not node.in_loop or latest["pass"] == FIRST_PASS:
+        return [latest]
+    return [_pass_picture(node, storage.first_pass(), runner.pipeline), latest]
+
+
+def _pass_picture(node: Node, storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+    outputs = storage.load(storage.key("outputs", 0 if node.card.execution_mode == "distributed" else None))
+    [made] = outputs.values()
+    name = "epoch {epoch}, batch {batch}".format_map(made) if node.in_loop else ""
+    picture = {"pass": name, "preview": node.card.get_output_preview(outputs, storage)}
+    return writable(picture | _drawings(node, outputs, storage, pipeline))
 
 
 def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_the_curve_follows_the_loss_to_the_end(open_cards: OpenCards) -> None:
     assert sum(heights[:8]) < sum(heights[-8:]) / 2
     assert "%" in page.inner_text("[data-id=evaluate] .facts")
     choose(page, "allreduce")
-    assert page.locator("#card .choices button").all_inner_texts() == ["first pass", "latest pass kept"]
+    assert page.locator("#card .choices button").all_inner_texts() == ["epoch 1, batch 1", "epoch 30, batch 8"]
     last = maps(page)
     page.click("#pass-0")
     assert maps(page) != last

@@ -24,3 +24,21 @@ def test_one_rank_alone_has_a_before_and_an_after_too(tmp_path: Path) -> None:
         "group": ["before the broadcast", "after the broadcast"],
         "allreduce": ["before the all-reduce", "after the all-reduce"],
     }
+
+
+def test_every_picture_of_the_loop_says_of_which_batch_it_is(tmp_path: Path) -> None:
+    pipeline = small_pipeline(tmp_path, batch_size=60)
+    with stepped_past(Runner(pipeline, tmp_path), "step") as runner:
+        runner.step()
+        passes = {
+            node.id: [picture["pass"] for picture in card_picture(runner, node)] for node in runner.pipeline.nodes[4:9]
+        }
+
+    first, second = "epoch 1, batch 1", "epoch 1, batch 2"
+    assert passes == {
+        "group": [""],
+        "forward": [first, second],
+        "backward": [first],
+        "allreduce": [first],
+        "step": [first],
+    }

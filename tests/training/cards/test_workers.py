@@ -83,11 +83,11 @@ class Raises(dict[str, Any]):
 def test_a_collective_that_fails_says_what_the_library_says(tmp_path: Path) -> None:
     workers = Workers(2, tmp_path)
     with pytest.raises(TrainingFailure) as raised:
-        workers.run([Job("dist_backward", "backward", {}, Raises(), recording=True)] * 2)
+        workers.run([Job("dist_forward", "forward", {}, Raises(), recording=True)] * 2)
 
     line, _, path = str(raised.value).rpartition("; traceback in ")
     assert line == (
-        "rank 0, card dist_backward (node backward): another rank went away, or the collective failed "
+        "rank 0, card dist_forward (node forward): another rank went away, or the collective failed "
         "(NCCL error: unhandled system error)"
     )
     assert "and more" in Path(path).read_text()

@@ -43,7 +43,6 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
         weights = own_weights(model) if config.save_all_ranks else whole_weights(model)
         facts = {
             "layers": layer_sizes(model),
-            "epoch": config.epoch,
             "sharded": sharded,
             "shapes": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
             **inputs["updated_model"],

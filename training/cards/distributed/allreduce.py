@@ -52,7 +52,8 @@ class AllReduce(BaseCard[AllReduceConfig]):
         loss = torch.tensor(gradients["loss"] * gradients["share"], device=next(live["model"].parameters()).device)
         dist.all_reduce(loss)
         norms = {"local_norm": gradients["norm"], "norm": gradient_norm(live["model"])}
-        return {"synced_gradients": norms | {"loss": loss.item()}}
+        place = {name: gradients[name] for name in ("epoch", "batch")}
+        return {"synced_gradients": place | norms | {"loss": loss.item()}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         """The length of every rank's gradient before and after, and the checksum of its first one."""

@@ -34,7 +34,7 @@ class Backward(BaseCard[BackwardConfig]):
             live["engine"].backward(loss)
         else:
             loss.backward()
-        facts = {name: inputs["forward_output"][name] for name in ("loss", "share")}
+        facts = {name: inputs["forward_output"][name] for name in ("epoch", "batch", "loss", "share")}
         return {"gradients": facts | {"norm": gradient_norm(live["model"])}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:

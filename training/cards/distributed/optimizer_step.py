@@ -32,7 +32,8 @@ class OptimizerStep(BaseCard[OptimizerStepConfig]):
         stepper = live.get("engine", live["optimizer"])
         stepper.step()
         stepper.zero_grad()
-        return {"updated_model": {"steps": live["batches_done"], "rows": live["rows_done"]}}
+        place = {name: inputs["synced_gradients"][name] for name in ("epoch", "batch")}
+        return {"updated_model": place | {"steps": live["batches_done"], "rows": live["rows_done"]}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
         """The checksum of every rank's first weights before and after the step."""
