@@ -203,6 +203,24 @@ def test_the_curve_follows_the_loss_to_the_end(open_cards: OpenCards) -> None:
 
 
 @pytest.mark.slow
+def test_a_card_that_is_a_pass_ahead_offers_both_and_every_pass_is_named(open_cards: OpenCards) -> None:
+    page, _ = open_cards(batch_size=60)
+    for node in (*NODES[:9], "forward"):
+        step(page, node)
+    until(page, "document.querySelectorAll('#card .choices button').length === 2")
+    rows = "#card .of-rank li"
+    latest = page.locator(rows).all_inner_texts()
+    page.press("#pass-0", "Enter")
+
+    assert page.locator("#card [aria-pressed=true]").all_inner_texts() == ["epoch 1, batch 1"]
+    assert page.locator(rows).all_inner_texts() != latest
+    page.press("#pass-1", "Enter")
+    assert page.locator(rows).all_inner_texts() == latest
+    choose(page, "backward")
+    assert page.locator("#card .content > .hint").all_inner_texts() == ["epoch 1, batch 1"]
+
+
+@pytest.mark.slow
 def test_slices_stand_at_their_places_in_the_whole(open_cards: OpenCards) -> None:
     page, _ = open_cards(strategy="fsdp")
     for node in NODES[:8]:
