@@ -73,7 +73,7 @@ def gradients() -> Drawing:
         drawing.box(380 + 30 * call, 46, 30, 32, ORANGE)
     drawing.text(500, 98, "8 all-reduces", anchor="middle")
     drawing.box(620, 46, 60, 32, GREEN, "step")
-    drawing.text(20, 148, "DDP: a bucket sets out as soon as its last gradient is there", bold=True)
+    drawing.text(20, 148, "DDP: a bucket's all-reduce starts once its last gradient is there", bold=True)
     drawing.box(20, 160, 120, 32, BLUE, "forward")
     for part in range(3):
         drawing.box(140 + 80 * part, 160, 80, 32, BLUE, "backward"[: 8 if part == 1 else 0])
@@ -89,7 +89,7 @@ def cuts() -> Drawing:
     drawing = Drawing(760, 270, "Four layers over two ranks, under ddp, zero3, tp and pp")
     captions = {
         "ddp": ("all layers on each rank,", "half of the rows each"),
-        "zero3": ("half of each tensor to keep,", "gathered for its turn"),
+        "zero3": ("half of each tensor,", "gathered in its turn"),
         "tp": ("half of each matrix,", "on the same rows"),
         "pp": ("half of the layers,", "micro-batches in turn"),
     }
