@@ -27,8 +27,8 @@ from torch.utils.data import DistributedSampler
 from training.by_hand.batches import Batch, training_batches
 from training.by_hand.cifar10 import Split
 from training.by_hand.cnn import CNN
-from training.by_hand.compare_with_ddp import largest_gap
 from training.by_hand.data_parallel import average_gradients
+from training.by_hand.demonstration import largest_gap
 from training.by_hand.shapes import draw_shapes
 from training.distributed import Ranks, ranks
 from training.monitoring.profile_summary import communication

@@ -1,4 +1,4 @@
-"""Batches of images, the same ones whatever the number of ranks: who gets which rows, and how an image is varied."""
+"""Batches of images, the same ones whatever the number of ranks: who gets which rows, and the data augmentation."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # images, float32, (rows, 3, 32, 32),
 
 
 def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
-    """One rank's shares of an epoch's global batches, the images cropped and mirrored at random.
+    """One rank's shares of an epoch's global batches, with data augmentation: random crops and horizontal flips.
 
     The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
     deals the rows out like cards, so the k-th batches of all ranks are together the k-th run of rows in that order:
     the same global batch on 1, 2 or 4 ranks. The last one is left out where it is not full, also where the sampler has
-    filled it up: it repeats rows where the ranks do not divide them. How an image is varied depends on its row, not on
-    who trains on it.
+    filled it up: it repeats rows where the ranks do not divide them. How an image is augmented depends on its row, not
+    on who trains on it.
 
     Args:
         split: the training images.
         sampler: over them, with the epoch set.
         rows_per_rank: of a batch.
-        seed: with the epoch, decides how images are varied.
+        seed: with the epoch, decides how images are augmented.
     """
     draws = np.random.default_rng([seed, sampler.epoch]).integers(
         [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(len(split), 3)
     )
     full = len(split) // (rows_per_rank * sampler.num_replicas)
     for rows in islice(BatchSampler(sampler, rows_per_rank, drop_last=False), full):
-        yield to_tensors(crop_and_mirror(split.images[rows], draws[rows]), split.labels[rows])
+        yield to_tensors(crop_and_flip(split.images[rows], draws[rows]), split.labels[rows])
 
 
 def evaluation_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
@@ -51,21 +51,21 @@ def evaluation_batches(split: Split, sampler: DistributedSampler, rows_per_rank:
         yield to_tensors(split.images[rows], split.labels[rows])
 
 
-def crop_and_mirror(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Of each image, its edges repeated by 4 pixels on all sides, cut out as much as it had, and mirror some.
+def crop_and_flip(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Random crop and horizontal flip: a cut of each image, its edges repeated by 4 pixels on all sides; flip some.
 
     Source: He et al., "Deep Residual Learning", arXiv 1512.03385, section 4.2 (there with black edges).
 
     Args:
         images: uint8, (rows, side, side, 3).
         draws: int64, (rows, 3): where the cut begins, from the top and from the left (0 to 8; 4 is the image as it
-            was), and 1 to mirror.
+            was), and 1 to flip.
     """
     rows, side = images.shape[:2]
-    top, left, mirrored = draws.T[:, :, None]
+    top, left, flipped = draws.T[:, :, None]
     y = (np.arange(side) + top - PADDING).clip(0, side - 1)
     x = (np.arange(side) + left - PADDING).clip(0, side - 1)
-    x = np.where(mirrored, x[:, ::-1], x)
+    x = np.where(flipped, x[:, ::-1], x)
     return images[np.arange(rows)[:, None, None], y[:, :, None], x[:, None, :]]
 
 

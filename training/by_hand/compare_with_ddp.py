@@ -4,16 +4,16 @@
 
 Two copies of a model take the same steps on the same images, one by :mod:`training.by_hand.data_parallel`, the other in
 ``DistributedDataParallel``. After each step their losses, gradients and weights are held against each other. On two
-ranks they are equal to the bit. On more they may differ in their last bits, since DDP sums many gradients in one call
-and so adds the ranks' numbers up in another order. All is in float64: in float32 such a last bit may let max pooling
-choose another pixel, and from there on the two go separate ways.
+ranks they are equal to the bit. On more they may differ in their last bits: DDP sums many gradients in one call, and so
+adds the ranks' numbers up in another order; and where this divides by N, it multiplies by 1/N. All is in float64: in
+float32 such a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 if not __package__:  # started by path: the imports below need the folder above this one
@@ -29,14 +29,14 @@ from training.by_hand.batches import training_batches
 from training.by_hand.cifar10 import Split
 from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters
-from training.by_hand.demonstration import demonstrate
+from training.by_hand.demonstration import demonstrate, largest_gap
 from training.by_hand.shapes import draw_shapes
 from training.distributed import Ranks
 from training.errors import TrainingFailure
 
 STEPS = 10
 ROWS_PER_RANK = 16
-TOLERANCE = 1e-12  # what the order of a sum can do
+TOLERANCE = 1e-12  # what rounding can do
 Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
 
 
@@ -44,7 +44,7 @@ def show(mine: Ranks) -> None:
     """Print a row for each step, of rank 0's losses and the largest differences on any rank.
 
     Raises:
-        TrainingFailure: they differ by more than the order of a sum.
+        TrainingFailure: they differ by more than rounding.
     """
     say: Callable[[str], None] = print if mine.is_first else lambda _: None
     say("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
@@ -56,7 +56,7 @@ def show(mine: Ranks) -> None:
         widest = max(widest, weights)
     if widest > TOLERANCE:
         raise TrainingFailure(f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first)
-    say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for the order of sums, {widest:.1e} at most"))
+    say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for rounding, {widest:.1e} at most"))
 
 
 def compare(mine: Ranks) -> Iterator[Row]:
@@ -79,11 +79,6 @@ def compare(mine: Ranks) -> Iterator[Row]:
             optimizer.step()
         gradients = largest_gap(*([parameter.grad for parameter in model.parameters()] for model in (by_hand, in_ddp)))
         yield losses[0].item(), losses[1].item(), gradients, largest_gap(by_hand.parameters(), in_ddp.parameters())
-
-
-def largest_gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
-    """The largest difference of a number and its counterpart."""
-    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every rank holds the whole model and sees its own share of each global batch. Th
 start equal (:func:`broadcast_parameters`) and step by equal gradients (:func:`average_gradients`); what is reported is
 about all rows, not about one rank's (:func:`global_accuracy`).
 
-Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.1, the naive solution that DDP improves upon.
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1, the naive solution that DDP improves upon.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def average_gradients(model: nn.Module) -> None:
     """Replace every gradient, in place, with its mean over the ranks.
 
     After each backward, before the optimizer steps. Each rank's loss is the mean over its own rows, so with as many
-    rows on every rank the mean of the gradients is the gradient of the mean over the global batch. A parameter that
-    took no part in the loss has no gradient and is left out; it must be the same ones on all ranks, or they wait for
-    each other for ever.
+    rows on every rank the mean of the gradients is the gradient of the mean over the global batch. Divided before they
+    are summed, as in DDP: a sum over many ranks may be more than fp16 holds. A parameter that took no part in the loss
+    has no gradient and is left out. It must be the same ones on all ranks. Calls meet by their order, not by name: else
+    one parameter's gradient is added to another's of the same size, unnoticed; with other sizes gloo aborts, or ranks
+    wait for ever.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
 
 
 def global_accuracy(correct: int, total: int) -> float:

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc_per_node=2 training/by_hand/ddp_buckets.py
 
 ``average_gradients`` of ``data_parallel.py`` waits for the whole backward pass, then makes one call a tensor. DDP lays
-gradients into buckets and starts a bucket's all-reduce as soon as its last gradient is there: fewer calls, hidden
-behind the rest of the backward pass. In which order gradients come it learns from the first backward pass, in which all
-of them lie in one bucket; then it lays the buckets out.
+gradients into buckets and launches a bucket's all-reduce as soon as its last gradient is there: fewer calls, hidden
+behind the rest of the backward pass. Buckets are launched strictly one after the other, the same way on every rank: one
+that is full waits for those before it. In which order gradients come DDP learns from the first backward pass, in which
+all of them lie in one bucket; then it lays the buckets out.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.
 """
@@ -64,13 +65,11 @@ class Diary:
         self.lines.append(f"  {self.num_there:2}  {self.names[parameter]}")
 
     def _average(self, _: None, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Do what DDP does without a hook, and write it down; DDP calls this once a bucket is full."""
-        buffer = bucket.buffer()
-        sets_out = (
-            f"bucket {bucket.index()} sets out: {len(bucket.parameters())} gradients, {buffer.nbytes / 2**20:.2f} MiB"
-        )
-        self.lines.append(f"      {sets_out}; {len(self.names) - self.num_there} are still to be computed")
-        buffer.div_(dist.get_world_size())
+        """Average a full bucket, as PyTorch's own ``allreduce_hook`` does, and write it down."""
+        buffer, left = bucket.buffer(), len(self.names) - self.num_there
+        size = f"{len(bucket.parameters())} gradients, {buffer.nbytes / 2**20:.2f} MiB"
+        self.lines.append(f"      all-reduce of bucket {bucket.index()} launched: {size}; {left} still to be computed")
+        buffer /= dist.get_world_size()
         return dist.all_reduce(buffer, async_op=True).get_future().then(lambda sent: sent.value()[0])
 
     def tear_out(self) -> list[str]:
@@ -87,16 +86,15 @@ def show(ranks: Ranks) -> None:
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     diary = Diary(replica)
     inputs = torch.randn(8, WIDTH) + ranks.rank  # other rows on each rank
-    for title, held_back in (
-        ("step 1: one bucket, as the order is not known yet", False),
-        ("step 2: buckets in the order that step 1 showed", False),
-        ("step 3, first micro-batch, in no_sync(): nothing is sent", True),
-        ("step 3, last micro-batch: the sum of both is sent", False),
+    for title, held_back, whole in (
+        ("step 1: one bucket, as the order is not known yet", False, True),
+        ("step 2: buckets in the order that step 1 showed", False, True),
+        ("step 3, first micro-batch, in no_sync(): nothing is sent", True, False),
+        ("step 3, last micro-batch: the sum of both is sent", False, False),
     ):
         with replica.no_sync() if held_back else nullcontext():
             replica(inputs).mean().backward()
-        lines = diary.tear_out()
-        say("\n".join([title, *(lines if title[5] in "12" else [line for line in lines if "bucket" in line])]))
+        say("\n".join([title, *(line for line in diary.tear_out() if whole or "bucket" in line)]))
         norms = ranks.gather(f"{model.layers[0].weight.grad.norm().item():.4f}")
         say(f"  norm of the gradient of layers.0.weight, by rank: {', '.join(norms)}\n")
         if not held_back:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from training.distributed import Ranks, ranks
 from training.errors import UserError, run_command
@@ -27,3 +29,8 @@ def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
             show(mine)
 
     run_command(main)
+
+
+def largest_gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """The largest difference of a number and its counterpart."""
+    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))

@@ -3,8 +3,9 @@
     cp training/by_hand/exercise.py my_solution.py
     python -m training.by_hand.check my_solution.py
 
-The process group stands already, and each function is called on every rank at the same time. ``torch.distributed`` has
-the collectives; each returns only once every rank has called it. One solution is in ``data_parallel.py``.
+The process group stands already, and each function is called on every rank. ``torch.distributed`` has the collectives.
+Every rank must make each call, or some wait for ever; none may rely on another having finished. One solution is in
+``data_parallel.py``.
 """
 
 import torch  # noqa: F401
@@ -16,8 +17,8 @@ def broadcast_parameters(model: nn.Module) -> None:
     """Make every rank start with the weights of rank 0.
 
     Each rank has made the same model with random weights of its own. Afterwards all that the model consists of,
-    parameters and buffers, has rank 0's values everywhere. An optimizer may already hold the parameters: they must
-    remain the objects that they are, and learn or not as before.
+    parameters and buffers, has rank 0's values everywhere. An optimizer may already hold the parameters: keep the same
+    Parameter objects and their ``requires_grad``.
     """
     raise NotImplementedError
 

@@ -8,7 +8,7 @@ the border of a process, so both transfers are written out. What is left to choo
 - GPipe: all forwards, then all backwards. A stage keeps the activations of all M micro-batches.
 - 1F1B: a backward as soon as one can run. Of N stages, stage s keeps N - s micro-batches at most.
 
-While the first micro-batch travels up and the last one returns, ranks wait: (N - 1) / (M + N - 1) of the time.
+While the pipeline fills and drains, ranks wait: (N - 1) / (M + N - 1) of the time, if all actions take equally long.
 
 Source: Huang et al., "GPipe", arXiv 1811.06965, section 2; for 1F1B Narayanan et al., arXiv 2104.04473, section 2.2.
 """
@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from training.by_hand.demonstration import demonstrate
+from training.by_hand.demonstration import demonstrate, largest_gap
 from training.by_hand.pipeline_timeline import Event, describe
 from training.distributed import Ranks
 
@@ -108,8 +108,8 @@ def show(ranks: Ranks, num_micro_batches: int = 8) -> None:
         module.zero_grad()
         stage = Stage(module, inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches))
         events = ranks.gather(stage.run(order(ranks.rank, ranks.world_size, num_micro_batches)))
-        gap = max((a.grad - b).abs().max().item() for a, b in zip(module.parameters(), expected, strict=True))
-        gaps = ", ".join(f"{gap:.1e}" for gap in ranks.gather(gap))
+        gap = f"{largest_gap([parameter.grad for parameter in module.parameters()], expected):.1e}"
+        gaps = ", ".join(ranks.gather(gap))
         if ranks.is_first:
             print(f"{name}: {ranks.world_size} stages, {num_micro_batches} micro-batches\n{describe(events)}")
             print(f"largest difference to the gradients of one process, by stage: {gaps}\n")

@@ -1,4 +1,4 @@
-"""What a pipeline really did, from the times at which its actions ended: drawn in slots, with the bubble counted."""
+"""The order in which a pipeline really worked, and what that order makes of slots if every action takes one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_order(stages: Sequence[Sequence[Event]]) -> list[Event]:
 
 
 def describe(stages: Sequence[Sequence[Event]]) -> str:
-    """The order of events, the slots drawn, the bubble by formula and as counted, and the activations kept."""
+    """The order of events, the slots that it makes, the bubble in them and by formula, and the activations kept."""
     order = " ".join(f"{event.kind}{event.micro_batch}@{event.stage}" for event in in_order(stages))
     rows = slots(stages)
     drawn = [f"  stage {stage} | {' '.join(f'{slot:3}' for slot in row)}" for stage, row in enumerate(rows)]
@@ -71,9 +71,9 @@ def describe(stages: Sequence[Sequence[Event]]) -> str:
     return "\n".join(
         [
             textwrap.fill(order, 120, initial_indent="as they ended, action@stage: ", subsequent_indent="  "),
-            "the same in slots of one action:",
+            "in that order, if every action took one slot:",
             *drawn,
-            f"bubble: {idle} of {total} slots idle = {idle / total:.1%}; by formula {bubble:.1%}",
+            f"bubble, if so: {idle} of {total} slots idle = {idle / total:.1%}; by formula {bubble:.1%}",
             f"micro-batches whose activations are kept at once, by stage: {kept}",
         ]
     )

@@ -11,7 +11,9 @@ sends to the next one, around the ring:
 - all-gather, N - 1 steps: the summed chunks travel around once more and replace what each rank had.
 
 2 (N - 1) steps of 1/N of the tensor: 2 (N - 1) / N of it leave each rank, nearly the same for 4 ranks as for 4,000. No
-all-reduce can do with less. Each chunk is summed by one rank and copied to the others: all hold the same bits.
+all-reduce can do with less. But each step also costs the latency of a message, 2 (N - 1) of them one after the other:
+for small tensors on many ranks NCCL sends along trees. Each chunk is summed hop by hop, then copied: all ranks hold the
+same bits.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 """
@@ -80,8 +82,7 @@ def _pass_on(chunks: Sequence[torch.Tensor], phase: str, sent: int) -> Step:
 
 def show(ranks: Ranks) -> None:
     """Print what every rank holds after each step; rank 0 asks the others only to print it."""
-    rank, size = ranks.rank, ranks.world_size
-    tensor = torch.arange(1, 10) * 10**rank
+    size, tensor = ranks.world_size, torch.arange(1, 10) * 10**ranks.rank
     expected = tensor.clone()
     dist.all_reduce(expected)
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from training.by_hand.demonstration import demonstrate
+from training.by_hand.demonstration import demonstrate, largest_gap
 from training.distributed import Ranks
 
 
@@ -89,8 +89,7 @@ def show(ranks: Ranks, num_steps: int = 5) -> None:
             loss = F.cross_entropy(trained(inputs[rows]), labels[rows])
             loss.backward()
             optimizer.step()
-        gap = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain_model.parameters(), strict=True))
-        gap = max(ranks.gather(gap))
+        gap = max(ranks.gather(largest_gap(model.parameters(), plain_model.parameters())))
         say(f"step {step}: loss {loss.item():.4f}, largest difference to the weights of plain Adam {gap:.1e}")
     sharded, whole = ranks.gather(moment_bytes(zero1.optimizer)), moment_bytes(plain)
     say(f"bytes of moments on each rank: ZeRO-1 {sharded}, plain Adam {whole}")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import crop_and_mirror, evaluation_batches, training_batches
+from training.by_hand.batches import crop_and_flip, evaluation_batches, training_batches
 from training.by_hand.cifar10 import Split
 
 ROWS = 59  # one less than a multiple of the batch: ranks whose shares are filled up have one batch more
@@ -41,7 +41,7 @@ def test_every_number_of_ranks_sees_the_same_global_batches(split: Split, world_
         assert all(torch.equal(ours[row], theirs[row]) for row in theirs)
 
 
-def test_another_epoch_has_another_order_and_other_variations(split: Split) -> None:
+def test_another_epoch_has_another_order_and_other_augmentations(split: Split) -> None:
     first, second = (
         {row: image for batch in global_batches(split, 1, epoch) for row, image in batch.items()} for epoch in (1, 2)
     )
@@ -65,12 +65,12 @@ def test_every_test_row_is_some_ranks_once(split: Split, world_size: int, rows: 
     assert sorted(seen) == list(range(rows))
 
 
-def test_a_crop_is_of_the_image_with_its_edges_repeated_and_then_mirrored(split: Split) -> None:
+def test_a_crop_is_of_the_image_with_its_edges_repeated_and_then_flipped(split: Split) -> None:
     draws = np.array([[4, 4, 0], [0, 8, 0], [8, 1, 1]])
 
-    whole, from_the_top_right, from_the_bottom_mirrored = crop_and_mirror(split.images[:3], draws)
+    whole, from_the_top_right, from_the_bottom_flipped = crop_and_flip(split.images[:3], draws)
 
     padded = np.pad(split.images[:3], ((0, 0), (4, 4), (4, 4), (0, 0)), mode="edge")
     assert np.array_equal(whole, split.images[0])
     assert np.array_equal(from_the_top_right, padded[1, 0:32, 8:40])
-    assert np.array_equal(from_the_bottom_mirrored, padded[2, 8:40, 1:33][:, ::-1])
+    assert np.array_equal(from_the_bottom_flipped, padded[2, 8:40, 1:33][:, ::-1])

@@ -59,6 +59,13 @@ def _gradients(rows_per_rank: int) -> tuple[dict[str, torch.Tensor], dict[str, t
     return found, {name: parameter.grad for name, parameter in alone.named_parameters()}, without
 
 
+def _average_in_half_precision() -> float:
+    model = nn.Linear(1, 1, bias=False).half()
+    model.weight.grad = torch.full_like(model.weight, 40_000)
+    average_gradients(model)
+    return model.weight.grad.item()
+
+
 def _accuracies() -> tuple[float, float]:
     """Of shares of 10, 2 and 1 rows; and where the last rank has none."""
     rank = here().rank
@@ -90,6 +97,10 @@ def test_averaged_gradients_are_those_of_the_global_batch(run_on_ranks: RunOnRan
         torch.testing.assert_close(averaged, alone, rtol=0, atol=1e-12)
 
 
+def test_a_mean_of_large_gradients_in_half_precision_does_not_overflow(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(2, _average_in_half_precision) == [40_000.0] * 2
+
+
 def test_accuracy_counts_rows_not_ranks(run_on_ranks: RunOnRanks) -> None:
     assert run_on_ranks(3, _accuracies) == [(10 / 13, 3 / 4)] * 3
 
@@ -100,7 +111,7 @@ def test_two_ranks_by_hand_equal_ddp_to_the_bit_after_every_step(run_on_ranks: R
         assert all(by_hand == in_ddp and weights == 0 for by_hand, in_ddp, _, weights in rows)
 
 
-def test_three_ranks_by_hand_equal_ddp_but_for_the_order_of_sums(run_on_ranks: RunOnRanks) -> None:
+def test_three_ranks_by_hand_equal_ddp_but_for_rounding(run_on_ranks: RunOnRanks) -> None:
     first, *others = run_on_ranks(3, printed_by, show)
 
     assert first.splitlines()[-1].startswith("weights: equal")

@@ -17,15 +17,15 @@ def steps(run_on_ranks: Callable[..., list[Any]]) -> list[str]:
 
 
 def test_all_gradients_share_a_bucket_in_step_1_and_the_first_to_come_share_one_in_step_2(steps: list[str]) -> None:
-    first, second = (re.findall(r"bucket \d sets out: (\d+) gradients", step) for step in steps[:2])
+    first, second = (re.findall(r"bucket \d launched: (\d+) gradients", step) for step in steps[:2])
 
     assert first == ["10"]
     assert len(second) == 2
     assert steps[1].index("head.weight") < steps[1].index("bucket 0") < steps[1].index("layers.0.weight")
 
 
-def test_a_bucket_sets_out_before_the_backward_pass_has_ended(steps: list[str]) -> None:
-    assert re.search(r"bucket 0 sets out: .*; [1-9]\d* are still to be computed", steps[1])
+def test_a_bucket_is_launched_before_the_backward_pass_has_ended(steps: list[str]) -> None:
+    assert re.search(r"bucket 0 launched: .*; [1-9]\d* still to be computed", steps[1])
 
 
 def test_gradients_are_equal_on_all_ranks_but_for_those_held_back(steps: list[str]) -> None:
@@ -36,4 +36,4 @@ def test_gradients_are_equal_on_all_ranks_but_for_those_held_back(steps: list[st
 
 def test_nothing_is_sent_while_it_is_held_back(steps: list[str]) -> None:
     assert "bucket" in steps[3]
-    assert "sets out" not in steps[2]
+    assert "launched" not in steps[2]

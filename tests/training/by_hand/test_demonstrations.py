@@ -12,11 +12,16 @@ FOLDER = Path(by_hand.__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SAYS = {
     "ring_all_reduce.py": "equal to dist.all_reduce, rank by rank: [True, True, True, True]\n",
-    "pipeline.py": "bubble: 24 of 88 slots idle = 27.3%; by formula 27.3%\n",
+    "pipeline.py": "bubble, if so: 24 of 88 slots idle = 27.3%; by formula 27.3%\n",
     "zero1.py": "bytes of moments on each rank: ZeRO-1 [776, 776, 776, 776], plain Adam 3096\n",
 }
 
 Start = Callable[..., "Run"]  # noqa: F821 - the fixture's class, in conftest.py
+
+
+@pytest.mark.parametrize("name", ["collectives", "data_parallel", "ddp_buckets", "tensor_parallel", *SAYS])
+def test_an_idea_takes_less_than_120_lines(name: str) -> None:
+    assert len((FOLDER / name).with_suffix(".py").read_text().splitlines()) < 120
 
 
 @pytest.mark.slow

@@ -79,7 +79,8 @@ def test_both_orders_are_drawn_as_they_ran(run_on_ranks: Callable[..., list[Any]
 
     assert other == ""
     lines = [line.rstrip() for line in printed.splitlines()]
-    assert lines.count("bubble: 4 of 36 slots idle = 11.1%; by formula 11.1%") == 2
+    assert lines.count("in that order, if every action took one slot:") == 2
+    assert lines.count("bubble, if so: 4 of 36 slots idle = 11.1%; by formula 11.1%") == 2
     assert "micro-batches whose activations are kept at once, by stage: [8, 8]" in lines
     assert "micro-batches whose activations are kept at once, by stage: [2, 1]" in lines
     one_by_one = "F0  F1  ..  B0  F2  B1  F3  B2  F4  B3  F5  B4  F6  B5  F7  B6  ..  B7"

@@ -72,7 +72,7 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
         hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
         return Finding("the ranks' collectives do not fit together", hint, _places(reports))
     if any(report.outcome == "waits" for report in reports):
-        hint = "A collective returns once every rank has called it. Which ranks come to that line, and how often?"
+        hint = "Every rank must make each call, or some wait for ever. Which ranks come to that line, and how often?"
         return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
     return EXERCISES[name].judge([report.value for report in reports])
 
