@@ -77,7 +77,7 @@ export class CardPanel {
 
   /** The pass of the training loop that is shown, and the others that were kept. */
   passes(pictures, shown) {
-    if (pictures.length === 1) return h("p", { class: "hint" }, shown.pass);
+    if (pictures.length === 1) return h("p", { class: "hint", hidden: !shown.pass }, shown.pass);
     const choose = (pass) => {
       this.pass = pass;
       this.drawPictures(pictures);
