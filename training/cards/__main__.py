@@ -7,23 +7,19 @@ from pathlib import Path
 
 from rich.console import Console
 
+from training.cards.distributed.init_strategy import WAYS
 from training.cards.drawing import as_mermaid, as_table
 from training.cards.history import History
+from training.cards.pipeline import SETTINGS, Pipeline
 from training.cards.progress import Progress
 from training.cards.report import check_report, write_report
 from training.cards.runner import Event, Runner, epochs_of, workers_of
-from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
+from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 from training.errors import OneLineParser, UserError, positive, run_command
 from training.utils import only_run_in
 
 DEFAULT_OUTPUT = Path("checkpoints/cards")
 DEFAULT_PORT = 8420
-# Each flag that sets a field of a card.
-FIELDS = {
-    "workers": ("dist_shard_data", "num_workers"),
-    "epochs": ("dist_save_checkpoint", "epoch"),
-    "strategy": ("dist_init_strategy", "strategy"),
-}
 
 
 def build_parser() -> OneLineParser:
@@ -45,9 +41,7 @@ def build_parser() -> OneLineParser:
         )
         command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
         command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
-        command.add_argument(
-            "--strategy", choices=("ddp", "fsdp", "deepspeed"), help="how the model lies over the ranks"
-        )
+        command.add_argument("--strategy", choices=tuple(WAYS), help="how the model lies over the ranks")
     return parser
 
 
@@ -55,17 +49,13 @@ def configured(flags: argparse.Namespace) -> Pipeline:
     """The pipeline that the flags name, with what they set.
 
     Raises:
-        UserError: it cannot be read or run, or has no card for a flag.
+        UserError: it cannot be read or run, or has no card for a flag, or none that takes its value.
     """
     pipeline = read_pipeline(flags.pipeline)
-    for flag, (card_type, field) in FIELDS.items():
-        value = getattr(flags, flag)
-        if value is None:
-            continue
-        node = pipeline.of_type(card_type)
-        if node is None:
-            raise UserError(f"--{flag} {value}: {pipeline.path} has no {card_type} card")
-        pipeline = pipeline.configured(node.id, **{field: value})
+    for name in SETTINGS:
+        value = getattr(flags, name)
+        if value is not None:
+            pipeline = pipeline.with_setting(name, value, f"--{name} {value}")
     return pipeline
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from training.cards.wiring import Node, Pipeline
+from training.cards.pipeline import Node, Pipeline
 
 
 def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:

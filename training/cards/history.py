@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from training.cards.pipeline import Pipeline
 from training.cards.runner import Event, epochs_of
-from training.cards.wiring import Pipeline
 
 
 class History:

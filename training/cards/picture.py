@@ -9,10 +9,10 @@ import torch
 
 from training.cards.distributed.forward import MOST_ROWS
 from training.cards.history import writable
+from training.cards.pipeline import Node, Pipeline
 from training.cards.runner import Runner, workers_of
 from training.cards.sharding.shard_data import global_batches, rows_of
 from training.cards.storage import Storage
-from training.cards.wiring import Node, Pipeline
 
 MOST_SHARDED_ROWS = 1000
 MOST_CELLS = 32  # of a tensor, along each of its dimensions

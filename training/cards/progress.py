@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from training.cards.pipeline import Node, Pipeline
 from training.cards.runner import Event
-from training.cards.wiring import Node, Pipeline
 from training.utils import format_time
 
 EPOCH_LINES = 10  # of the training loop, where there is no terminal

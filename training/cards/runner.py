@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from training.cards.pipeline import Node, Pipeline
 from training.cards.storage import Storage
-from training.cards.wiring import Node, Pipeline
 from training.cards.workers import Job, Workers, keep_traceback
 from training.errors import ForeseenError, TrainingFailure, first_line
 
@@ -36,9 +36,6 @@ class Runner:
         folder: the values are kept in a folder of the pipeline's name in it; the first step removes those of an
             earlier run.
         on_event: told of every card as it begins and ends, in the thread that runs it.
-
-    Raises:
-        UserError: the folder of the pipeline's name holds something else.
     """
 
     def __init__(
@@ -46,7 +43,6 @@ class Runner:
     ) -> None:
         self.pipeline = pipeline
         self.storage = Storage(folder / pipeline.name)
-        self.storage.check_is_ours()
         self.on_event = on_event
         # By node: what each rank put out; a local card counts as one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
@@ -76,7 +72,7 @@ class Runner:
         """Run the next card, and keep what each rank held before and after it; returns whether there was one.
 
         Raises:
-            UserError: a configuration does not go with the data.
+            UserError: a configuration does not go with the data, or the folder holds something else than a run.
             TrainingFailure: a rank died, or the card failed.
         """
         return self._step(recording=True)

@@ -17,10 +17,10 @@ from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from training.cards.picture import pipeline_picture
+from training.cards.pipeline import Node, Pipeline
 from training.cards.report import render_page
 from training.cards.session import Refused, Session
 from training.cards.sharding.shard_data import MOST_WORKERS
-from training.cards.wiring import Node, Pipeline
 from training.errors import UserError
 
 HOST = "127.0.0.1"
@@ -104,17 +104,8 @@ def run(session: InSession) -> dict[str, Any]:
 @router.post("/api/reset")
 def reset(asked: Reset, session: InSession) -> dict[str, Any]:
     """Start over, on as many ranks as asked for."""
-    session.reset(_on_workers(session.pipeline, asked.workers))
+    session.reset(asked.workers)
     return session.state()
-
-
-def _on_workers(pipeline: Pipeline, workers: int | None) -> Pipeline:
-    if workers is None:
-        return pipeline
-    shard = pipeline.of_type("dist_shard_data")
-    if shard is None:
-        raise Refused(f"{pipeline.path} has no dist_shard_data card, which says how many workers there are")
-    return pipeline.configured(shard.id, num_workers=workers)
 
 
 @router.get("/api/events", response_class=EventSourceResponse)
@@ -124,7 +115,7 @@ async def follow(session: InSession) -> AsyncIterator[dict[str, Any]]:
     with session.follow() as changed:
         while not session.is_over:
             changed.clear()
-            state = session.state(losses if session.number == run else 0)
+            state = session.state(run, losses)
             run, losses = state["run"], state["losses_from"] + len(state["losses"])
             yield state
             await asyncio.sleep(SECONDS_BETWEEN_STATES)

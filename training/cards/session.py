@@ -6,13 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training.cards.history import History
 from training.cards.picture import card_picture
+from training.cards.pipeline import Pipeline
 from training.cards.runner import Event, Runner
-from training.cards.wiring import Pipeline
 from training.errors import ForeseenError
 
 SECONDS_BETWEEN_BLOWS = 0.1
@@ -26,6 +27,15 @@ class _Stopped(Exception):
     """The run is given up."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What belongs together, so that nobody sees a part of one run and a part of the next."""
+
+    number: int
+    runner: Runner
+    history: History
+
+
 class Session:
     """A pipeline that can be stepped, run, set otherwise and reset; a context manager, after which no rank is left.
 
@@ -36,18 +46,30 @@ class Session:
 
     def __init__(self, pipeline: Pipeline, folder: Path) -> None:
         self.folder = folder
-        self.number = 0  # of the run
         self.is_over = False
         self._lock = threading.Lock()
         self._followers: set[Callable[[], Any]] = set()
-        self._begin(pipeline)
+        self._begin(pipeline, number=1)
 
-    def _begin(self, pipeline: Pipeline) -> None:
-        self.runner = Runner(pipeline, self.folder, self._on_event)
-        self.history = History(pipeline)
+    def _begin(self, pipeline: Pipeline, number: int) -> None:
+        self._now = _Run(number, Runner(pipeline, self.folder, self._on_event), History(pipeline))
         self.busy = self._stopping = False
         self._thread = threading.Thread()
-        self.number += 1
+
+    @property
+    def number(self) -> int:
+        """Of the run, from 1."""
+        return self._now.number
+
+    @property
+    def runner(self) -> Runner:
+        """Of the run."""
+        return self._now.runner
+
+    @property
+    def history(self) -> History:
+        """Of the run."""
+        return self._now.history
 
     @property
     def pipeline(self) -> Pipeline:
@@ -82,9 +104,16 @@ class Session:
                 raise Refused("the ranks are at work; wait until they are done, or reset")
             self._start_over(self.pipeline.configured(node_id, **values))
 
-    def reset(self, pipeline: Pipeline) -> None:
-        """Give up what runs, and start over with another pipeline or the same."""
+    def reset(self, workers: int | None = None) -> None:
+        """Give up what runs, and start over, on another number of ranks if one is given.
+
+        Raises:
+            UserError: no card says how many ranks there are, or it does not take as many.
+        """
         with self._lock:
+            pipeline = self.pipeline
+            if workers is not None:
+                pipeline = pipeline.with_setting("workers", workers, f"workers {workers}")
             self._start_over(pipeline)
 
     def picture(self, node_id: str) -> list[dict[str, Any]]:
@@ -97,11 +126,12 @@ class Session:
             node = self.pipeline.node(node_id)
             return card_picture(self.runner, node) if self.history.has_run(node_id) else []
 
-    def state(self, losses_from: int = 0) -> dict[str, Any]:
-        """How far the run is, as JSON."""
-        following = self.runner.next_node
-        now = {"run": self.number, "busy": self.busy, "next": following and following.id}
-        return now | self.history.state(losses_from)
+    def state(self, run: int = 0, losses_from: int = 0) -> dict[str, Any]:
+        """How far the run is, as JSON; of the run of that number, the losses from one on that was not told."""
+        now = self._now
+        following = now.runner.next_node
+        state = {"run": now.number, "busy": self.busy, "next": following and following.id}
+        return state | now.history.state(losses_from if run == now.number else 0)
 
     @contextmanager
     def follow(self) -> Iterator[asyncio.Event]:
@@ -151,7 +181,7 @@ class Session:
 
     def _start_over(self, pipeline: Pipeline) -> None:
         self._stop()
-        self._begin(pipeline)
+        self._begin(pipeline, self.number + 1)
         self._tell()
 
     def _stop(self) -> None:

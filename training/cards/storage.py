@@ -52,22 +52,14 @@ class Storage:
         self.live = {} if live is None else live
         self.recording = recording
 
-    def check_is_ours(self) -> None:
-        """Make sure that the folder is a run's, or not there.
-
-        Raises:
-            UserError: it holds something else.
-        """
-        if self.folder.exists() and not (self.folder / MARK).exists():
-            raise UserError(f"{self.folder}: is there already and is no run of cards; choose another --output")
-
     def begin_run(self) -> None:
         """Make the folder, without what an earlier run kept in it.
 
         Raises:
             UserError: it holds something else, or cannot be written.
         """
-        self.check_is_ours()
+        if self.folder.exists() and not (self.folder / MARK).exists():
+            raise UserError(f"{self.folder}: is there already and is no run of cards; choose another --output")
         try:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self.folder)

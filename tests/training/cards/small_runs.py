@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import uvicorn
 
+from training.cards.pipeline import Pipeline
 from training.cards.serve import create_app
 from training.cards.session import Session
-from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
+from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 
 WAIT_SECONDS = 120
 

@@ -48,7 +48,14 @@ def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     path.write_text("nodes: [{id: load, card: dist_load_dataset}]")
     monkeypatch.setattr(sys, "argv", ["cards", "show", str(path), "--workers", "2"])
 
-    with pytest.raises(ForeseenError, match=f"--workers 2: {path} has no dist_shard_data card"):
+    with pytest.raises(ForeseenError, match=f"--workers 2: there is no dist_shard_data card in {path}"):
+        main()
+
+
+def test_a_wrong_flag_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["cards", "show", "--workers", "20"])
+
+    with pytest.raises(UserError, match=r"^--workers 20: .* less than or equal to 16$"):
         main()
 
 

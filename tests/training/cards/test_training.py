@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from training.cards.model import build_mlp
+from training.cards.pipeline import Pipeline
 from training.cards.registry import CARDS
 from training.cards.runner import Event, Runner
 from training.cards.sharding.shard_data import global_batches
-from training.cards.wiring import DEFAULT_PIPELINE, Pipeline, read_pipeline
+from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 
 EPOCHS = 2
 needs_deepspeed = pytest.mark.skipif(

@@ -123,8 +123,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "iris").mkdir()
     (tmp_path / "iris" / "letter.txt").write_text("dear")
 
-    with pytest.raises(UserError, match="is there already and is no run of cards; choose another --output"):
-        on_two_ranks(tmp_path)
+    message = "is there already and is no run of cards; choose another --output"
+    with on_two_ranks(tmp_path) as runner, pytest.raises(UserError, match=message):
+        runner.step()
     assert (tmp_path / "iris" / "letter.txt").exists()
 
 
