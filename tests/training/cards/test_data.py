@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from training.cards.data import tables
-from training.cards.data.load_dataset import LoadDataset
+from training.cards.data.load_dataset import LoadDataset, _ordered
 from training.cards.data.prepare_data import PrepareData, stratified_split
 from training.cards.sharding.shard_data import ShardData, global_batches
 from training.cards.storage import Storage
@@ -79,6 +79,12 @@ def test_classes_that_are_numbers_stand_in_the_order_of_numbers(tmp_path: Path) 
     assert dataset["classes"] == ["9", "10"]
 
 
+def test_the_order_of_classes_is_the_same_every_time() -> None:
+    spellings = ["1", "+1", "01", "1.0", "1e0", "nan", "2"]
+    assert _ordered({"2", *spellings[:5]}) == ["+1", "01", "1", "1.0", "1e0", "2"]
+    assert _ordered({*spellings}) == sorted(spellings)
+
+
 @contextmanager
 def http_server(folder: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
@@ -107,12 +113,15 @@ def test_an_address_is_read_like_a_file(tmp_path: Path) -> None:
     [
         ("width,kind\n1,a\nwide,b\n", "kind", "flowers.csv line 3, column width: 'wide' is no finite number"),
         ("width,kind\n1,a\nnan,b\n", "kind", "line 3, column width: 'nan' is no finite number"),
+        ("width,kind\n1,a\n1e39,b\n", "kind", "line 3, column width: '1e39' is no finite number"),
         ("width,kind\n1,a\n2\n", "kind", "line 3: 1 cells, where the first line has 2"),
         ("width,kind\n1,a\n2, \n", "kind", "line 3: column kind is empty"),
         ("width,kind\n1,a\n2,a\n", "kind", "target_column kind: 1 different values in 2 rows"),
         ("width,kind\n1,a\n2,b\n", "sort", "target_column 'sort': .* has the columns width, kind"),
         ("width,kind\n1,a\n2,b\n", "2", "target_column '2'"),
         ("kind\na\nb\n", "kind", "has one column"),
+        ("width;kind\n1;a\n2;b\n", "kind", "has one column; .* with commas between"),
+        ("width,kind\n1,a\x0cb\n2,c\u2028d\nwide,e\n", "kind", "line 4, column width: 'wide' is no finite number"),
         ("width,kind\n", "kind", "holds no rows"),
         ("", "kind", "is empty"),
         ('width,kind\n1,"a\n', "kind", "not valid CSV"),

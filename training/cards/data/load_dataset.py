@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from training.cards.base import BaseCard, CardConfig, Preview, Values
-from training.cards.data.tables import Table, read_table
+from training.cards.data.tables import Table, is_number, read_table
 from training.cards.storage import Storage
 from training.errors import UserError
 
@@ -59,6 +59,11 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
 
 
 def _column(target: str, table: Table) -> int:
+    if len(table.columns) < 2:
+        raise UserError(
+            f"{table.name}: has one column; there must be one to predict and one to predict it from, "
+            "with commas between"
+        )
     if target in table.columns:
         return table.columns.index(target)
     if target.isdecimal() and int(target) < len(table.columns):
@@ -72,8 +77,6 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
     Raises:
         UserError: a feature is no number, a label is empty, or there are too few or too many classes.
     """
-    if len(table.columns) < 2:
-        raise UserError(f"{table.name}: has one column; there must be one to predict and one to predict it from")
     names = [row.cells[target].strip() for row in table.rows]
     for row, name in zip(table.rows, names, strict=True):
         if not name:
@@ -90,7 +93,4 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
 
 def _ordered(names: set[str]) -> list[str]:
     """Classes in the order of numbers where all of them are numbers, else of letters."""
-    try:
-        return sorted(names, key=float)
-    except ValueError:
-        return sorted(names)
+    return sorted(names, key=lambda name: (float(name), name)) if all(map(is_number, names)) else sorted(names)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-import math
+import io
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
+
+import torch
 
 from training.errors import UserError, first_line
 
@@ -43,8 +45,8 @@ class Table:
         return [self._number(row, name, cell) for i, (name, cell) in enumerate(cells) if i != target]
 
     def _number(self, row: Row, column: str, cell: str) -> float:
-        if not _is_number(cell):
-            raise UserError(f"{self.name} line {row.line}, column {column}: {cell!r} is no finite number")
+        if not is_number(cell):
+            raise UserError(f"{self.name} line {row.line}, column {column}: {cell!r} is no finite number in fp32")
         return float(cell)
 
 
@@ -62,7 +64,7 @@ def read_table(source: str) -> Table:
         return _iris()
     rows = _read_csv(source, _text_of(source))
     header, width = rows[0].cells, len(rows[0].cells)
-    if sum(_is_number(cell) for cell in header) >= max(1, width - 1):
+    if sum(is_number(cell) for cell in header) >= max(1, width - 1):
         header = [f"column {number}" for number in range(width)]
     else:
         rows = rows[1:]
@@ -118,7 +120,7 @@ def _read(source: str, reading: Future[bytes]) -> None:
 
 
 def _read_csv(source: str, text: str) -> list[Row]:
-    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)  # Unicode knows more ends of lines than CSV
     try:
         rows = [Row(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
     except csv.Error as error:
@@ -128,8 +130,9 @@ def _read_csv(source: str, text: str) -> list[Row]:
     return rows
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
+    """Whether it is a finite number in fp32."""
     try:
-        return math.isfinite(float(cell))
+        return abs(float(cell)) <= torch.finfo(torch.float32).max
     except ValueError:
         return False
