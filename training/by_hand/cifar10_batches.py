@@ -71,8 +71,8 @@ def _read_pickle(name: str, data: bytes) -> Rows:
 class _PickledDtype:
     """Stands for ``numpy.dtype``; the only one that CIFAR-10 needs is that of bytes."""
 
-    def __init__(self, code: bytes, *_: Any) -> None:
-        if code != b"u1":
+    def __init__(self, code: bytes | str, *_: Any) -> None:
+        if code not in (b"u1", "u1"):
             raise pickle.UnpicklingError(f"an array of type {code!r}, not of bytes")
 
     def __setstate__(self, state: Any) -> None:
@@ -98,6 +98,7 @@ class _PickledArray:
 
 _STAND_INS = {
     ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+    ("numpy._core.multiarray", "_reconstruct"): _PickledArray,  # as numpy 2 calls it
     ("numpy", "ndarray"): _PickledArray,
     ("numpy", "dtype"): _PickledDtype,
 }

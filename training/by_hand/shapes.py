@@ -50,8 +50,10 @@ def draw_shapes(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     background = generator.integers(256, size=(count, 1, 1, 3))
     # Modulo 256: a colour too bright begins again at black, which is as far away.
     foreground = (background + generator.integers(*CONTRASTS, size=(count, 1, 1, 3))) % 256
-    pixels = np.where(inside[..., None], foreground, background)
-    pixels = pixels + NOISE * generator.standard_normal(pixels.shape, dtype=np.float32)
+    pixels = np.where(inside[..., None], foreground.astype(np.int16), background.astype(np.int16))
+    noise = generator.standard_normal(pixels.shape, dtype=np.float32)
+    noise *= NOISE
+    pixels += np.floor(noise, out=noise).astype(np.int16)
     return pixels.clip(0, 255).astype(np.uint8), labels
 
 

@@ -97,6 +97,14 @@ def test_binary_and_python_batches_and_their_archive_hold_the_same_images(tmp_pa
         check_batches(load_images(str(place)))
 
 
+def test_batches_that_numpy_2_has_pickled_again_hold_the_same_images(tmp_path: Path) -> None:
+    folder = write_batches(
+        tmp_path / "batches", lambda pixels, labels: pickle.dumps({b"data": pixels, b"labels": labels}, protocol=4)
+    )
+
+    check_batches(load_images(str(folder)))
+
+
 def test_the_stand_in_for_python_2s_pickles_is_what_numpy_reads(tmp_path: Path) -> None:
     pixels, labels = rows_of(0)
 

@@ -22,8 +22,8 @@ class Seen:
 
 
 def counts(rank: int) -> tuple[int, int]:
-    """Rows answered rightly and rows answered: more rows on later ranks, and a lower accuracy."""
-    return 9 + 5 * rank, 10 * (rank + 1)
+    """Rows answered rightly and rows answered: more rows on later ranks, a lower accuracy, and too many for small types."""
+    return 9_000 + 5_000 * rank, 10_000 * (rank + 1)
 
 
 def observe(function: Callable[[int, int], float]) -> Seen:
@@ -78,9 +78,10 @@ def _suspect(values: Sequence[float], of_ranks: Sequence[tuple[int, int]], corre
             return problem, hint
     if math.isclose(values[0], correct / total, rel_tol=1e-4):
         return "only rank 0 has the right answer", "Some collectives give their result to one rank, others to all."
-    return "the accuracy is wrong", "Print the counts before and after they were summed; `//` divides to whole numbers."
+    return "the accuracy is wrong", _PRINT
 
 
+_PRINT = "Print the counts before and after they were summed. `//` divides to whole numbers, and small types overflow."
 _BOTH = "An accuracy is a quotient of two counts, and both are known only in parts."
 
 

@@ -94,6 +94,9 @@ def _wrong_values(
             "begun with async_op=True, a collective is done only after wait()."
         )
         return Finding("each rank keeps its own weights", hint, detail)
+    if wrong == ["norm.table"]:
+        hint = "A buffer registered with persistent=False is not in state_dict(), and yet the model answers by it."
+        return Finding("norm.table is not broadcast", hint, detail)
     if found == {"own"} and not parameters & set(wrong):
         hint = (
             "BatchNorm's running mean is no parameter, and yet the model answers by it. Where does a module keep such?"

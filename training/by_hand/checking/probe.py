@@ -11,7 +11,7 @@ MOST_RANKS = 9  # one for each digit but 0
 
 
 class Probe(nn.Module):
-    """Weights, buffers (one of whole numbers), a frozen weight, and one that takes no part in the loss.
+    """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient.
 
     Args:
         rank: whose numbers its weights and buffers are.
@@ -21,6 +21,7 @@ class Probe(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.norm = nn.BatchNorm1d(2)
+        self.norm.register_buffer("table", torch.empty(2), persistent=False)
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
         self.unused = nn.Linear(2, 1, bias=False)
         generator = torch.Generator().manual_seed(rank)

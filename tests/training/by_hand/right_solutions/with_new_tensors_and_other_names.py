@@ -7,7 +7,7 @@ from torch import nn
 
 def broadcast_parameters(network: nn.Module) -> None:
     with torch.no_grad():
-        for tensor in network.state_dict().values():
+        for tensor in [*network.parameters(), *network.buffers()]:
             dist.broadcast(tensor, 0)
     for parameter in network.parameters():
         parameter.data = parameter.data.clone()

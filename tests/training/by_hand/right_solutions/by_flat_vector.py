@@ -1,4 +1,4 @@
-"""Whole models and all gradients at once."""
+"""Whole models and all gradients in one call each."""
 
 import torch
 import torch.distributed as dist
@@ -6,9 +6,11 @@ from torch import nn
 
 
 def broadcast_parameters(model: nn.Module) -> None:
-    states = [model.state_dict()]
-    dist.broadcast_object_list(states, src=0)
-    model.load_state_dict(states[0])
+    tensors = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
+    dist.broadcast(flat, src=0)
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def average_gradients(model: nn.Module) -> None:
