@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from inference.errors import SettingsError
 from inference.settings import Settings
@@ -59,6 +65,46 @@ def test_a_collective_without_a_process_group() -> None:
     _assert_quoted("The process group does not form", _said(dist.barrier, ValueError))
 
 
+def test_launchers_that_do_not_come() -> None:
+    said = _said(lambda: dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1)), dist.DistError)
+    _assert_quoted("The process group does not form", said)
+    for kind in (rendezvous.RendezvousTimeoutError, rendezvous.RendezvousClosedError):
+        _assert_quoted("The process group does not form", kind.__name__)
+
+
+def test_a_terminal_that_is_closed() -> None:
+    said = _said(lambda: _terminate_process_handler(signal.SIGHUP, None), SignalException)
+    _assert_quoted("The terminal was closed", said)
+
+
+def test_too_many_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        said = _said(lambda: os.open(os.devnull, os.O_RDONLY), OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    _assert_quoted("Too many open files", said)
+
+
+def test_cuda_in_a_process_that_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    _assert_quoted("CUDA in a process that was forked", _said(torch.cuda.init, RuntimeError))
+
+
+def test_an_activation_that_was_written_over() -> None:
+    activations = torch.ones(2, requires_grad=True).exp()
+    activations += 1
+    _assert_quoted("The backward pass is refused", _said(activations.sum().backward, RuntimeError))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_the_operation_whose_gradient_is_not_a_number() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        loss = torch.tensor(-1.0, requires_grad=True).sqrt()
+        _assert_quoted("The loss is not a number", _said(loss.backward, RuntimeError))
+
+
 def test_the_names_of_a_wrapped_model() -> None:
     network = torch.nn.Linear(2, 2)
     state = {f"module.{name}": value for name, value in network.state_dict().items()}
@@ -98,15 +144,32 @@ def _another_model_on_each_rank() -> str:
 def _a_rank_that_leaves() -> str:
     if dist.get_rank() == 1:
         dist.destroy_process_group()
-        return "Connection closed by peer"
+        return ""
     return _said(lambda: dist.all_reduce(torch.ones(1)), RuntimeError)
 
 
 def _a_rank_that_does_not_come() -> str:
     impatient = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
-        return "Timed out waiting 1000ms for recv operation to complete"
+        return ""
     return _said(lambda: dist.all_reduce(torch.ones(1), group=impatient), RuntimeError)
+
+
+def _another_collective_on_each_rank() -> str:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    mine = dist.all_reduce if dist.get_rank() else partial(dist.broadcast, src=0)
+    return _said(lambda: mine(torch.ones(1), group=group), RuntimeError)
+
+
+def _a_layer_checkpointed_twice() -> str:
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, twice = network
+    again = partial(checkpoint, twice, use_reentrant=True)
+    network.forward = lambda rows: again(again(first(rows)))
+    replica = DistributedDataParallel(network)
+    loss = replica(torch.ones(1, 2)).sum()
+    return _said(loss.backward, RuntimeError)
 
 
 @pytest.mark.slow
@@ -117,6 +180,8 @@ def _a_rank_that_does_not_come() -> str:
         ("DDP waits for gradients that never come", _another_model_on_each_rank, (1,)),
         ("Another rank went away", _a_rank_that_leaves, (0,)),
         ("It hangs", _a_rank_that_does_not_come, (0,)),
+        ("It hangs", _another_collective_on_each_rank, (0, 1)),
+        ("The backward pass is refused", _a_layer_checkpointed_twice, (0, 1)),
     ],
 )
 def test_what_two_ranks_run_into(title: str, provoke: Callable[[], str], told_on: tuple[int, ...]) -> None:
@@ -129,9 +194,11 @@ def test_what_two_ranks_run_into(title: str, provoke: Callable[[], str], told_on
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGKILL)})\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    told = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
     for line in ("exitcode  : -9", "Signal 9 (SIGKILL) received by PID", "(SIGKILL)"):
         assert line in QUOTED["Killed by the kernel"]
         assert line in done.stderr
     _assert_quoted("Another rank went away", done.stderr)
+    _assert_quoted("Training on a CPU is slow", done.stderr)
