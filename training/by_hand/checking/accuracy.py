@@ -22,7 +22,7 @@ class Seen:
 
 
 def counts(rank: int) -> tuple[int, int]:
-    """Rows answered rightly and rows answered: more rows on later ranks, a lower accuracy, and too many for small types."""
+    """Rows answered rightly and rows answered: more rows on later ranks, a lower accuracy, too many for small types."""
     return 9_000 + 5_000 * rank, 10_000 * (rank + 1)
 
 
