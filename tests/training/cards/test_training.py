@@ -16,7 +16,7 @@ from training.cards.model import build_mlp
 from training.cards.pipeline import Pipeline
 from training.cards.registry import CARDS
 from training.cards.runner import Event, Runner
-from training.cards.sharding.shard_data import global_batches
+from training.cards.sharding.shard_data import MOST_WORKERS, global_batches
 from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 
 EPOCHS = 2
@@ -104,6 +104,17 @@ def test_any_number_of_ranks_trains_what_a_plain_loop_trains(
     # The last of 120 training rows' batches of 17 has one row: some ranks have none.
     run = trained(tmp_path, pipeline_on(num_workers, 17, strategy=strategy, optimizer=optimizer))
 
+    assert_equal(weights_of(run), plain_loop(run))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_with_a_gpu_each_train_what_a_plain_loop_trains(tmp_path: Path, strategy: str) -> None:
+    num_workers = min(torch.cuda.device_count(), MOST_WORKERS)
+    run = trained(tmp_path, pipeline_on(num_workers, 17, strategy=strategy).configured("group", backend="nccl"))
+
+    assert run.outputs["group"][0]["process_group"]["device"] == "cuda:0"
     assert_equal(weights_of(run), plain_loop(run))
 
 

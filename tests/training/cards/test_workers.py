@@ -6,17 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from training.cards.runner import Event, Runner
 from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 from training.cards.workers import Job, Workers
 from training.errors import TrainingFailure, UserError
 
+WAIT_SECONDS = 60
 CARDS_RUN = [sys.executable, "-m", "training.cards", "run"]
 
 
@@ -94,10 +98,12 @@ def test_a_collective_that_fails_says_what_the_library_says(tmp_path: Path) -> N
 
 
 def test_what_a_person_set_wrong_is_said_as_it_is(tmp_path: Path) -> None:
-    with on_two_ranks(tmp_path, backend="nccl") as runner, pytest.raises(UserError) as raised:
+    workers = torch.cuda.device_count() + 1
+    pipeline = read_pipeline(DEFAULT_PIPELINE).configured("shard", num_workers=workers)
+    with Runner(pipeline.configured("group", backend="nccl"), tmp_path) as runner, pytest.raises(UserError) as raised:
         runner.run()
 
-    assert str(raised.value).startswith("backend nccl: 2 ranks need a GPU each")
+    assert str(raised.value).startswith(f"backend nccl: {workers} ranks need a GPU each")
 
 
 def test_ranks_meet_at_an_address_too(tmp_path: Path) -> None:
@@ -109,14 +115,26 @@ def test_ranks_meet_at_an_address_too(tmp_path: Path) -> None:
     assert runner.outputs["group"][1]["process_group"]["world_size"] == 2
 
 
-@pytest.mark.slow
-def test_closing_from_another_thread_ends_a_run(tmp_path: Path) -> None:
-    def close(event: Event) -> None:
-        if (event.node, event.state) == ("backward", "done"):
-            runner.close()
+def test_closing_from_another_thread_ends_a_collective_that_would_never_end(tmp_path: Path) -> None:
+    stopped = threading.Event()
 
-    with on_two_ranks(tmp_path, close) as runner, pytest.raises(TrainingFailure, match="the process ended"):
-        runner.run()
+    def stop_rank_1(event: Event) -> None:
+        if (event.node, event.state) == ("allreduce", "running"):
+            os.kill(pids[1], signal.SIGSTOP)
+            stopped.set()
+
+    def close() -> None:
+        assert stopped.wait(WAIT_SECONDS)
+        runner.close()
+
+    closing = threading.Thread(target=close)
+    with on_two_ranks(tmp_path, stop_rank_1) as runner:
+        pids = stepped_to(runner, "allreduce")
+        closing.start()
+        with pytest.raises(TrainingFailure, match="the process ended"):
+            runner.step()
+        closing.join(WAIT_SECONDS)
+    assert not any(map(is_there, pids))
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -156,8 +174,9 @@ def test_no_rank_outlives_the_program(start: Callable[..., Any], tmp_path: Path,
         run.process.send_signal(blow)
     run.wait()
 
-    while session_of(run.process.pid):
-        pass
+    deadline = time.monotonic() + WAIT_SECONDS
+    while left := session_of(run.process.pid):
+        assert time.monotonic() < deadline, left
     assert blow is not signal.SIGINT or (run.process.returncode, run.err) == (130, "interrupted\n")
 
 
