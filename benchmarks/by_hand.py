@@ -23,8 +23,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from benchmarks.by_hand_worker import CASES, PROFILED_STEPS, Case
 from benchmarks.processes import ROOT, Layout, end_with_children, run_ranks
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, ratio, spread, write_table
-from training.by_hand.cifar10 import load_images
-from training.errors import TrainingFailure, positive, run_command
+from training.errors import TrainingFailure, UserError, positive, run_command
 
 MODULE = "benchmarks.by_hand"
 SCRIPT = "training/by_hand/train_cifar10.py"
@@ -59,8 +58,6 @@ computed too: what holds in {CLEAR:.0%} of the rounds is called a gain or a loss
 def main() -> None:
     """Measure and write the page."""
     options = _parse()
-    if options.cifar10:  # now: a wrong path is known before minutes of steps, and no training below has to decode
-        load_images(str(options.cifar10))
     end_with_children()
     sections = [INTRODUCTION, fact_list(_facts(options)), "\n"]
     for name, case in CASES.items():
@@ -197,7 +194,10 @@ def _parse() -> Namespace:
     parser.add_argument("--steps", type=positive, default=6, help="of a way in a round (default: 6)")
     parser.add_argument("--cifar10", type=Path, help="CIFAR-10's files; unset: its table is left out")
     parser.add_argument("--output", type=Path, default=HERE / "by_hand.md", help="default: benchmarks/by_hand.md")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.cifar10 and not options.cifar10.exists():
+        raise UserError(f"--cifar10 {options.cifar10}: no such file or folder")
+    return options
 
 
 if __name__ == "__main__":

@@ -31,10 +31,11 @@ def average_gradients(model: nn.Module) -> None:
 
     After each backward, before the optimizer steps. Each rank's loss is the mean over its own rows, so with as many
     rows on every rank the mean of the gradients is the gradient of the mean over the global batch. Divided before they
-    are summed, as in DDP: a sum over many ranks may be more than fp16 holds. A parameter that took no part in the loss
-    has no gradient and is left out. It must be the same ones on all ranks. Calls meet by their order, not by name: else
-    one parameter's gradient is added to another's of the same size, unnoticed; with other sizes gloo aborts, or ranks
-    wait for ever.
+    are summed, as in DDP: a sum over many ranks may be more than fp16 holds.
+
+    A parameter that took no part in the loss has no gradient and is left out: the same ones on every rank. Calls meet
+    by their order, not by name. If one rank leaves out another parameter, gradients of different ones are added up,
+    unnoticed where their sizes are equal; where not, gloo aborts or ranks wait for ever.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
