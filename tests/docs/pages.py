@@ -9,7 +9,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.deployment.documented import REPOSITORY
+
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "training/sample_news/*.md")
@@ -55,13 +56,17 @@ def code_names(page: str) -> list[Reference]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a page's headings, as GitHub and the site make them."""
+    """The anchors of a page's headings."""
     found: dict[str, int] = {}
     for heading in _HEADING.findall(_FENCE.sub("", path.read_text())):
-        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return frozenset(f"{slug}-{n}" if n else slug for slug, times in found.items() for n in range(times + 1))
+        anchor = slug(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading))
+        found[anchor] = found.get(anchor, -1) + 1
+    return frozenset(f"{anchor}-{n}" if n else anchor for anchor, times in found.items() for n in range(times + 1))
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site make of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @cache

@@ -65,6 +65,7 @@ def test_a_collective_without_a_process_group() -> None:
     _assert_quoted("The process group does not form", _said(dist.barrier, ValueError))
 
 
+@pytest.mark.slow
 def test_launchers_that_do_not_come() -> None:
     said = _said(lambda: dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1)), dist.DistError)
     _assert_quoted("The process group does not form", said)

@@ -1,6 +1,7 @@
 """What the pages promise: links that lead somewhere, names that exist, blocks of Python that print what is shown."""
 
 import re
+import runpy
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import chain
@@ -68,6 +69,14 @@ def test_the_index_leads_to_every_page(page: str) -> None:
     reached = {link.target for link in links("docs/index.md")}
 
     assert page == "index.md" or REPOSITORY / "docs" / page in reached
+
+
+def test_the_diagrams_are_what_their_script_draws() -> None:
+    diagrams = runpy.run_path(str(REPOSITORY / "docs" / "site" / "diagrams.py"))["DIAGRAMS"]
+
+    assert len(diagrams) > 2
+    for name, draw in diagrams.items():
+        assert (REPOSITORY / "docs" / name).read_text() == str(draw()), f"run python docs/site/diagrams.py for {name}"
 
 
 @pytest.mark.parametrize(("page", "code", "printed"), PYTHON, ids=lambda text: text.splitlines()[0][:40])

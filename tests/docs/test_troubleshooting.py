@@ -1,3 +1,5 @@
+"""TROUBLESHOOTING.md: every error of the program has one entry, and every line of an entry is one that is printed."""
+
 from __future__ import annotations
 
 import re
@@ -7,9 +9,9 @@ import pytest
 
 from inference.settings import Settings
 from tests.docs import messages
+from tests.docs.pages import REPOSITORY
 from tests.docs.troubleshooting import INDEX, PAGE, Entry, index, read_entries
 
-REPOSITORY = PAGE.parents[1]
 TEXT = PAGE.read_text(encoding="utf-8")
 ENTRIES = read_entries(TEXT)
 

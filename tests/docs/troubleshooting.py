@@ -7,17 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
+from tests.docs.pages import REPOSITORY, slug
 from tests.docs.source_texts import HOLE
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "TROUBLESHOOTING.md"
+PAGE = REPOSITORY / "docs" / "TROUBLESHOOTING.md"
 INDEX = re.compile(r"(?<=<!-- index -->\n).*?(?=<!-- /index -->)", re.DOTALL)
 _ENTRY = re.compile(r"^### (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 _LINES = re.compile(r"^(<!-- classic -->\n)?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"--[a-z]\w*")
 _MOST_WORDS = 6
 _AROUND = " :;,.()"
+_SMALL_WORDS = re.compile(r"^((a|an|and|be|has|in|is|it|must|no|not|of|the|to) )+")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Entry:
 
     @property
     def anchor(self) -> str:
-        """Where a link to it leads, as GitHub and MkDocs both make it."""
-        return "#" + re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
+        """Where a link to it leads."""
+        return f"#{slug(self.title)}"
 
 
 def read_entries(page: str) -> list[Entry]:
@@ -61,16 +62,22 @@ def index(entries: Sequence[Entry]) -> str:
     flags = [f"- `{key}`: {_titles(places[key])}" for key in sorted(places) if _FLAG.fullmatch(key)]
     words = sorted((key for key in places if not _FLAG.fullmatch(key)), key=_sorted_as)
     letters = [
-        f"- **{letter}** {' · '.join(f'[`{key}`]({entry.anchor})' for key in keys for entry in places[key])}"
+        _folded(letter, [f"- [`{key}`]({entry.anchor})" for key in keys for entry in places[key]])
         for letter, keys in groupby(words, key=lambda key: _sorted_as(key)[:1])
     ]
     silent = _titles(entry for entry in entries if not entry.lines and not entry.classics)
     parts = (
         ("The line begins with a flag:", *flags),
-        ("It has these words:", *letters),
+        ("It has these words (after *a*, *is*, *must be*, *no* and their like):", *letters),
         (f"Nothing is said: {silent}.",),
     )
     return "\n".join(f"{first}\n" + "".join(f"\n{line}" for line in rest) + "\n" * bool(rest) for first, *rest in parts)
+
+
+def _folded(letter: str, lines: Sequence[str]) -> str:
+    """Lines that a click on their letter shows, on GitHub and on the site."""
+    opening = f'<details markdown="1"><summary><b>{letter}</b> ({len(lines)})</summary>'
+    return "\n".join((opening, "", *lines, "", "</details>"))
 
 
 def first_words(line: str) -> str:
@@ -82,7 +89,7 @@ def first_words(line: str) -> str:
 
 
 def _sorted_as(key: str) -> str:
-    return re.sub(r"[\W_]", "", key.lower())
+    return re.sub(r"[\W_]", "", _SMALL_WORDS.sub("", key.lower()))
 
 
 def _titles(entries: Iterable[Entry]) -> str:
