@@ -64,11 +64,12 @@ def run(flags: argparse.Namespace) -> None:
     pipeline = configured(flags)
     if flags.report:
         check_report(flags.report)
-    history, progress = History(pipeline), Progress(pipeline, epochs_of(pipeline))
+    history = History(pipeline)
+    progress = Progress(pipeline, history)
 
     def follow(event: Event) -> None:
-        progress.show(event)
         history.record(event)
+        progress.show(event)
 
     runner = Runner(pipeline, flags.output, follow)
     try:

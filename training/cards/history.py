@@ -21,23 +21,23 @@ class History:
         self.epochs = epochs_of(pipeline)
         self.losses: list[float] = []
         self.failure = ""  # why a card failed; empty as long as none has
-        self._latest: dict[str, Event] = {}
-        self._metrics: dict[str, dict[str, float]] = {}
+        self.latest: dict[str, Event] = {}  # by node
+        self.metrics: dict[str, dict[str, float]] = {}  # by node, of its latest event that had any
         self._nodes = [node.id for node in pipeline.nodes]
 
     def record(self, event: Event) -> None:
         """A card begins, is done, or failed."""
-        self._latest[event.node] = event
+        self.latest[event.node] = event
         if event.state == "failed":
             self.failure = event.message
         if event.metrics:
-            self._metrics[event.node] = event.metrics
+            self.metrics[event.node] = event.metrics
         if event.epoch and "loss" in event.metrics:
             self.losses.append(event.metrics["loss"])
 
     def has_run(self, node_id: str) -> bool:
         """Whether a card has been done once: of one of the training loop also while it runs again."""
-        event = self._latest.get(node_id)
+        event = self.latest.get(node_id)
         return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
 
     def state(self, losses_from: int = 0) -> dict[str, Any]:
@@ -48,9 +48,9 @@ class History:
         """
         cards = {}
         for node_id in self._nodes:
-            event = self._latest.get(node_id)
+            event = self.latest.get(node_id)
             told = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
-            cards[node_id] = told | {"metrics": self._metrics.get(node_id, {})}
+            cards[node_id] = told | {"metrics": self.metrics.get(node_id, {})}
         return writable(
             {
                 "cards": cards,

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from training.cards.history import History
 from training.cards.pipeline import Node, Pipeline
 from training.cards.runner import Event
 from training.utils import format_time
@@ -18,56 +19,54 @@ class Progress:
 
     Args:
         pipeline: that runs.
-        epochs: of its training loop.
-        console: to draw on; stdout when not given.
+        history: of the run, which is told of every event first.
     """
 
-    def __init__(self, pipeline: Pipeline, epochs: int, console: Console | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, history: History) -> None:
         self.pipeline = pipeline
-        self.epochs = epochs
-        self.console = console or Console(highlight=False, markup=False)
-        self._latest: dict[str, Event] = {}
-        self._metrics: dict[str, str] = {}
+        self.history = history
+        self.console = Console(highlight=False, markup=False)
         self._live = Live(console=self.console, get_renderable=self._table) if self.console.is_terminal else None
 
     def show(self, event: Event) -> None:
         """A card begins, is done, or failed."""
-        self._latest[event.node] = event
-        if event.metrics:
-            self._metrics[event.node] = ", ".join(
-                f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}"
-                for name, value in event.metrics.items()
-            )
         if self._live is None and event.state == "done":
             self._print(event)
 
     def _print(self, event: Event) -> None:
         """A card's line when it is done for good; of the training loop, also one every few epochs."""
         node = self.pipeline.node(event.node)
-        is_end_of_epoch = event.is_last_batch and (event.epoch % max(1, self.epochs // EPOCH_LINES) == 0)
+        epochs = self.history.epochs
+        is_end_of_epoch = event.is_last_batch and (event.epoch % max(1, epochs // EPOCH_LINES) == 0)
         if event.metrics and is_end_of_epoch:
-            self.console.print(f"  epoch {event.epoch} of {self.epochs}: {self._metrics[node.id]} on its last batch")
-        if node.in_loop and node == self.pipeline.loop[-1] and event.is_last_batch and event.epoch == self.epochs:
+            self.console.print(f"  epoch {event.epoch} of {epochs}: {self._metrics(node)} on its last batch")
+        if node.in_loop and node == self.pipeline.loop[-1] and event.is_last_batch and event.epoch == epochs:
             for member in self.pipeline.loop:
                 self.console.print(self._line(member))
         if not node.in_loop:
             self.console.print(self._line(node))
 
     def _line(self, node: Node) -> str:
-        event, metrics = self._latest[node.id], self._metrics.get(node.id, "")
-        return f"{node.card.display_name:<22} {format_time(event.seconds):>7}  {metrics}".rstrip()
+        seconds = format_time(self.history.latest[node.id].seconds)
+        return f"{node.card.display_name:<22} {seconds:>7}  {self._metrics(node)}".rstrip()
+
+    def _metrics(self, node: Node) -> str:
+        return ", ".join(
+            f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}"
+            for name, value in self.history.metrics.get(node.id, {}).items()
+        )
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         for heading in ("", "card", "", "time", ""):
             table.add_column(heading, justify="right" if heading == "time" else "left", no_wrap=True)
         for node in self.pipeline.nodes:
-            event = self._latest.get(node.id)
+            event = self.history.latest.get(node.id)
             state = event.state if event else "waiting"
             mark, style = _MARKS[state]
-            epoch = f"epoch {event.epoch}/{self.epochs}" if event and event.epoch else ""
+            epoch = f"epoch {event.epoch}/{self.history.epochs}" if event and event.epoch else ""
             seconds = format_time(event.seconds) if event and event.seconds else ""
-            table.add_row(mark, node.card.display_name, epoch, seconds, self._metrics.get(node.id, ""), style=style)
+            table.add_row(mark, node.card.display_name, epoch, seconds, self._metrics(node), style=style)
         return table
 
     def __enter__(self) -> Progress:

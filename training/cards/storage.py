@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save
 
 from training.errors import UserError
-from training.utils import write_json, write_whole
 
 # Of a folder that a run made, which a later run may therefore empty.
 MARK = ".cards"
@@ -68,9 +67,9 @@ class Storage:
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
 
-    def at(self, node: str, rank: int | None = None) -> Storage:
-        """Another card's part, or another rank's, to read."""
-        return Storage(self.folder, node, rank)
+    def at(self, node: str) -> Storage:
+        """Another card's part."""
+        return Storage(self.folder, node)
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The key of something of this card.
@@ -86,31 +85,34 @@ class Storage:
         """Write a value as JSON, whole or not at all; returns its key."""
         key = self.key(name)
         if self.recording:
-            self._new(key)
-            write_json(self._path(key, "json"), value)
+            self._write(f"{key}.json", json.dumps(value, indent=2, ensure_ascii=False).encode())
         return key
 
     def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
         """Write tensors as safetensors, whole or not at all; returns their key."""
         key = self.key(name)
         if self.recording:
-            self._new(key)
             plain = {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
-            write_whole(self._path(key, "safetensors"), save(plain))
+            self._write(f"{key}.safetensors", save(plain))
         return key
 
     def load(self, key: str) -> Any:
-        """The value under a key, of any card; None where there is none."""
-        path = self._path(key, "json")
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        """The value under a key, of any card.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors under a key, of any card, in the order of their names; none where there are none.
+        """The tensors under a key, of any card, in the order of their names.
 
         Empty ones come out of a file in any order, and ranks that go through theirs together must keep in step.
+
+        Raises:
+            FileNotFoundError: there are none.
         """
-        path = self._path(key, "safetensors")
-        return dict(sorted(load_file(path).items())) if path.exists() else {}
+        return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
 
     def of_ranks(self, name: str) -> list[Any]:
         """What each rank of this card saved as JSON under a name, in the order of ranks."""
@@ -130,8 +132,10 @@ class Storage:
             source = self.folder / self.node / f"rank_{rank}"
             shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
 
-    def _path(self, key: str, ending: str) -> Path:
-        return self.folder / f"{key}.{ending}"
-
-    def _new(self, key: str) -> None:
-        (self.folder / key).parent.mkdir(parents=True, exist_ok=True)
+    def _write(self, name: str, data: bytes) -> None:
+        """Put a file in its place by a rename: who looks while a card runs sees the old one or the new one."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(data)
+        aside.replace(path)

@@ -17,6 +17,7 @@ from training.cards.pipeline import Pipeline
 from training.cards.registry import CARDS
 from training.cards.runner import Event, Runner
 from training.cards.sharding.shard_data import MOST_WORKERS, global_batches
+from training.cards.storage import Storage
 from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 
 EPOCHS = 2
@@ -137,7 +138,7 @@ def test_an_aggregate_counts_ranks_alike_or_by_their_rows(tmp_path: Path, method
             runner.step()
         # Models that differ, as if nothing had been all-reduced: constants, so that the mean is known.
         for rank in (0, 1):
-            storage = runner.storage.at("save", rank)
+            storage = Storage(runner.storage.folder, "save", rank)
             weights = storage.tensors(storage.key("model"))
             storage.save_tensors("model", {name: torch.full_like(one, 1.0 + rank) for name, one in weights.items()})
         runner.step()
@@ -163,9 +164,7 @@ def test_ranks_begin_with_weights_of_their_own_and_share_those_of_rank_0(ddp: Ru
 
 def test_gradients_differ_before_the_all_reduce_and_are_equal_after_it(ddp: Runner) -> None:
     before, after = ([values(ddp, "allreduce", moment, rank) for rank in (0, 1)] for moment in ("before", "after"))
-    shares = [
-        found["gradients"]["share"] for found in ddp.storage.at("backward").first_pass().of_ranks("outputs") if found
-    ]
+    shares = [found["gradients"]["share"] for found in ddp.storage.at("backward").first_pass().of_ranks("outputs")]
 
     assert shares == [13 / 25, 12 / 25]
     for name in (name for name in before[0] if name.startswith("gradients/")):

@@ -66,12 +66,14 @@ def test_a_rank_killed_inside_a_collective_is_named_and_none_is_left(tmp_path: P
 def test_a_card_that_raises_is_named_with_its_rank_and_its_traceback(tmp_path: Path) -> None:
     with on_two_ranks(tmp_path) as runner:
         pids = stepped_to(runner, "forward")
-        (runner.storage.folder / "prepare" / "prepared.safetensors").unlink()
+        lost = runner.storage.folder / "prepare" / "prepared.safetensors"
+        lost.unlink()
         with pytest.raises(
-            TrainingFailure, match=r"^rank \d, card dist_forward \(node forward\): KeyError: "
+            TrainingFailure, match=r"^rank \d, card dist_forward \(node forward\): FileNotFoundError: "
         ) as raised:
             runner.step()
 
+    assert str(lost) in str(raised.value)
     traceback = Path(str(raised.value).rpartition("traceback in ")[2])
     assert "forward.py" in traceback.read_text()
     assert not any(map(is_there, pids))

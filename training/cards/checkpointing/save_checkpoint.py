@@ -57,11 +57,10 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
         checkpoint = outputs["checkpoint"]
         first = next(iter(checkpoint["shapes"]))  # as on the other cards; a file has the names sorted
         rows = []
-        for rank in storage.ranks():
-            weights = storage.tensors(storage.key("model", rank))
-            if weights:
-                count = sum(tensor.numel() for tensor in weights.values())
-                rows.append([f"{storage.key('model', rank)}.safetensors", count, describe(weights[first])["checksum"]])
+        for key in dict.fromkeys(found["checkpoint"]["model"] for found in storage.of_ranks("outputs")):
+            weights = storage.tensors(key)
+            count = sum(tensor.numel() for tensor in weights.values())
+            rows.append([f"{key}.safetensors", count, describe(weights[first])["checksum"]])
         layers = ",".join(map(str, checkpoint["layers"]))
         return self.preview(["file", "numbers", "first weights"], rows, epoch=checkpoint["epoch"], layers=layers)
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import nn
 
+from training.by_hand.data_parallel import broadcast_parameters
 from training.cards.base import BaseCard, CardConfig, Preview, Values
 from training.cards.distributed.layout import LAY_OUT
 from training.cards.held import record_held
@@ -114,13 +114,3 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
         raise UserError(
             f"init_method {init_method}: the {world_size} ranks did not meet ({first_line(error)})"
         ) from error
-
-
-@torch.no_grad()
-def broadcast_parameters(model: nn.Module) -> None:
-    """Give every rank the parameters of rank 0, in place.
-
-    DistributedDataParallel does it when it wraps a model (Li et al., "PyTorch Distributed", arXiv 2006.15704).
-    """
-    for parameter in model.parameters():
-        dist.broadcast(parameter, src=0)
