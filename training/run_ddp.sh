@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Start training on N processes of this machine: training/run_ddp.sh [N] [flags of train_ddp.py]
-# N defaults to the number of GPUs, or to 2 on a machine without one. SIGTERM and Ctrl-C go to the ranks alone, so that
-# they finish their step, save, and the launcher ends with their exit code. MAX_RESTARTS=3 training/run_ddp.sh ... starts
-# the ranks again, so many times at most, when one of them dies; they go on from the newest checkpoint.
+# N defaults to the number of GPUs, or to 2 on a machine without one. SIGTERM, Ctrl-C and a terminal that is closed go to
+# the ranks alone, so that they finish their step, save, and the launcher ends with their exit code. MAX_RESTARTS=3
+# training/run_ddp.sh ... starts the ranks again, so many times at most, when one of them dies; they go on from the
+# newest checkpoint.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$here/../.venv/bin/python}
@@ -44,7 +45,7 @@ ask_to_stop() {
 setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
   --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
-trap 'ask_to_stop TERM' TERM
+trap 'ask_to_stop TERM' TERM HUP # HUP: the terminal was closed
 trap 'ask_to_stop INT' INT # the second of them ends the ranks at once
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"

@@ -13,9 +13,11 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from training.errors import StopAsked
+from training.resilience.terminal import outlive_terminal
 
-# What a person, a launcher or Kubernetes sends (SIGTERM, SIGINT), and what SLURM sends before the time is up (SIGUSR1).
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# What a person, a launcher or Kubernetes sends (SIGTERM, SIGINT), what comes when the terminal is closed (SIGHUP), and
+# what SLURM sends before the time is up (SIGUSR1).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Schedulers and launchers kill 30 s after they asked.
 STOP_SECONDS = 20.0
 # A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
@@ -27,9 +29,9 @@ LAST_WORDS_SECONDS = 5.0
 class Interruption:
     """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
 
-    Before :meth:`saving` there is nothing to save: there SIGTERM and SIGINT end the process with :class:`StopAsked`,
-    and SIGUSR1, which comes long before the end, is remembered. After it the process is on its way out, and a signal
-    changes nothing. A second Ctrl-C ends it at once, anywhere.
+    Before :meth:`saving` there is nothing to save: there a signal ends the process with :class:`StopAsked`; but SIGUSR1,
+    which comes long before the end, is remembered. After it the process is on its way out, and a signal changes
+    nothing. A second Ctrl-C ends it at once, anywhere. SIGHUP stays ignored where it was (nohup).
 
     Python runs a handler only between two instructions of its main thread, which may wait for ever in a collective;
     so a thread listens too. Outside the main thread no signal can be caught: there the context changes nothing, and
@@ -57,7 +59,10 @@ class Interruption:
             os.set_blocking(writer, False)
             self._writer, self._fd_before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
-            self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+            outlive_terminal()
+            is_nohup = (signal.SIGHUP, signal.SIG_IGN)
+            caught = [number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != is_nohup]
+            self._before = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def __exit__(

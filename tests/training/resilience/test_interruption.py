@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,14 @@ print("x" * 100_000)
 """
 
 
+@pytest.fixture(autouse=True)
+def in_a_shell() -> Iterator[None]:
+    """The tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def _flags(batch_size: int, output: Path) -> tuple[str | Path | int, ...]:
     return ("--batch_size", batch_size, "--save_every", 2, "--keep_last", 3, "--output_dir", output)
 
@@ -84,7 +92,17 @@ def test_each_signal_asks_and_afterwards_does_what_it_did_before(number: signal.
     assert signal.set_wakeup_fd(wakeup_before) == -1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_closed_terminal_does_not_ask_a_run_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with Interruption(75, is_first=True).saving() as interruption:
+        signal.raise_signal(signal.SIGHUP)
+        assert not interruption.asked
+
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_before_there_is_anything_to_save_a_signal_ends_the_process(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
