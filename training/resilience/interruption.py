@@ -29,7 +29,7 @@ LAST_WORDS_SECONDS = 5.0
 class Interruption:
     """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
 
-    Before :meth:`saving` there is nothing to save: there a signal ends the process with :class:`StopAsked`; but SIGUSR1,
+    Before :meth:`saving` there is nothing to save: there signals end the process with :class:`StopAsked`, but SIGUSR1,
     which comes long before the end, is remembered. After it the process is on its way out, and a signal changes
     nothing. A second Ctrl-C ends it at once, anywhere. SIGHUP stays ignored where it was (nohup).
 

@@ -1,4 +1,4 @@
-"""A terminal that may be closed, by a broken connection or with its window, while a run has more to do than to speak."""
+"""A terminal that may be closed, by a broken connection or with its window, while a run has more to say."""
 
 from __future__ import annotations
 
