@@ -73,6 +73,7 @@ def test_a_mistake_gives_one_line_and_exit_code_2(start: Start, arguments: list[
     assert run.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_run_ddp_on_one_process_trains_to_the_end(start: Start, base_flags: tuple[str, ...], tmp_path: Path) -> None:
     flags = [*base_flags, *QUICK, "--output_dir", tmp_path / "news"]
 
