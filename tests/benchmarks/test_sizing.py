@@ -23,7 +23,7 @@ def test_dollars_are_those_of_all_cores_for_the_median_rate() -> None:
     assert "| news, native | 2 | 100.0 | 8 | 20 | 200 | 10.0 | 2.00 |" in page
 
 
-@pytest.mark.parametrize("wrong", [["no/such/model"], []])
+@pytest.mark.parametrize("wrong", [["no/such/model"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_served_ends_in_one_line(wrong: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.sizing", *wrong, "--output", str(tmp_path / "page.md")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -67,6 +67,7 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
     assert [row[2] for row in rows] == [" ".join(text.split()) for text in texts]
 
 
+@pytest.mark.slow
 def test_input_and_terminal_that_are_not_utf8_are_no_error(model_folder: Path, labels: list[str]) -> None:
     news = b"Goal!\tby \xff\nOil\n" * 300
     run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")

@@ -241,14 +241,8 @@ def _run_in_parts(name: str, compress: str, parts: list[range]) -> tuple[list[fl
     return losses, whole_weights(strategy)
 
 
-@pytest.mark.parametrize(
-    ("name", "compress"),
-    [
-        ("ddp", "powersgd:2"),
-        pytest.param("zero1", "powersgd:2", marks=pytest.mark.slow),
-        pytest.param("ddp", "bf16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "compress"), [("ddp", "powersgd:2"), ("zero1", "powersgd:2"), ("ddp", "bf16")])
 def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_weights_of_one_never_stopped(
     name: str, compress: str
 ) -> None:
