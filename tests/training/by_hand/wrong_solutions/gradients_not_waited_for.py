@@ -1,4 +1,4 @@
-"""average_gradients: the gradients are not the mean over the ranks | wait()"""
+"""average_gradients: begun with async_op=True, a collective is done only after wait()"""
 
 import torch.distributed as dist
 from torch import nn
