@@ -30,6 +30,7 @@ from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients
 from training.by_hand.demonstration import largest_gap
 from training.by_hand.shapes import draw_shapes
+from training.cards.distributed.allreduce import all_reduce_gradients
 from training.distributed import Ranks, ranks
 from training.monitoring.profile_summary import communication
 
@@ -94,16 +95,6 @@ CASES = {
 }
 
 
-def average_in_one_call(model: nn.Module) -> None:
-    """Average all gradients as one long vector: what a bucket is, without DDP's overlap."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-
-
 def keep(given: Any) -> Any:
     """Change nothing."""
     return given
@@ -117,7 +108,8 @@ def ways_of(case: Case) -> dict[str, Way]:
     functions = {
         "no communication": (keep, keep),
         "by hand": (keep, average_gradients),
-        "by hand, in one call": (keep, average_in_one_call),
+        # What a bucket is, without DDP's overlap.
+        "by hand, in one call": (keep, partial(all_reduce_gradients, share=1 / dist.get_world_size())),
         "DDP, one bucket": (one_bucket, keep),
         "DDP": (ddp, keep),
     }

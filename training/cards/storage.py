@@ -133,7 +133,11 @@ class Storage:
             shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Put a file in its place by a rename: who looks while a card runs sees the old one or the new one."""
+        """Put a file in its place by a rename: who looks while a card runs sees the old one or the new one.
+
+        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and no run goes on
+        after a power cut.
+        """
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.by_hand.checking.finding import Finding
+from training.by_hand.checking.finding import WAIT, Finding
 from training.by_hand.checking.probe import Probe, same
 
 PROMISE = "every rank starts with rank 0's weights and buffers"
@@ -89,10 +89,7 @@ def _wrong_values(
         hint = "A mean is one model for all too, but nobody's: all are to start with what rank 0 has."
         return Finding("averages the ranks' weights", hint, detail)
     if found == {"own"} and len(wrong) == len(kinds):
-        hint = (
-            "Nothing has been written into the model. Does the call work in place, on the model's own tensors? And: "
-            "begun with async_op=True, a collective is done only after wait()."
-        )
+        hint = f"Nothing has been written into the model. Does the call work in place, on its own tensors? {WAIT}"
         return Finding("each rank keeps its own weights", hint, detail)
     if wrong == ["norm.table"]:
         hint = "A buffer registered with persistent=False is not in state_dict(), and yet the model answers by it."

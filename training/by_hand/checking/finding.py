@@ -20,4 +20,5 @@ class Finding:
     detail: str = ""
 
 
+WAIT = "And: begun with async_op=True, a collective is done only after wait()."
 NOT_WRITTEN = Finding("not written yet", "replace its raise NotImplementedError")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.by_hand.checking.finding import Finding
+from training.by_hand.checking.finding import WAIT, Finding
 from training.by_hand.checking.probe import Probe, same
 
 PROMISE = "every gradient is the mean over the ranks"
@@ -94,15 +94,14 @@ def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
     return Finding(f"divides by {divisor}, but there are {num_ranks} ranks", hint, detail)
 
 
-_WAIT = "And: begun with async_op=True, a collective is done only after wait()."
 _EXPLAINED = {
     "own": (
         "each rank still has its own gradients",
-        f"Nothing was written into .grad. Does the call work in place, or return what you have to keep? {_WAIT}",
+        f"Nothing was written into .grad. Does the call work in place, or return what you have to keep? {WAIT}",
     ),
     "own, divided": (
         "divides, but does not sum over the ranks",
-        f"Each rank has its own gradient divided by the number of ranks: where do the others' come in? {_WAIT}",
+        f"Each rank has its own gradient divided by the number of ranks: where do the others' come in? {WAIT}",
     ),
     "rank 0's": (
         "every rank has rank 0's gradients",
@@ -110,7 +109,7 @@ _EXPLAINED = {
     ),
     "right on rank 0": (
         "only rank 0 has the mean",
-        f"Some collectives give their result to one rank, others to all of them; every rank has to step. {_WAIT}",
+        f"Some collectives give their result to one rank, others to all of them; every rank has to step. {WAIT}",
     ),
     "gone": (
         "a gradient is gone: .grad is None",
@@ -118,7 +117,7 @@ _EXPLAINED = {
     ),
     "other": (
         "the gradients are not the mean over the ranks",
-        f"Print one gradient before and after. {_WAIT}",
+        f"Print one gradient before and after. {WAIT}",
     ),
 }
 
