@@ -134,7 +134,7 @@ def test_the_documented_commands_start_a_build(commands: str, exported_folder: P
     # make's own Python is that of the test, where everything is installed.
     bin_folder = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{tmp_path}:{bin_folder}:{os.environ['PATH']}"}
-    environment |= {"MAKEFLAGS": f"BIN={bin_folder} INSTALLED={installed}"}
+    environment |= {"MAKEFLAGS": f"BIN={bin_folder} INSTALLED={installed} INSTALLED_DEV={installed}"}
     for line in re.sub(r"checkpoints/\w+", str(exported_folder), commands).splitlines():
         done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -95,3 +96,22 @@ def test_the_locks_are_for_a_python_that_the_project_supports() -> None:
     minimum = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert f"ARG PYTHON_VERSION={minimum}\n" in (DEPLOYMENT / "Dockerfile").read_text()
     assert f"ARG PYTHON_VERSION={minimum}\n" in (DEPLOYMENT / "Dockerfile.torch").read_text()
+
+
+def _installed_by(target: str) -> list[str]:
+    """Return what `make TARGET` would install into a new environment."""
+    # make is told of marks that do not exist, so that it prints the installation as in a fresh clone.
+    marks = [f"{name}=build/absent/{name}" for name in ("INSTALLED", "INSTALLED_DEV")]
+    command = ["make", "--dry-run", *marks, "BIN=build/absent/bin", target]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return re.findall(r'/uv pip install .*--editable "(.*?)"', printed)
+
+
+@pytest.mark.parametrize("target", ["demo", "install", "bench-serving", "image"])
+def test_make_installs_for_users_nothing_that_only_tests_need(target: str) -> None:
+    assert _installed_by(target) == ["."]
+
+
+@pytest.mark.parametrize("target", ["test", "lint"])
+def test_make_installs_what_the_tests_need_before_it_runs_them(target: str) -> None:
+    assert _installed_by(target) == [".", ".[dev]"]
