@@ -7,6 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
+GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
 # Where `make lock` finds PyTorch's build for CPUs.
 TORCH_CPU ?= --torch-backend cpu
@@ -21,7 +22,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev demo demo-elastic test test-all lint format docs bench bench-serving image image-torch lock sbom clean
+.PHONY: help demo-begin install install-dev demo demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -69,11 +70,15 @@ demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another 
 	$(BIN)/python deployment/demo_elastic.py
 
 test: $(INSTALLED_DEV) ## Run the tests (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
+gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure on it; without one, say what was left out (10 minutes)
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -rsP -m gpu $(GPU_TESTS)
 
 lint: $(INSTALLED_DEV) ## Check style and types of mistakes
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ class Parser(OneLineParser):
     """The parser of a benchmark."""
 
     def __init__(self, module: str, description: str) -> None:
-        super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
+        super().__init__(prog=f"python -m {module}", description=description)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """Build an image with docker, podman or buildah, whichever is there.
 
 python deployment/build_image.py --model FOLDER [--tag NAME] [-- FLAGS]: the server with that model.
+
 python deployment/build_image.py --torch cuda|cpu ...: PyTorch with training and serving, without a model.
 """
 
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
     what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")

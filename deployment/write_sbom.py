@@ -5,7 +5,6 @@ python deployment/write_sbom.py [--output build/sbom]. Exit code 0: nothing is k
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ class SbomError(UserError):
 
 def main() -> int:
     """Write the bills, then the audit; returns the exit code where both are whole."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("build/sbom"), help="default: build/sbom")
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"export: {message}; see --help\n")
 
 
+def _with_underscores(argument: str) -> str:
+    """Flags take _ or -, as in training."""
+    name, equals, value = argument.partition("=")
+    return (name[:2] + name[2:].replace("-", "_") if name.startswith("--") else name) + equals + value
+
+
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = _OneLineParser(
         prog="python -m inference.export",
@@ -48,10 +55,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "model's metrics.json names if it is here, else the sample news)",
     )
     parser.add_argument(
-        "--max_drop", type=float, default=0.5, help="refuse to lose more accuracy than this, in percentage points"
+        "--max_drop",
+        type=float,
+        default=0.5,
+        help="refuse to lose more accuracy than this, in percentage points (default: 0.5)",
     )
-    parser.add_argument("--limit", type=int, help="measure on this many rows only, evenly spread")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--limit", type=int, help="measure on this many rows only, evenly spread (default: all)")
+    options = parser.parse_args([_with_underscores(argument) for argument in arguments or sys.argv[1:]])
     if options.limit is not None and options.limit < 1:
         parser.error(f"--limit {options.limit}: must be at least 1")
     return options
@@ -77,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ModelLoadError, OSError, ValueError) as error:
         print(f"export: {_one_line(error)}", file=sys.stderr)
         return 2
-    _print_result(console, exported)
+    _print_result(console, exported, options.model)
     return 0
 
 
@@ -132,7 +142,7 @@ class _Stages:
         self.bars.update(self._running, advance=rows, total=self._num_rows)
 
 
-def _print_result(console: Console, exported: Exported) -> None:
+def _print_result(console: Console, exported: Exported, model: Path) -> None:
     manifest = exported.manifest
     accuracy, size, speed = manifest.accuracy, manifest.size, manifest.speed
     table = Table(
@@ -152,7 +162,8 @@ def _print_result(console: Console, exported: Exported) -> None:
     table.add_row("texts a second", f"{before:.0f}", f"{after:.0f}", f"{after / before:.1f} times")
     console.print(table)
     console.print(f"Written to {exported.folder}", soft_wrap=True)
-    console.print(f"Serve it: MODEL_CHECKPOINT={exported.folder} uvicorn inference.app:app", soft_wrap=True)
+    serve = f"MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port 7860"
+    console.print(f"Next: {serve}", soft_wrap=True)
 
 
 def _megabytes(num_bytes: int) -> str:

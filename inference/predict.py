@@ -36,7 +36,12 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument("--file", help="classify a file, one text a line; - reads standard input")
     parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
-    parser.add_argument("--engine", choices=ENGINES, help="default: ENGINE, else the fastest that works here")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        metavar="NAME",
+        help=f"{', '.join(ENGINES)}; default: ENGINE, else the fastest that works here",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for a file one object a line")
     return parser.parse_args(arguments)
 

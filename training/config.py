@@ -5,7 +5,6 @@ Flags win over variables (``DISTRINEWS_<FIELD>``), variables over the file, the 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
@@ -42,6 +41,31 @@ FLAGS_OF_STRATEGIES = {
     "check_gradient_sync": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
     "deepspeed_stage": ("deepspeed",),
     "deepspeed_config": ("deepspeed",),
+}
+
+
+# What other trainers call our flags: not taken, but pointed at.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "model_name_or_path": "model",
+    "data": "dataset",
+    "dataset_name": "dataset",
+    "train_file": "dataset",
+    "output": "output_dir",
+    "out": "output_dir",
+    "max_seq_length": "max_length",
+    "warmup_ratio": "warmup",
+    "wd": "weight_decay",
+    "max_grad_norm": "clip_norm",
+    "save_steps": "save_every",
+    "report_to": "trackers",
+    "fp16": "precision",
+    "bf16": "precision",
 }
 
 
@@ -218,7 +242,7 @@ def parse_config(
 
 
 def _build_parser(description: str) -> OneLineParser:
-    parser = OneLineParser(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+    parser = OneLineParser(description=description)
     parser.add_argument("--config", metavar="FILE.yaml", help="read fields from a file; flags win over it")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     groups: dict[str, Any] = {}
@@ -227,11 +251,6 @@ def _build_parser(description: str) -> OneLineParser:
         group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
         group.add_argument(f"--{name}", help=_help_text(field), **_argument_form(field))
     return parser
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(110, int(os.environ.get("COLUMNS", 100))))
 
 
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
@@ -247,7 +266,7 @@ def _argument_form(field: FieldInfo) -> dict[str, Any]:
 def _help_text(field: FieldInfo) -> str:
     default = "" if field.default is None else f" (default: {str(field.default).lower()})"
     if isinstance(field.default, Path | str):
-        default = f" (default: {field.default})"
+        default = f" (default: {field.default})" if str(field.default) else ""
     return f"{field.description}{default}".replace("%", "%%")
 
 
@@ -258,7 +277,9 @@ def _normalise(argument: str) -> str:
     name = "--" + name[2:].replace("-", "_")
     known = ["--config", "--print_config", "--help", *(f"--{field}" for field in TrainConfig.model_fields)]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = (
+            [f"--{OTHER_NAMES[name[2:]]}"] if name[2:] in OTHER_NAMES else difflib.get_close_matches(name, known, n=1)
+        )
         raise UserError(f"{argument}: no such flag{f'; did you mean {near[0]}?' if near else ' (see --help)'}")
     return name + equals + value
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_USER_ERROR = 2
 
@@ -72,8 +73,34 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """As wide as the terminal, at most 110 columns; keeps the paragraphs of a description."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(110, shutil.get_terminal_size((100, 24)).columns))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(HelpFormatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, as every other error."""
+    """A parser whose complaint is one line, as every other error, and whose flags take ``_`` or ``-``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**({"formatter_class": HelpFormatter, "allow_abbrev": False} | settings))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, whichever of the two a flag is written with."""
+        args = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._as_defined(argument) for argument in args], namespace)
+
+    def _as_defined(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        known = self._option_string_actions  # argparse has no public list of its flags
+        if name.startswith("--") and name not in known:
+            flat = name.replace("-", "_")
+            name = next((flag for flag in known if flag.replace("-", "_") == flat), name)
+        return name + equals + value
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the flags."""

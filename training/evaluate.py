@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,7 +33,9 @@ def main() -> None:
     """Evaluate on as many ranks as were started; rank 0 prints."""
     parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, or the .pt beside it")
-    parser.add_argument("--dataset", help="as in training (default: the data that the model was trained on)")
+    parser.add_argument(
+        "--dataset", help="as in training, such as my_rows.csv (default: what the model was trained on)"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
@@ -40,6 +43,8 @@ def main() -> None:
         metrics = evaluate_saved(options.model, options.dataset, mine, quiet=options.json)
         if mine.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
+            if not options.json:
+                print(f"\nNext: python -m inference.export {shlex.quote(str(options.model))}")
 
 
 def evaluate_saved(path: Path, dataset: str | None, mine: Ranks, *, quiet: bool = False) -> dict[str, Any]:

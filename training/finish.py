@@ -33,7 +33,7 @@ def finish_run(trainer: Trainer) -> Path:
     """
     config, tokens = trainer.config, trainer.news.tokens
     if trainer.console:
-        trainer.console.epoch_table(trainer.state.epochs)
+        trainer.console.rest_of_epochs(trainer.state.epochs)
     if config.compress != "none":
         trainer.say(f"Layout: {trainer.strategy.describe()}")
     best = _take_best(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
 import sys
@@ -62,7 +61,7 @@ class Target:
 
 def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneLineParser:
     """Return a parser with what every publishing command takes: ``--private`` and ``--dry-run [FOLDER]``."""
-    parser = OneLineParser(prog=prog, description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser = OneLineParser(prog=prog, description=description)
     parser.add_argument("--private", action="store_true", help="only who has a token of yours may see and ask it")
     parser.add_argument(
         "--dry-run",

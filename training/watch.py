@@ -27,7 +27,7 @@ PLAIN_WIDTH = 120
 
 def main() -> None:
     """Show a run until it has finished or a person leaves."""
-    parser = OneLineParser(prog="python -m training.watch", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m training.watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
     parser.add_argument("--once", action="store_true", help="print one frame and leave; so it is without a terminal")
     options = parser.parse_args()

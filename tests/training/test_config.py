@@ -103,6 +103,8 @@ def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) ->
         ("--batchsize", r"--batchsize: no such flag; did you mean --batch_size\?"),
         ("--lerning-rate", r"--lerning-rate: no such flag; did you mean --learning_rate\?"),
         ("--confg", r"--confg: no such flag; did you mean --config\?"),
+        ("--lr", r"--lr: no such flag; did you mean --learning_rate\?"),
+        ("--data", r"--data: no such flag; did you mean --dataset\?"),
         ("--zzzzzz", r"--zzzzzz: no such flag \(see --help\)"),
         ("--epoch", r"--epoch: no such flag; did you mean --epochs\?"),
         ("stray", r"unrecognized arguments: stray"),

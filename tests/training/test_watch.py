@@ -96,6 +96,18 @@ def test_a_finished_run_is_a_still_picture(finished: Path, watched: Callable[...
     assert "\x1b" not in frame
 
 
+def test_a_finished_run_that_was_started_again_shows_its_last_epoch_and_checkpoint(finished: Path) -> None:
+    for path in (finished / "ranks").glob("*.json"):
+        status = json.loads(path.read_text())
+        # Processes that resume a finished run test and write the model, and take no step.
+        path.write_text(json.dumps(status | {"epoch": 0, "last_checkpoint_step": None, "last_checkpoint_time": None}))
+
+    frame = _frame(RunFolder(finished))
+
+    assert "epoch 1" in frame
+    assert "checkpoint of step 8, by an earlier start of this run" in frame
+
+
 def test_a_running_run_says_where_each_rank_stands_and_when_it_will_end(alive: tuple[Path, StatusFile]) -> None:
     frame = _frame(RunFolder(alive[0]))
 

@@ -23,7 +23,7 @@ MOST_LINES = 5  # of what a rank printed
 
 def main() -> int:
     """Check a file; returns 0 if all of it is right."""
-    parser = OneLineParser(prog="python -m training.by_hand.check", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m training.by_hand.check", description=__doc__)
     parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of training/by_hand/exercise.py")
     parser.add_argument(
         "--workers",

@@ -117,7 +117,7 @@ def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
 
 
 def _parse() -> Namespace:
-    parser = OneLineParser(description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
     parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
     parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")

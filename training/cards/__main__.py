@@ -24,13 +24,13 @@ DEFAULT_PORT = 8420
 
 def build_parser() -> OneLineParser:
     """The flags of the three commands."""
-    parser = OneLineParser(prog="python -m training.cards", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m training.cards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run a pipeline on real ranks", allow_abbrev=False)
+    run = commands.add_parser("run", help="run a pipeline on real ranks")
     run.add_argument("--report", type=Path, metavar="FILE.html", help="write a page of the run, whole in one file")
-    show = commands.add_parser("show", help="draw the wiring of a pipeline", allow_abbrev=False)
+    show = commands.add_parser("show", help="draw the wiring of a pipeline")
     show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
-    serve = commands.add_parser("serve", help="step through a pipeline on a page", allow_abbrev=False)
+    serve = commands.add_parser("serve", help="step through a pipeline on a page")
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
     for command in (run, serve):
         kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"

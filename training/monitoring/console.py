@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ class Console:
         # A times sign must not end a run on a terminal that only knows ASCII.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
+        self._epochs_shown: set[int] = set()
         self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
         self._rich = rich_console.Console(
             force_terminal=self.is_terminal,
@@ -58,8 +60,7 @@ class Console:
         """
         if first_step:
             self.say(f"Going on after step {first_step:,} of {total_steps:,} ({samples_done:,} samples seen)")
-        kind = LiveBar if self.is_terminal else PlainBar
-        return kind(self, total_steps, first_step)
+        return LiveBar(self, total_steps, first_step) if self.is_terminal else PlainBar(self, total_steps)
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -73,6 +74,7 @@ class Console:
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         """Print a table of the epochs; a star marks the best one."""
+        self._epochs_shown |= {metrics.epoch for metrics in epochs}
         best = max((metrics.epoch for metrics in epochs if metrics.is_best), default=None)
         table = Table(box=box.SIMPLE_HEAD if self.is_terminal else None, pad_edge=False, show_edge=False)
         for heading in ("epoch", "train loss", "validation loss", "accuracy", "macro F1", "time", ""):
@@ -81,6 +83,11 @@ class Console:
             is_best = metrics.epoch == best
             table.add_row(*_epoch_cells(metrics, is_best), style="green" if is_best else None)
         self._rich.print(table)
+
+    def rest_of_epochs(self, epochs: Sequence[EpochMetrics]) -> None:
+        """Print the whole table if it has epochs that this process has not shown yet: those before a resume."""
+        if not self._epochs_shown.issuperset(metrics.epoch for metrics in epochs):
+            self.epoch_table(epochs)
 
     def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table whose first column is words and whose others are figures."""
@@ -114,6 +121,7 @@ class Console:
             facts["Macro F1"] = format_percent(test["macro_f1"])
             facts["Calibration error"] = format_percent(test["calibration_error"])
         facts |= {"Model folder": str(model_folder), "One file": str(checkpoint_file), "Report": str(report)}
+        facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         self._facts(f"Done in {format_time(seconds)}", facts)
 
     def _facts(self, title: str, facts: Mapping[str, str]) -> None:
@@ -128,14 +136,12 @@ class Console:
 class ProgressBar:
     """The progress of the whole run; what it says goes above the bar and never tears it."""
 
-    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
+    def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._first_step = first_step
-        self._start = time.monotonic()
+        self._first_update: tuple[float, int] | None = None
 
     def __enter__(self) -> "ProgressBar":
-        self._start = time.monotonic()
         return self
 
     def __exit__(
@@ -155,17 +161,21 @@ class ProgressBar:
         """Print the table of epochs above the bar."""
         self._console.epoch_table(epochs)
 
-    def _time_left(self, step: int) -> str:
-        # The mean since the bar began, validations and saves included: those will come again.
-        seconds_a_step = (time.monotonic() - self._start) / max(1, step - self._first_step)
-        return format_time(seconds_a_step * (self._total_steps - step))
+    def _eta(self, step: int) -> list[str]:
+        # The mean since the first update, validations and saves included, since those come again. The first step is
+        # left out: it starts threads, allocates and compiles, and takes many times as long as the others.
+        now = time.monotonic()
+        first_time, first_step = self._first_update = self._first_update or (now, step)
+        if step == first_step:
+            return []
+        return [f"ETA {format_time((now - first_time) / (step - first_step) * (self._total_steps - step))}"]
 
 
 class LiveBar(ProgressBar):
     """A bar that moves, with the figures of the last logged step on a line below it."""
 
     def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
-        super().__init__(console, total_steps, first_step)
+        super().__init__(console, total_steps)
         self._progress = _ProgressWithFigures(
             TextColumn("{task.description}", style="bold"),
             BarColumn(bar_width=None),
@@ -196,15 +206,15 @@ class LiveBar(ProgressBar):
             self._task,
             completed=metrics.step,
             description=f"epoch {metrics.epoch}",
-            time_left=f"ETA {self._time_left(metrics.step)}",
+            time_left="".join(self._eta(metrics.step)),
         )
 
 
 class PlainBar(ProgressBar):
     """A line at the first and the last step, and between them at each tenth of the run or each 30 s."""
 
-    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
-        super().__init__(console, total_steps, first_step)
+    def __init__(self, console: Console, total_steps: int) -> None:
+        super().__init__(console, total_steps)
         self._next_step = 0.0
         self._next_time = 0.0
         self._unsaid: StepMetrics | None = None
@@ -229,7 +239,7 @@ class PlainBar(ProgressBar):
         self._unsaid = None
         share = format_percent(metrics.step / self._total_steps, digits=0)
         place = f"step {metrics.step:,}/{self._total_steps:,} ({share})  epoch {metrics.epoch}"
-        self._console.say("  ".join([place, *_figures(metrics), f"ETA {self._time_left(metrics.step)}"]))
+        self._console.say("  ".join([place, *_figures(metrics), *self._eta(metrics.step)]))
 
 
 class _ProgressWithFigures(Progress):

@@ -72,7 +72,8 @@ def _title(picture: Picture) -> Text:
     config, state = picture.config, picture.state
     facts = [str(config[name]) for name in ("model", "dataset", "strategy") if name in config]
     if picture.statuses:
-        facts.append(f"{picture.statuses[0].world_size} ranks")
+        size = picture.statuses[0].world_size
+        facts.append(f"{size} rank{'s' * (size > 1)}")
     if picture.starts > 1:
         facts.append(f"{picture.starts - 1} restart{'s' * (picture.starts > 2)}")
     parts = ((picture.name, "bold"), "  ", (state, STATES.get(state, "")), "  ", (", ".join(facts), "dim"))
@@ -86,7 +87,9 @@ def _progress(picture: Picture) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    epoch = max(status.epoch for status in picture.statuses)
+    # Ranks that resumed a finished run took no step themselves, so the last recorded one may know better.
+    last_epoch = picture.recent[-1].get("epoch", 0) if picture.recent else 0
+    epoch = max(last_epoch, *(status.epoch for status in picture.statuses))
     left = picture.seconds_left
     eta = f"ETA {format_time(left)}" if left and picture.state == "running" else ""
     where = f"step {picture.step:,}/{picture.total_steps:,}"
@@ -114,7 +117,9 @@ def _figures(picture: Picture) -> Text:
 def _checkpoint(picture: Picture) -> Text:
     saved = [status for status in picture.statuses if status.last_checkpoint_step is not None]
     if not saved:
-        return Text("no checkpoint by these processes yet", "dim") if picture.statuses else Text("")
+        if picture.checkpoint and picture.statuses:
+            return Text(f"checkpoint of step {picture.checkpoint['step']:,}, by an earlier start of this run")
+        return Text("no checkpoint yet", "dim") if picture.statuses else Text("")
     first = saved[0]
     words = [f"checkpoint of step {first.last_checkpoint_step:,}"]
     if first.last_checkpoint_time is not None and picture.state == "running":

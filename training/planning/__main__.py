@@ -1,4 +1,7 @@
-"""Plan a training run on hardware that is not here: python -m training.planning --model llama-13b --gpus 32."""
+"""Plan a training run on hardware that is not here.
+
+For example: python -m training.planning --model llama-13b --gpus 32 --gpu a100-80gb
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ MOST_GPUS, MOST_BATCH_TOKENS, MOST_DAYS = 8192, 2**28, 36_500
 
 def build_parser() -> OneLineParser:
     """The planner's flags."""
-    parser = OneLineParser(prog="python -m training.planning", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(prog="python -m training.planning", description=__doc__)
     parser.add_argument(
         "--model", required=True, metavar="NAME|PATH", help=f"{', '.join(NAMED_SHAPES)}, or a config.json"
     )
@@ -39,7 +42,11 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--gpu", required=True, metavar="NAME", help=", ".join(GPUS))
     parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: as few as the GPU is sold in)")
     parser.add_argument(
-        "--strategy", choices=(*STRATEGIES, "all"), default="all", help="plan this one alone (default: all)"
+        "--strategy",
+        choices=(*STRATEGIES, "all"),
+        default="all",
+        metavar="NAME",
+        help=f"plan only this one: {', '.join(STRATEGIES)} (default: all)",
     )
     parser.add_argument(
         "--batch_tokens", type=positive, metavar="N", help="tokens of a global batch (default: a GPU's rows x the GPUs)"
@@ -51,14 +58,17 @@ def build_parser() -> OneLineParser:
         "--micro_batch", type=positive, metavar="N", help="rows of a micro-batch (default: the fastest)"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16, or what the GPU has")
-    parser.add_argument("--activation_checkpointing", choices=MODES, help="default: whichever is fastest")
+    parser.add_argument(
+        "--activation_checkpointing", choices=MODES, metavar="MODE", help=f"{', '.join(MODES)} (default: the fastest)"
+    )
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--target_tokens", type=_tokens, metavar="N", help="say how many days they take, such as 2e9")
     target.add_argument(
         "--target_run",
         type=_run,
-        metavar="MODEL:DAYS:UTILISATION",
-        help="the tokens that one of the GPUs gets through with another model, such as llama-7b:21:0.6",
+        metavar="RUN",
+        help="MODEL:DAYS:UTILISATION, the tokens that one of the GPUs gets through with another model, such as "
+        "llama-7b:21:0.6",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report")

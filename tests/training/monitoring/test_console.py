@@ -3,6 +3,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,42 @@ def test_only_the_last_of_the_improving_epochs_is_marked_best(
     assert [line.split()[0] for line in lines if "best" in line] == ["2"]
 
 
+def test_the_table_of_epochs_at_the_end_is_printed_only_if_it_has_epochs_not_shown_yet(
+    capsys: pytest.CaptureFixture[str], epoch_metrics: Callable[..., EpochMetrics]
+) -> None:
+    before_a_resume, here = epoch_metrics(1, 10), epoch_metrics(2, 20)
+    console = Console()
+    console.epoch_table([here])
+    capsys.readouterr()
+
+    console.rest_of_epochs([here])
+    assert capsys.readouterr().out == ""
+
+    console.rest_of_epochs([before_a_resume, here])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["epoch", "1", "2"]
+
+
+def test_the_time_left_is_estimated_without_the_first_step(
+    capsys: pytest.CaptureFixture[str], step_metrics: Callable[..., StepMetrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, *(101.0 + step for step in range(2, 11))])  # the first step takes long, the others a second
+    with Console().progress(total_steps=100) as bar:
+        for step in range(1, 11):
+            monkeypatch.setattr(time, "monotonic", lambda now=next(clock): now)
+            bar.update(step_metrics(step))
+    first, last = capsys.readouterr().out.splitlines()
+
+    assert "ETA" not in first
+    assert last.endswith("ETA 1m 50s")  # 11 s for nine steps, 90 to go
+
+
+def test_the_end_of_a_run_names_the_next_command(
+    capsys: pytest.CaptureFixture[str], evaluation: Callable[..., dict[str, Any]]
+) -> None:
+    _finish(Console(), evaluation(), Path("my model"))
+    assert "python -m inference.export 'my model'" in capsys.readouterr().out
+
+
 def test_a_long_path_stays_on_one_line(
     capsys: pytest.CaptureFixture[str], evaluation: Callable[..., dict[str, Any]]
 ) -> None:
@@ -94,6 +131,7 @@ def test_a_terminal_shows_one_live_bar_with_the_figures() -> None:
     program = """
 from training.monitoring import Console, StepMetrics
 with Console().progress(total_steps=300, first_step=120, samples_done=7680) as bar:
+    bar.update(StepMetrics(169, 2, 0.5, 1.9e-5, 1.0, 118.2, 15443.0, 84.0))
     bar.update(StepMetrics(170, 2, 0.4321, 1.9e-5, 1.0, 118.2, 15443.0, 85.0))
     bar.say("saved a checkpoint")
 """

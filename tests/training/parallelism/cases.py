@@ -39,6 +39,7 @@ class Case:
     accumulation: int = 1
     precision: str = "fp32"
     layers: int = 4
+    dropout: bool = True
 
     def __str__(self) -> str:
         flags = " ".join(f"--{name} {value}" for name, value in self.fields.items())
@@ -46,7 +47,8 @@ class Case:
 
     def strategy(self, ranks: Ranks, dtype: torch.dtype = torch.float32, **fields: Any) -> Strategy:
         """The model of the case, its weights in ``dtype``, laid over ``ranks``."""
-        model = small_model(self.family, DROPOUT[self.family], dtype, self.layers, SPREAD)
+        rate = DROPOUT[self.family] if self.dropout else 0.0
+        model = small_model(self.family, rate, dtype, self.layers, SPREAD)
         chosen = {"gradient_accumulation": self.accumulation, "max_length": 48, **fields}
         config = TrainConfig(deterministic=self.precision == "fp32", **chosen)
         return STRATEGIES[config.strategy](model, config, ranks, self.precision)
@@ -63,16 +65,19 @@ class Differences:
     evaluation: float
 
 
-def compare(case: Case) -> Differences | None:
-    """Train as the case says and as one process does, and compare; called on every rank, answered on rank 0.
+def compare(case: Case, device: str = "cpu") -> Differences | None:
+    """Train as the case says on a device and as one process does on the CPU, and compare.
+
+    Called on every rank, answered on rank 0.
 
     The one process computes in fp64: in fp32 its own rounding would be as large as the differences that are looked for.
 
     Raises:
         AssertionError: the written model is not what `from_pretrained` reads.
     """
-    found, expected = _train(case, case.strategy(here(), **case.fields), here()), None
-    if here().is_first:
+    ranks = here(device)
+    found, expected = _train(case, case.strategy(ranks, **case.fields), ranks), None
+    if ranks.is_first:
         dtype = torch.float64 if case.precision == "fp32" else torch.float32
         expected = _train(case, case.strategy(ALONE, dtype), ALONE)
         _assert_written_whole(case, found["weights"])
@@ -99,7 +104,7 @@ def _train(case: Case, strategy: Strategy, ranks: Ranks) -> dict[str, Any]:
         "gradients": gradients,
         "grad_norm": norms[0].item(),
         "weights": {name: tensor for name, tensor in strategy.full_weights().items() if tensor is not None},
-        "logits": strategy.logits(ids, mask, case.precision),
+        "logits": strategy.logits(ids.to(ranks.device), mask.to(ranks.device), case.precision).cpu(),
     }
 
 
@@ -122,7 +127,7 @@ def _assert_written_whole(case: Case, weights: dict[str, torch.Tensor]) -> None:
     metrics = METRICS | {"test": scores | {"labels": LABELS, "per_class": per_class}}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "model"
-        config = small_config(case.family, DROPOUT[case.family], case.layers)
+        config = small_config(case.family, DROPOUT[case.family] if case.dropout else 0.0, case.layers)
         write_model(config, weights, tokenizer, metrics, target, Path(folder) / "model.pt")
         read = AutoModelForSequenceClassification.from_pretrained(target).state_dict()
     assert {f"network.{name}" for name in read} == weights.keys()

@@ -39,10 +39,10 @@ class RankFailure(AssertionError):
     """What went wrong on a rank: its traceback, or that it was still at work at the deadline."""
 
 
-def here() -> Ranks:
-    """This process's place among the ranks that :func:`run_on_ranks` started."""
+def here(device: str = "cpu") -> Ranks:
+    """This process's place among the ranks that :func:`run_on_ranks` started; on ``cuda`` they share the first GPU."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    return Ranks(rank, size, rank, size, torch.device("cpu"), "gloo")
+    return Ranks(rank, size, rank, size, torch.device(device, 0 if device == "cuda" else None), "gloo")
 
 
 def run_on_ranks(world_size: int, function: Callable[..., T], *arguments: Any, seconds: float = 120.0) -> list[T]:

@@ -49,7 +49,8 @@ def take_steps(
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
         share = rank_share(rows, batch, strategy.place, accumulation, speeds=speeds)
-        result = strategy.step(share, number, learning_rate=1e-3)
+        moved = [micro_batch.to(ranks.device) for micro_batch in share]
+        result = strategy.step(moved, number, learning_rate=1e-3)
         losses.append(ranks.sum_(result.loss.clone()).item())
         if norms is not None:
             norms.append(result.grad_norm)

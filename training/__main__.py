@@ -1,0 +1,14 @@
+"""The commands of this package: python -m training."""
+
+COMMANDS = """\
+training/run_ddp.sh 2 --dataset sample --model tiny   train with two processes (--help lists the flags)
+python training/train_single.py --dataset sample      train with one
+python -m training.evaluate MODEL                     evaluate a model on test rows
+python -m training.watch OUTPUT_DIR.run               watch a run
+python -m training.planning --help                    plan a run on hardware that is not here
+python -m training.publish_model MODEL --name NAME    publish a model on the hub
+python -m training.cards show                         a run in twelve visible steps
+python -m training.by_hand.check my_solution.py       check your own data parallelism
+"""
+
+print(COMMANDS, end="")
