@@ -36,7 +36,7 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
     try:
         import ray
     except ImportError:
-        raise UserError("Ray is not installed: pip install -e '.[ray]'") from None
+        raise UserError('Ray is not installed: pip install "distrinews[ray]"') from None
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     is_local = address == "local"
     local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}

@@ -44,7 +44,7 @@ def test_without_ray_one_line_says_what_to_install(tmp_path: Path) -> None:
     ended = _serve("--model", tmp_path, PYTHONPATH=str(tmp_path))
 
     assert ended.returncode == 2
-    assert ended.stderr == "error: Ray is not installed: pip install -e '.[ray]'\n"
+    assert ended.stderr == 'error: Ray is not installed: pip install "distrinews[ray]"\n'
 
 
 @pytest.mark.parametrize(
