@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ def main() -> int:
     root = Path(__file__).resolve().parents[1]
     server = subprocess.Popen(command, env=environment, cwd=root)
     try:
-        return _ask(server, f"http://127.0.0.1:{options.port}")
+        return _ask(server, options.model, f"http://127.0.0.1:{options.port}")
     except KeyboardInterrupt:
         return 0
     finally:
@@ -43,7 +44,7 @@ def main() -> int:
         server.wait()
 
 
-def _ask(server: subprocess.Popen[bytes], address: str) -> int:
+def _ask(server: subprocess.Popen[bytes], model: Path, address: str) -> int:
     if problem := _wait_until_healthy(server, address):
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -51,10 +52,13 @@ def _ask(server: subprocess.Popen[bytes], address: str) -> int:
         answer = _post(f"{address}/predict", {"text": headline})
         print(f"{answer['label']:9} {answer['confidence']:6.1%}  {headline}")
     engine = _get(f"{address}/model")["engine"]["engine"]
-    print(f"\nServed by the {engine} engine. The page: {address}/demo", flush=True)
+    print(f"\nServed by the {engine} engine.", flush=True)
     if sys.stdout.isatty():
-        print("Serving until Ctrl-C ...")
+        print(f"Open {address}/demo to try your own headlines. Serving until Ctrl-C ...")
         server.wait()
+    else:
+        port = address.rpartition(":")[2]
+        print(f"Next: MODEL_CHECKPOINT={shlex.quote(str(model))} uvicorn inference.app:app --port {port}")
     return 0
 
 
