@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,7 +60,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old one or the new one, never a part of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The pid alone does not tell two writers on a shared folder apart: each container counts its processes from 1.
+    aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("wb") as file:
             file.write(data)

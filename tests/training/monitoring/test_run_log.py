@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import platform
+import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,12 +48,14 @@ def test_going_back_drops_the_lines_after_the_step_and_goes_on(tmp_path: Path, s
 
 
 def test_going_back_in_a_folder_that_cannot_be_written_costs_a_line_and_not_the_run(
-    tmp_path: Path, step_metrics: Step
+    tmp_path: Path, step_metrics: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     log = RunLog(tmp_path, resume_step=0, say=said.append)
     log.step(step_metrics(1))
-    (tmp_path / f".metrics.jsonl.{os.getpid()}.tmp").mkdir()  # in the way of the new file, for root too
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "known")
+    in_the_way = f".metrics.jsonl.{platform.node()}.{os.getpid()}.known.tmp"
+    (tmp_path / in_the_way).mkdir()  # of the new file, for root too
 
     log.rolled_back(0)
     log.step(step_metrics(1))
