@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from inference.delimited import Columns
 from inference.errors import ExportRefusedError, ModelLoadError
 from inference.exporting.engine_files import PRECISIONS, default_engine
-from inference.labelled_rows import LabelledRows, find_rows, read_rows
+from inference.labelled_rows import SAMPLE_NEWS, TEXT_AND_LABEL, LabelledRows, find_rows, read_rows
 from inference.model_files import SavedModel, is_artefact, read_saved_model
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def _read_model(path: Path) -> SavedModel:
 def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console) -> LabelledRows:
     dataset = saved.metadata.get("dataset")
     path = options.rows or find_rows(dataset)
-    rows = read_rows(path, saved.labels, options.limit)
+    text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
+    rows = read_rows(path, saved.labels, options.limit, TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label))
     if options.rows is None and str(path) != dataset:
         console.print(f"Measuring on the sample news ({len(rows.texts)} rows): --rows names a test set of your own.")
     return rows

@@ -1,4 +1,4 @@
-"""Labelled texts to measure a model on: an AG News folder, a CSV file or JSON lines."""
+"""Labelled texts to measure a model on: an AG News folder, a CSV or TSV file or JSON lines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.delimited import Columns, check_utf8, find_layout, utf8_bytes
+
 SAMPLE_NEWS = Path(__file__).resolve().parents[1] / "training" / "sample_news"
 AG_NEWS_LABELS = ("World", "Sports", "Business", "Sci/Tech")
-SUFFIXES = (".csv", ".jsonl", ".json")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
+TEXT_AND_LABEL = Columns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,17 @@ def find_rows(model_dataset: str | None) -> Path:
     raise ValueError("no labelled rows to measure on; name some with --rows (a folder with test.csv, or a file)")
 
 
-def read_rows(path: Path, labels: Sequence[str], limit: int | None = None) -> LabelledRows:
+def read_rows(
+    path: Path, labels: Sequence[str], limit: int | None = None, columns: Columns = TEXT_AND_LABEL
+) -> LabelledRows:
     """Read labelled rows.
 
     Args:
-        path: A folder with ``test.csv`` (else ``train.csv``), a CSV file with a header that names text and label or
-            in AG News' layout (class from 1, title, description), or JSON lines with text and label.
+        path: A folder with ``test.csv`` (else ``train.csv``), a CSV or TSV file with a header that names the columns or
+            in AG News' layout (class from 1, title, description), or JSON lines.
         labels: The model's class names, by class id.
         limit: Take this many rows, evenly spread; None takes all.
+        columns: Those that the model was trained on.
 
     Raises:
         ValueError: Nothing is there, a row cannot be used, or a label is none of the model's; with file and line.
@@ -63,7 +69,7 @@ def read_rows(path: Path, labels: Sequence[str], limit: int | None = None) -> La
     class_of = {label: class_id for class_id, label in enumerate(labels)}
     texts: list[str] = []
     class_ids: list[int] = []
-    for where, text, label in _read(file):
+    for where, text, label in _read(file, columns):
         if label not in class_of:
             raise ValueError(f"{where}: label {label!r} is none of the model's labels {', '.join(labels[:10])}")
         if text.strip():
@@ -73,7 +79,9 @@ def read_rows(path: Path, labels: Sequence[str], limit: int | None = None) -> La
         raise ValueError(f"{file}: holds no labelled text")
     chosen = evenly_spread(len(texts), limit)
     training_file = next((path / f"train{suffix}" for suffix in SUFFIXES if (path / f"train{suffix}").is_file()), file)
-    calibration = texts if training_file == file else [text for _, text, _ in _read(training_file) if text.strip()]
+    calibration = (
+        texts if training_file == file else [text for _, text, _ in _read(training_file, columns) if text.strip()]
+    )
     return LabelledRows(str(file), [texts[i] for i in chosen], [class_ids[i] for i in chosen], calibration)
 
 
@@ -100,29 +108,39 @@ def _rows_file(path: Path) -> Path:
     return file
 
 
-def _read(file: Path) -> Iterator[tuple[str, str, str]]:
+def _read(file: Path, columns: Columns) -> Iterator[tuple[str, str, str]]:
     try:
-        yield from _read_csv(file) if file.suffix == ".csv" else _read_json_lines(file)
+        lines = utf8_bytes(file.read_bytes()).splitlines(keepends=True)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 text at byte {error.start}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    texts = [line.decode(errors="surrogateescape") for line in lines]
+    for number, line in enumerate(texts, start=1):
+        try:
+            check_utf8(line)
+        except ValueError as error:
+            raise ValueError(f"{file} line {number}: {error}") from error
+    yield from (_read_json_lines if file.suffix in (".jsonl", ".json") else _read_csv)(file, texts, columns)
 
 
-def _read_csv(file: Path) -> Iterator[tuple[str, str, str]]:
+def _read_csv(file: Path, lines: list[str], columns: Columns) -> Iterator[tuple[str, str, str]]:
     classes = file.parent / "classes.txt"
     names = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else AG_NEWS_LABELS
     names = [name.strip() for name in names if name.strip()]
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.reader(lines)
-        columns: tuple[int, int] | None = None
-        for number, fields in enumerate(reader):
-            where = f"{file} line {reader.line_num}"
-            header = [field.strip().lower() for field in fields]
-            if number == 0 and {"text", "label"} <= set(header):
-                columns = header.index("text"), header.index("label")
-            elif fields:
-                yield where, *(_headed(where, fields, columns) if columns else _ag_news(where, fields, names))
+    first = next((i for i, line in enumerate(lines) if line.strip()), None)
+    if first is None:
+        return
+    try:
+        layout = find_layout(lines[first], columns)
+    except ValueError as error:
+        raise ValueError(f"{file} line {first + 1}: {error}; the columns must have the names of training's") from error
+    start = first + 1 if layout.places else first
+    reader = csv.reader(lines[start:], delimiter=layout.separator)
+    for fields in reader:
+        where = f"{file} line {start + reader.line_num}"
+        if fields:
+            yield where, *(_headed(where, fields, layout.places) if layout.places else _ag_news(where, fields, names))
 
 
 def _headed(where: str, fields: list[str], columns: tuple[int, int]) -> tuple[str, str]:
@@ -134,22 +152,25 @@ def _headed(where: str, fields: list[str], columns: tuple[int, int]) -> tuple[st
 def _ag_news(where: str, fields: list[str], names: Sequence[str]) -> tuple[str, str]:
     number = fields[0].strip()
     if len(fields) < 2 or not number.isdecimal() or not 1 <= int(number) <= len(names):
-        layout = f'"class 1-{len(names)}","title","description"'
-        raise ValueError(f"{where}: not in AG News' layout {layout}, and no header names text and label")
+        raise ValueError(f'{where}: rows without a header are "class 1-{len(names)}","title","description"')
     # Title and description become one text exactly as in training.
     return " ".join(part for part in fields[1:] if part), names[int(number) - 1]
 
 
-def _read_json_lines(file: Path) -> Iterator[tuple[str, str, str]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file} line {number}"
-            try:
-                row: Any = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: not valid JSON; one object a line is read") from error
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str) or "label" not in row:
-                raise ValueError(f"{where}: must be an object with text and label")
-            yield where, row["text"], str(row["label"]).strip()
+def _read_json_lines(file: Path, lines: list[str], columns: Columns) -> Iterator[tuple[str, str, str]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file} line {number}"
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not valid JSON; one object a line is read") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: must be an object with text and label")
+        if missing := columns.missing(list(row)):
+            raise ValueError(f"{where}: {missing}; the columns must have the names of training's")
+        text, label = (list(row.values())[place] for place in columns.among(list(row)))
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: the text is no text")
+        yield where, text, str(label).strip()

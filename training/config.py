@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from inference.delimited import Columns
 from training.errors import OneLineParser, UserError
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
@@ -75,9 +76,11 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/JSONL/Parquet with text and label")
+    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
+    text_column: str = _field("text", "data", "column of the text, in data whose columns have names; in any case of letters", min_length=1)
+    label_column: str = _field("label", "data", "column of the label", min_length=1)
     max_length: int = _field(128, "data", "tokens a text may have; longer ones are cut, which the report counts", ge=8, le=8192)
-    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified", gt=0, lt=0.9)
+    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept")
 
@@ -168,6 +171,11 @@ class TrainConfig(BaseModel):
         return self
 
     @property
+    def columns(self) -> Columns:
+        """Which columns of the data are read."""
+        return Columns(self.text_column, self.label_column)
+
+    @property
     def run_dir(self) -> Path:
         """The folder of this run's checkpoints, metrics and report."""
         return self.output_dir.with_name(self.output_dir.name + ".run")
@@ -201,9 +209,10 @@ class TrainConfig(BaseModel):
 
 # What may differ between a checkpoint and the run that goes on from it: where things lie, and how the model lies over
 # the processes. The batch fields are compared apart: only their product with the number of data ranks, the global
-# batch, decides the order of rows.
+# batch, decides the order of rows. What the columns hold is compared with the texts.
 OPERATIONAL_FIELDS = frozenset(
-    {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
+    {"text_column", "label_column"}
+    | {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
     | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows", "collective_timeout"}
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
     | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from training.errors import UserError, first_line
-from training.row_files import AG_NEWS_LABELS, FORMATS, BadRows, FoundRow, UsableRow, read_file
+from inference.delimited import Columns
+from training.errors import ForeseenError, UserError, first_line
+from training.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.row_files import AG_NEWS_LABELS, FORMATS, FoundRow, Reading, UsableRow, read_file
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
 SAMPLE = "sample"
 SAMPLE_FOLDER = Path(__file__).parent / "sample_news"
 TEST_SHARE = 0.1
+# Under which names files and hub datasets bring validation rows.
+VALIDATION_NAMES = ("validation", "valid", "val", "dev")
+# As many labels as this are not suspicious, however few the rows.
+FEW_LABELS = 10
+TEXT_AND_LABEL = Columns()
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
@@ -38,7 +47,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class NewsData:
-    """Training and test rows, and the names of their labels.
+    """Training and test rows, validation rows if the data brings any, and the names of their labels.
 
     ``left_out``: how many rows cannot be used; the last of ``notes`` then names the first of them.
     """
@@ -49,33 +58,51 @@ class NewsData:
     test: Rows
     notes: list[str] = field(default_factory=list)
     left_out: int = 0
+    validation: Rows | None = None
+
+    @property
+    def splits(self) -> dict[str, Rows]:
+        """The rows by the names of their splits."""
+        validation = {} if self.validation is None else {"validation": self.validation}
+        return {"train": self.train, "test": self.test, **validation}
 
 
-def load_news(dataset: str, seed: int = 0, bad_rows: str = "stop") -> NewsData:
+def load_news(
+    dataset: str,
+    seed: int = 0,
+    bad_rows: str = "stop",
+    columns: Columns = TEXT_AND_LABEL,
+    say: Callable[[str], None] = print,
+) -> NewsData:
     """Read a dataset by name or path.
 
     Args:
         dataset: ``ag_news``, ``sample``, a hub name ``owner/data``, or a local folder or file.
         seed: decides which rows become the test set where the data brings none.
         bad_rows: ``skip`` leaves out rows that cannot be used, unless they are more than half.
+        columns: which columns hold the text and the label.
+        say: prints a line for each time that the hub has to be asked again.
 
     Raises:
-        UserError: no such data, the hub is out of reach, or a row cannot be used (with file and line).
+        UserError: no such data, or a row cannot be used (with file and line).
+        HubUnavailable: the hub did not answer.
     """
-    path, bad = Path(dataset).expanduser(), BadRows(skip=bad_rows == "skip")
+    path, reading = Path(dataset).expanduser(), Reading(columns, skip=bad_rows == "skip")
     if dataset == SAMPLE:
-        return _read_folder(SAMPLE, SAMPLE_FOLDER, seed, bad)
+        return _read_folder(SAMPLE, SAMPLE_FOLDER, seed, Reading(TEXT_AND_LABEL, skip=False))
     if dataset == AG_NEWS:
-        return _read_hub(AG_NEWS_ON_THE_HUB, seed, bad)
+        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say)
     if path.is_dir():
-        return _read_folder(str(path), path, seed, bad)
+        return _read_folder(str(path), path, seed, reading)
     if path.is_file():
-        return _assemble(str(path), [(str(path), read_file(path, bad))], None, seed, bad)
-    if dataset.count("/") == 1 and not dataset.startswith((".", "/", "~")):
-        return _read_hub(dataset, seed, bad)
+        return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading)
+    if looks_local(dataset):
+        raise UserError(f"--dataset {dataset}: no such file or folder")
+    if "/" in dataset:
+        return _read_hub(dataset, seed, reading, say)
     raise UserError(
-        f"--dataset {dataset}: no such dataset; use ag_news, sample, a hub name owner/data, "
-        "or an existing folder or file"
+        f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
+        "a hub name owner/data, or an existing folder or file"
     )
 
 
@@ -98,27 +125,28 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
-def _read_folder(name: str, folder: Path, seed: int, bad: BadRows) -> NewsData:
+def _read_folder(name: str, folder: Path, seed: int, reading: Reading) -> NewsData:
     if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
-        return _from_datasets(name, _saved_splits(name, folder, bad), seed, bad)
+        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading)
     train = _find_split(folder, "train")
     if train is None:
         raise UserError(f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet")
-    test = _find_split(folder, "test")
+    found = {"train": train, "validation": _find_split(folder, *VALIDATION_NAMES), "test": _find_split(folder, "test")}
     classes = folder / "classes.txt"
     label_names = None
     if classes.exists():
         lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
         label_names = [line.strip() for line in lines if line.strip()]
-    splits = [(str(path), read_file(path, bad, label_names)) for path in (train, test) if path]
-    return _assemble(name, splits, None, seed, bad)
+    splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items() if path}
+    return _assemble(name, splits, None, seed, reading)
 
 
-def _find_split(folder: Path, split: str) -> Path | None:
-    return next((folder / (split + suffix) for suffix in FORMATS if (folder / (split + suffix)).is_file()), None)
+def _find_split(folder: Path, *names: str) -> Path | None:
+    paths = (folder / (name + suffix) for name in names for suffix in FORMATS)
+    return next((path for path in paths if path.is_file()), None)
 
 
-def _saved_splits(name: str, folder: Path, bad: BadRows) -> dict[str, Any]:
+def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
     """The splits of a folder saved by `datasets`, of those of their shards that can be read."""
     from datasets import concatenate_datasets
 
@@ -126,12 +154,12 @@ def _saved_splits(name: str, folder: Path, bad: BadRows) -> dict[str, Any]:
     try:
         names = json.loads(listed.read_text())["splits"] if listed.exists() else None
         places = {split: folder / split for split in names} if names else {"train": folder}
-        return {split: concatenate_datasets(_shards(place, bad)) for split, place in places.items()}
+        return {split: concatenate_datasets(_shards(place, reading)) for split, place in places.items()}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--dataset {name}: {first_line(error)}") from error
 
 
-def _shards(folder: Path, bad: BadRows) -> list[Any]:
+def _shards(folder: Path, reading: Reading) -> list[Any]:
     from datasets import Dataset
 
     readable, unreadable = [], {}
@@ -147,68 +175,128 @@ def _shards(folder: Path, bad: BadRows) -> list[Any]:
     # Shards are of equal length, but for a row; what an unreadable one held is not written elsewhere.
     rows = max((len(shard) for shard in readable), default=1)
     for path, why in unreadable.items():
-        bad.reject(str(path), f"cannot be read ({why})", rows)
+        reading.reject(str(path), f"cannot be read ({why})", rows)
     if len(unreadable) > len(readable):
         raise UserError(f"--dataset {folder}: {len(unreadable)} of its shards cannot be read, and {len(readable)} can")
     return readable
 
 
-def _read_hub(name: str, seed: int, bad: BadRows) -> NewsData:
+def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None]) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
+    refuse_revision("--dataset", name)
     try:
-        found = load_dataset(name)
+        found = ask_hub(f"--dataset {name}", lambda: load_dataset(name), say)
+    except ForeseenError:
+        raise
     except DatasetNotFoundError as error:
         raise UserError(
             f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}"
         ) from error
     except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
         raise UserError(f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}") from error
-    return _from_datasets(name, found, seed, bad)
+    return _from_datasets(name, found, seed, reading)
 
 
-def _from_datasets(name: str, found: Any, seed: int, bad: BadRows) -> NewsData:
+def _from_datasets(name: str, found: Any, seed: int, reading: Reading) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
     if "train" not in splits:
         raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}")
     features = splits["train"].features
-    if not {"text", "label"} <= set(features):
-        raise UserError(f"--dataset {name}: needs columns text and label, has {', '.join(features)}")
-    label_names = getattr(features["label"], "names", None)
+    text_column, label_column = reading.find_columns(f"--dataset {name}", list(features))
+    label_names = getattr(features[label_column], "names", None)
 
     def rows(split: str) -> Iterator[FoundRow]:
-        texts, labels = splits[split]["text"], splits[split]["label"]
+        texts, labels = splits[split][text_column], splits[split][label_column]
         known = label_names is not None
         named = (label_names[label] if known and label is not None and label >= 0 else label for label in labels)
         for i, (text, label) in enumerate(zip(texts, named, strict=True)):
             yield f"{name} {split} row {i}", text, label
 
-    found_splits = [(f"{name} {split}", rows(split)) for split in ("train", "test") if split in splits]
-    return _assemble(name, found_splits, label_names, seed, bad)
+    validation = next((split for split in VALIDATION_NAMES if split in splits), None)
+    used = {"train": "train", "validation": validation, "test": "test"}
+    found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items() if split in splits}
+    return _assemble(name, found_splits, label_names, seed, reading)
 
 
 def _assemble(
     name: str,
-    splits: Sequence[tuple[str, Iterable[FoundRow]]],
+    splits: Mapping[str, tuple[str, Iterable[FoundRow]]],
     label_names: Sequence[str] | None,
     seed: int,
-    bad: BadRows,
+    reading: Reading,
 ) -> NewsData:
-    """``splits``: training rows, then test rows if the data has any, each under the name of its file or split."""
-    usable = bad.usable(*splits[0])
-    names = list(label_names or _label_names(label for _, label in usable))
-    present = {label for _, label in usable}
+    """``splits``: the rows of train, and of validation and test if the data has any, under the names of their files."""
+    usable = reading.usable(*splits["train"])
+    present = Counter(label for _, label in usable)
+    names = list(label_names or _label_names(present))
     if len(present) < 2:
-        raise UserError(f"--dataset {name}: all training rows have the label {present.pop()!r}; two labels are needed")
-    rows, notes = _index(usable, names), []
-    if len(splits) > 1:
-        tested = _index(bad.usable(*splits[1], names), names)
+        raise UserError(
+            f"--dataset {name}: all training rows have the label {next(iter(present))!r}; two labels are needed"
+        )
+    notes = _notes_on_labels(name, present, known=label_names is not None)
+    train, validation = _index(usable, names), None
+    if "validation" in splits:
+        validation = _index(reading.usable(*splits["validation"], names), names)
+        notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")
+    if "test" in splits:
+        test = _index(reading.usable(*splits["test"], names), names)
     else:
-        kept, held_out = split_rows(rows.labels, TEST_SHARE, seed)
-        notes = [f"no test rows in the data: {len(held_out)} of the {len(rows)} rows were set aside as the test set"]
-        rows, tested = rows.take(kept), rows.take(held_out)
-    return NewsData(name, names, rows, tested, [*notes, *([bad.note] if bad.count else [])], bad.count)
+        kept, held_out = split_rows(train.labels, TEST_SHARE, seed)
+        if len(held_out) == 0:
+            raise UserError(
+                f"--dataset {name}: {len(train)} rows leave none for validation and test; at least 3 rows of each "
+                "label are needed, one each to train, validate and test on"
+            )
+        notes.append(
+            f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
+        )
+        train, test = train.take(kept), train.take(held_out)
+    return NewsData(name, names, train, test, [*notes, *reading.notes], reading.count, validation)
+
+
+def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
+    """What makes one doubt that these are classes.
+
+    Args:
+        name: of the dataset.
+        labels: how often each occurs.
+        known: the data says itself which classes there are.
+
+    Raises:
+        UserError: most labels are of a single row.
+    """
+    num_rows, notes = labels.total(), []
+    counts = f"{len(labels):,} different labels in {num_rows:,} rows"
+    if len(labels) > FEW_LABELS and 2 * len(labels) > num_rows:
+        raise UserError(
+            f"--dataset {name}: {counts}; is the label column a number to predict, or free text? "
+            "This trains classifiers"
+        )
+    if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
+        notes.append(f"{counts}: few rows to learn each from; is it the right column?")
+    examples = ", ".join(sorted(labels)[:3])
+    if not known and _are_fractions(labels):
+        notes.append(f"labels look like numbers to predict ({examples}): each value is trained as a class of its own")
+    elif not known and (lists := _lists(labels)):
+        notes.append(f"labels such as {lists[0]!r} look like lists: each combination is trained as a class of its own")
+    return notes
+
+
+def _are_fractions(labels: Iterable[str]) -> bool:
+    """Whether all labels are numbers, and one at least is no whole number."""
+    try:
+        return not all(float(label).is_integer() for label in labels)
+    except ValueError:
+        return False
+
+
+def _lists(labels: Collection[str]) -> list[str]:
+    """Labels such as ``a,b`` whose parts are labels too, or parts of several."""
+    split = {label: re.split(r"\s*[,;|]\s*", label.strip("[]")) for label in labels}
+    occurrences = Counter(part for parts in split.values() for part in set(parts))
+    return [label for label, parts in split.items() if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)]
 
 
 def _label_names(labels: Iterable[str]) -> list[str]:

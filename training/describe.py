@@ -29,13 +29,12 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     rows_a_share = trainer.global_batch_size / shares / trainer.accumulation
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_a_share:g} rows x {trainer.accumulation} accumulation"
-    cut = tokens.train.num_cut + tokens.test.num_cut
     return {
         "Model": f"{config.model} ({trainer.num_parameters / 1e6:.1f} M parameters)",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {len(news.validation_index):,} validation, "
         f"{len(tokens.test):,} test rows",
         "Labels": ", ".join(tokens.label_names),
-        "Texts cut": f"{cut:,} of {len(tokens.train) + len(tokens.test):,}, at {config.max_length} tokens",
+        "Texts cut": f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {config.max_length} tokens",
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
         "Layout": trainer.strategy.describe(),
         "Device": describe_device(ranks),

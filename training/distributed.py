@@ -92,17 +92,19 @@ class Ranks:
         """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that error.
 
         Raises:
-            UserError: the first failing rank's message; ``quiet`` on all ranks but rank 0.
+            UserError, HubUnavailable: the first failing rank's error; ``quiet`` on all ranks but rank 0.
         """
-        result, message = None, None
+        result, failure = None, None
         try:
             result = work()
-        except UserError as error:
-            message = str(error)
-        failed = [(rank, text) for rank, text in enumerate(self.gather(message)) if text is not None]
+        except TrainingFailure:  # such as a lost rank, which would not come to hear of it
+            raise
+        except ForeseenError as error:
+            failure = type(error), str(error)
+        failed = [(rank, *found) for rank, found in enumerate(self.gather(failure)) if found is not None]
         if failed:
-            rank, text = failed[0]
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
+            rank, kind, text = failed[0]
+            raise kind(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
         return result  # type: ignore[return-value]
 
     def first_then_rest(self, work: Callable[[], T]) -> T:

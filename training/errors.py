@@ -39,6 +39,10 @@ class UserError(ForeseenError):
     exit_code = EXIT_USER_ERROR
 
 
+class HubUnavailable(ForeseenError):
+    """The hub did not answer, however often it was asked. It may the next time, so a launcher's restarts go on."""
+
+
 class TrainingFailure(ForeseenError):
     """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
 

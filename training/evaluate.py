@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 import numpy as np
 import torch
 
+from inference.delimited import Columns
 from inference.errors import ModelLoadError
 from inference.model_files import SavedModel, read_saved_model
 from inference.tokenization import TextTokenizer
@@ -36,19 +38,36 @@ def main() -> None:
     parser.add_argument(
         "--dataset", help="as in training, such as my_rows.csv (default: what the model was trained on)"
     )
+    parser.add_argument("--text_column", help="column of the text (default: as in training)")
+    parser.add_argument("--label_column", help="column of the label (default: as in training)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
     with ranks(options.device) as mine:
-        metrics = evaluate_saved(options.model, options.dataset, mine, quiet=options.json)
+        columns = (options.text_column, options.label_column)
+        metrics = evaluate_saved(options.model, options.dataset, mine, columns, quiet=options.json)
         if mine.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
             if not options.json:
                 print(f"\nNext: python -m inference.export {shlex.quote(str(options.model))}")
 
 
-def evaluate_saved(path: Path, dataset: str | None, mine: Ranks, *, quiet: bool = False) -> dict[str, Any]:
+def evaluate_saved(
+    path: Path,
+    dataset: str | None,
+    mine: Ranks,
+    columns: tuple[str | None, str | None] = (None, None),
+    *,
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
+
+    Args:
+        path: of the model.
+        dataset: None for the one that it was trained on.
+        mine: this process's place.
+        columns: of text and label; None for those that it was trained on.
+        quiet: show no progress.
 
     Raises:
         UserError: the model or the data cannot be read, or their labels differ.
@@ -64,7 +83,10 @@ def evaluate_saved(path: Path, dataset: str | None, mine: Ranks, *, quiet: bool 
         name = dataset or saved.metadata.get("dataset")
         if name is None:
             raise UserError(f"{path}: does not say what it was trained on; name the data with --dataset")
-        return saved, load_news(name)
+        text, label = columns
+        text = text or str(saved.metadata.get("text_column", "text"))
+        label = label or str(saved.metadata.get("label_column", "label"))
+        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
 
     saved, data = mine.together(read)
     rows = _relabelled(data, saved.labels)

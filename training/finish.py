@@ -55,6 +55,8 @@ def finish_run(trainer: Trainer) -> Path:
         trainer.log.test(test)
         metrics = {
             "dataset": recorded_name(tokens.name),
+            "text_column": config.text_column,
+            "label_column": config.label_column,
             "base_model": recorded_name(config.model),
             "max_length": config.max_length,
             "best_epoch": best.epoch,
@@ -119,8 +121,8 @@ def _load_best(trainer: Trainer) -> EpochMetrics:
 
 def _report_data(trainer: Trainer, test: dict[str, Any], logits: np.ndarray) -> ReportData:
     tokens = trainer.news.tokens
-    cut, total = tokens.train.num_cut + tokens.test.num_cut, len(tokens.train) + len(tokens.test)
-    notes = [*tokens.notes, f"{cut:,} of {total:,} texts were cut at {trainer.config.max_length} tokens."]
+    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {trainer.config.max_length} tokens."
+    notes = [*tokens.notes, cut]
     if trainer.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {trainer.strategy.test_precision}, in which shared-out weights are gathered.")
     notes.append(f"Layout: {trainer.strategy.describe()}.")

@@ -139,5 +139,6 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         ignore_mismatched_sizes=True,
         dtype=torch.float32,
         use_safetensors=True,
+        trust_remote_code=False,
         **labels,
     )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from training.config import TINY, TrainConfig
-from training.dataset import NewsData, load_news, split_rows
+from training.dataset import SAMPLE, NewsData, load_news, split_rows
 from training.distributed import Ranks
 from training.errors import UserError
+from training.hub_access import cache_is_shared, download_once
 from training.model import NewsClassifier
 from training.tokenized import (
     TokenizedNews,
+    TokenizedRows,
     cache_key,
+    check_model_name,
+    load_from,
     load_tokenizer,
-    model_errors,
     read_tokens,
     write_tokens,
 )
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
 class PreparedNews:
     """Tokens, and which training rows are trained on and which validate.
 
-    ``train_index``, ``validation_index``: row numbers of the training split, rising. ``texts`` and ``tokenizer`` are
-    on the first rank of each machine only.
+    ``train_index``: row numbers of the training split, rising; ``validation_index``: of :attr:`validation_rows`.
+    ``texts`` and ``tokenizer`` are on the first rank of each machine only.
     """
 
     tokens: TokenizedNews
@@ -40,6 +43,11 @@ class PreparedNews:
     validation_index: np.ndarray
     texts: NewsData | None
     tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def validation_rows(self) -> TokenizedRows:
+        """The split that the validation rows are of: their own if the data brings one, else the training split."""
+        return self.tokens.validation or self.tokens.train
 
 
 def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
@@ -55,22 +63,32 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         nonlocal loaded
         if ranks.local_rank != 0:
             return ""
+        check_model_name(config.model)
         say(f"Reading {config.dataset} ...")
-        data = load_news(config.dataset, config.seed, config.bad_rows)
-        if data.left_out:
-            say(data.notes[-1])
-        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length)
+        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say)
+        for note in data.notes:
+            say(note[0].upper() + note[1:])
+        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
         key = cache_key(data, tokenizer_json, config.max_length)
         write_tokens(cache_dir, key, data, tokenizer_json, config.max_length, say)
         loaded = data, tokenizer
         return key
 
-    key = ranks.broadcast(ranks.together(read))
+    asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
+    shared = ranks.any(asks_hub) and cache_is_shared(ranks)
+    key = ranks.broadcast(download_once(ranks, read, shared=shared))
     tokens = read_tokens(cache_dir, key)
     train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
+    if texts and (repeated := _repeated_rows(texts, train, validation)):
+        say(repeated)
+        tokens = replace(tokens, notes=[*tokens.notes, repeated])
     return PreparedNews(tokens, train, validation, texts, tokenizer)
+
+
+def _is_local(name: str) -> bool:
+    return name in (SAMPLE, TINY) or Path(name).expanduser().exists()
 
 
 def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,26 +96,50 @@ def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple
     chosen = np.arange(len(labels))
     if 0 < config.max_train_rows < len(labels):
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
-    train, validation = split_rows(labels[chosen], config.validation_fraction, config.seed)
+    if tokens.validation:
+        train, validation = chosen, np.arange(len(tokens.validation))
+    else:
+        kept, held_out = split_rows(labels[chosen], config.validation_fraction, config.seed)
+        train, validation = chosen[kept], chosen[held_out]
     if len(validation) == 0:
-        raise UserError(f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation")
+        raise UserError(
+            f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
+            "or validation rows of their own (validation.csv beside train.csv)"
+        )
     if len(train) < world_size:
         raise UserError(f"{world_size} ranks for {len(train)} training rows: start fewer processes")
-    return chosen[train], chosen[validation]
+    return train, validation
 
 
-def prepare_model(config: TrainConfig, ranks: Ranks, tokens: TokenizedNews) -> NewsClassifier:
-    """Build or load the model, once downloaded on each machine.
+def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) -> str:
+    """How many validation and test texts are training texts too, in words; empty if none are."""
+    known = {data.train.texts[row] for row in train}
+    held_out = (data.validation or data.train).take(validation)
+    counts = [
+        f"{count:,} of {len(rows):,} {split} rows"
+        for split, rows in (("validation", held_out), ("test", data.test))
+        if (count := sum(text in known for text in rows.texts))
+    ]
+    return f"{' and '.join(counts)} repeat the text of a training row, so their scores are too good" if counts else ""
+
+
+def prepare_model(
+    config: TrainConfig, ranks: Ranks, tokens: TokenizedNews, say: Callable[[str], None]
+) -> NewsClassifier:
+    """Build or load the model, once downloaded on each machine, or on one if they share the hub's cache.
 
     Raises:
         UserError: no such model, or it has fewer positions than ``max_length``.
     """
 
     def load() -> NewsClassifier:
-        with model_errors(config.model):
-            model = NewsClassifier(
+        model = load_from(
+            config.model,
+            lambda: NewsClassifier(
                 len(tokens.label_names), config.model, tokens.label_names, vocab_size=tokens.vocab_size
-            )
+            ),
+            say,
+        )
         if config.max_length > model.max_positions:
             raise UserError(
                 f"--max_length {config.max_length}: --model {config.model} has positions for "
@@ -105,5 +147,6 @@ def prepare_model(config: TrainConfig, ranks: Ranks, tokens: TokenizedNews) -> N
             )
         return model
 
-    is_local = config.model == TINY or Path(config.model).expanduser().is_dir()
-    return ranks.together(load) if is_local else ranks.first_then_rest(load)
+    if not ranks.any(not _is_local(config.model)):
+        return ranks.together(load)
+    return download_once(ranks, load, shared=cache_is_shared(ranks))

@@ -1,19 +1,20 @@
-"""Rows of text from files: CSV, JSON lines, Parquet; a row that cannot be used is named by its file and line."""
+"""Rows of text from files: CSV, TSV, JSON lines, Parquet; a row that cannot be used is named by its file and line."""
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from inference.delimited import Columns, check_utf8, find_layout, utf8_bytes
 from training.errors import UserError, first_line
 
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
-FORMATS = (".csv", ".jsonl", ".json", ".parquet")
+FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 MOST_NAMED = 10
+NAME_COLUMNS = "name yours with --text_column and --label_column"
 
 # A row before its label is known to be one of the classes: where it stands, its text, its label as found.
 FoundRow = tuple[str, str, Any]
@@ -24,15 +25,19 @@ class UnusableRow(ValueError):
     """Why a row cannot be used."""
 
 
-class BadRows:
-    """What becomes of rows that cannot be used: the first one ends the reading, or all are left out and counted.
+class Reading:
+    """Which columns are read, and what becomes of rows that cannot be used: the first ends the reading, or all are left
+    out and counted.
 
     Args:
-        skip: leave them out.
+        columns: of the text and the label.
+        skip: leave out rows that cannot be used.
     """
 
-    def __init__(self, *, skip: bool) -> None:
+    def __init__(self, columns: Columns, *, skip: bool) -> None:
+        self.columns = columns
         self.skip = skip
+        self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
 
@@ -75,11 +80,26 @@ class BadRows:
             raise UserError(f"--dataset {what}: holds no rows")
         return usable
 
+    def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
+        """The names of the text's and the label's column as they are written here.
+
+        Raises:
+            UserError: one is not there.
+        """
+        try:
+            text, label = self.columns.among(found)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; {NAME_COLUMNS}") from error
+        self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in (text, label))
+        return found[text], found[label]
+
     @property
-    def note(self) -> str:
-        """How many rows were left out, and which came first."""
+    def notes(self) -> list[str]:
+        """Columns that were not read; last how many rows were left out, and which came first."""
+        unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         more = "" if self.count <= len(self.named) else " ..."
-        return f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
+        left_out = f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
+        return [*unused, *([left_out] if self.count else [])]
 
 
 def _checked(text: Any, label: Any, labels: Collection[str]) -> UsableRow:
@@ -95,66 +115,80 @@ def _checked(text: Any, label: Any, labels: Collection[str]) -> UsableRow:
     return text, name
 
 
-def read_file(path: Path, bad: BadRows, label_names: Sequence[str] | None = None) -> Iterator[FoundRow]:
+def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = None) -> Iterator[FoundRow]:
     """The rows of a file, one by one.
 
     Args:
         path: ends in one of :data:`FORMATS`.
-        bad: told what is no row.
+        reading: which columns are read; told what is no row.
         label_names: what the numbers of AG News' layout stand for.
 
     Raises:
         UserError: the file cannot be read.
     """
-    if path.suffix not in FORMATS:
-        raise UserError(f"--dataset {path}: must end in {', '.join(FORMATS)}")
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f'--dataset {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"')
     try:
-        if path.suffix == ".csv":
-            yield from _read_csv(path, bad, label_names or AG_NEWS_LABELS)
+        if suffix in (".csv", ".tsv"):
+            yield from _read_csv(path, reading, label_names or AG_NEWS_LABELS)
         else:
-            yield from (_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path, bad)
+            yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
     except OSError as error:
         raise UserError(f"--dataset {path}: {error.strerror or error}") from error
 
 
 def _lines(path: Path) -> list[str]:
     """A file's lines with their ends; what is not UTF-8 stands in them as surrogates."""
-    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        data = utf8_bytes(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
     return [line.decode(errors="surrogateescape") for line in data.splitlines(keepends=True)]
 
 
 def _check_encoding(text: str) -> None:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UnusableRow("not UTF-8 text") from error
+        check_utf8(text)
+    except ValueError as error:
+        raise UnusableRow(str(error)) from error
 
 
-def _read_csv(path: Path, bad: BadRows, label_names: Sequence[str]) -> Iterator[FoundRow]:
-    columns: tuple[int, int] | None = None
-    for number, (line, fields) in enumerate(_records(path, bad)):
-        if number == 0 and (columns := _header(fields)):
-            continue
+def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
+    lines = _lines(path)
+    first = next((i for i, line in enumerate(lines) if line.strip()), None)
+    if first is None:
+        return
+    try:
+        layout = find_layout(lines[first], reading.columns)
+    except ValueError as error:
+        raise UserError(f"{path} line {first + 1}: {error}; {NAME_COLUMNS}") from error
+    reading.unused |= dict.fromkeys(layout.unused)
+    if layout.places:
+        first += 1
+    for line, fields in _records(path, lines, first, layout.separator, reading):
         if not fields:
             continue
         where = f"{path} line {line}"
         try:
             _check_encoding("".join(fields))
-            text, label = _headed_row(fields, columns) if columns else _ag_row(fields, label_names)
+            text, label = _headed_row(fields, layout.places) if layout.places else _ag_row(fields, label_names)
         except UnusableRow as error:
-            bad.reject(where, str(error))
+            reading.reject(where, str(error))
         else:
             yield where, text, label
 
 
-def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+def _records(
+    path: Path, lines: Sequence[str], start: int, separator: str, reading: Reading
+) -> Iterator[tuple[int, list[str]]]:
     """The number of each record's last line, and its fields.
 
     A record that cannot be parsed costs its first line alone: a stray quote would take good rows after it along.
     """
-    lines, start = _lines(path), 0
     while start < len(lines):
-        reader, done = csv.reader((lines[i] for i in range(start, len(lines))), strict=True), 0
+        rest = (lines[i] for i in range(start, len(lines)))
+        reader, done = csv.reader(rest, delimiter=separator, strict=True), 0
         try:
             for fields in reader:
                 done = reader.line_num
@@ -162,12 +196,7 @@ def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
             return
         except csv.Error as error:
             start += done + 1
-            bad.reject(f"{path} line {start}", f"not valid CSV ({error})")
-
-
-def _header(fields: list[str]) -> tuple[int, int] | None:
-    names = [name.strip().lower() for name in fields]
-    return (names.index("text"), names.index("label")) if {"text", "label"} <= set(names) else None
+            reading.reject(f"{path} line {start}", f"not valid CSV ({error})")
 
 
 def _headed_row(fields: list[str], columns: tuple[int, int]) -> tuple[str, str]:
@@ -178,61 +207,65 @@ def _headed_row(fields: list[str], columns: tuple[int, int]) -> tuple[str, str]:
 
 def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
     if len(fields) < 2:
-        raise UnusableRow(f'one field; AG News\' layout is "label 1-{len(names)}","title","description"')
+        raise UnusableRow(f'one field; rows without a header are "class 1-{len(names)}","title","description"')
     label = fields[0].strip()
     if not label.isdecimal():
         raise UnusableRow(
-            f"label {label!r} is no number; use AG News' layout with no header, or a header line with text and label"
+            f'label {label!r} is no number; rows without a header are "class 1-{len(names)}","title","description"'
         )
     if not 1 <= int(label) <= len(names):
         raise UnusableRow(f"label {label} is out of range 1 to {len(names)}")
     return " ".join(part for part in fields[1:] if part), names[int(label) - 1]
 
 
-def _read_json_lines(path: Path, bad: BadRows) -> Iterator[FoundRow]:
+def _read_json_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path} line {number}"
         try:
-            row = _json_row(line)
+            text, label = _json_row(line, reading)
         except UnusableRow as error:
-            bad.reject(where, str(error))
+            reading.reject(where, str(error))
         else:
-            yield where, row["text"], row["label"]
+            yield where, text, label
 
 
-def _json_row(line: str) -> dict[str, Any]:
+def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     _check_encoding(line)
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UnusableRow(f"not valid JSON ({error.msg}); one object a line is read") from error
-    if not isinstance(row, dict) or "text" not in row or "label" not in row:
+    if not isinstance(row, dict):
         raise UnusableRow("must be an object with text and label")
-    return row
+    try:
+        text, label = reading.columns.among(names := list(row))
+    except ValueError as error:
+        raise UnusableRow(f"{error}; {NAME_COLUMNS}") from error
+    reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in (text, label))
+    return row[names[text]], row[names[label]]
 
 
-def _read_parquet(path: Path, bad: BadRows) -> Iterator[FoundRow]:
+def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
     import pyarrow
     import pyarrow.parquet
 
     unreadable = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
     try:
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-        missing = [column for column in ("text", "label") if column not in file.schema_arrow.names]
+        found = file.schema_arrow.names
     except unreadable as error:
-        raise UserError(f"{path}: no Parquet file with text and label ({first_line(error)})") from error
-    if missing:
-        raise UserError(f"{path}: no Parquet file with text and label ({' and '.join(missing)} missing)")
+        raise UserError(f"{path}: no Parquet file that can be read ({first_line(error)})") from error
+    columns = list(reading.find_columns(str(path), found))
     first = 1
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         try:
-            table = file.read_row_group(group, columns=["text", "label"])
-            texts, labels = table["text"].to_pylist(), table["label"].to_pylist()
+            table = file.read_row_group(group, columns=columns)
+            texts, labels = (table[column].to_pylist() for column in columns)
         except unreadable as error:
-            bad.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
+            reading.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
         else:
             for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=first):
                 yield f"{path} row {number}", text, label

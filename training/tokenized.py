@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,12 +20,14 @@ from inference import tokenization
 from inference.tokenization import TextTokenizer, clean_text
 from training.config import TINY
 from training.dataset import NewsData, Rows
-from training.errors import UserError, first_line
+from training.errors import ForeseenError, UserError, first_line
+from training.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.utils import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 TINY_VOCABULARY = 8192
 CHUNK = 10_000
 PARTS = ("ids", "offsets", "labels")
@@ -56,7 +57,10 @@ class TokenizedRows:
 
 @dataclass(frozen=True)
 class TokenizedNews:
-    """Tokenised training and test rows. ``key`` names the data, the tokenizer and the length together."""
+    """Tokenised training and test rows, and validation rows if the data brings any.
+
+    ``key`` names the data, the tokenizer and the length together.
+    """
 
     key: str
     name: str
@@ -65,44 +69,91 @@ class TokenizedNews:
     test: TokenizedRows
     notes: list[str]
     vocab_size: int
+    validation: TokenizedRows | None = None
+
+    @property
+    def num_texts(self) -> int:
+        """All rows of all splits."""
+        return sum(map(len, self._splits))
+
+    @property
+    def num_cut(self) -> int:
+        """How many of them were longer than the maximum."""
+        return sum(rows.num_cut for rows in self._splits)
+
+    @property
+    def _splits(self) -> list[TokenizedRows]:
+        return [self.train, self.test, *([self.validation] if self.validation else [])]
 
 
-def load_tokenizer(model: str, train_texts: Sequence[str], max_length: int) -> PreTrainedTokenizerBase:
+def check_model_name(model: str) -> None:
+    """Refuse at once what neither is a folder nor can be a name of the hub.
+
+    Raises:
+        UserError: it is such a name.
+    """
+    if model == TINY or Path(model).expanduser().is_dir():
+        return
+    if looks_local(model):
+        raise UserError(f"--model {model}: no such folder")
+    refuse_revision("--model", model)
+
+
+def load_tokenizer(
+    model: str, train_texts: Sequence[str], max_length: int, say: Callable[[str], None] = print
+) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, or for ``tiny`` a WordPiece one trained on the training texts.
 
     Raises:
-        UserError: no such model, the hub is out of reach, or the model has no fast tokenizer.
+        UserError: no such model, or it has no fast tokenizer.
+        HubUnavailable: the hub did not answer.
     """
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
     if model == TINY:
         return _train_wordpiece(train_texts, max_length)
-    with model_errors(model):
+
+    def ask() -> PreTrainedTokenizerBase:
         # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
         cached_file(model, "config.json")
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+
+    tokenizer = load_from(model, ask, say)
     if not tokenizer.is_fast:
         raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")
     tokenizer.model_max_length = max_length
     return tokenizer
 
 
-@contextlib.contextmanager
-def model_errors(model: str):  # noqa: ANN201
-    """Turn what loading a model can raise into one line that says how to go on."""
+def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Load a part of a model, from the hub if it is no folder, and turn what that can raise into one line.
+
+    Raises:
+        UserError: no such model, or one that cannot be trained here.
+        HubUnavailable: the hub did not answer.
+    """
+    is_local = model == TINY or Path(model).expanduser().is_dir()
     try:
-        yield
-    except UserError:
+        return load() if is_local else ask_hub(f"--model {model}", load, say)
+    except ForeseenError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
-        first = first_line(error)
-        if Path(model).expanduser().is_dir():
-            raise UserError(f"--model {model}: the folder cannot be read as a model ({first})") from error
-        raise UserError(
-            f"--model {model}: no such folder, and the hub did not give it ({first}); without a network use "
-            "--model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
-        ) from error
+        raise UserError(f"--model {model}: {_why_not_loaded(model, error)}") from error
+
+
+def _why_not_loaded(model: str, error: Exception) -> str:
+    text, first = str(error), first_line(error)
+    if "trust_remote_code" in text:
+        return "brings code of its own, which is never run; use a model of an architecture that transformers has"
+    if "safetensors" in text and ("no file named" in text or "not appear to have a file" in text):
+        return "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"
+    if Path(model).expanduser().is_dir():
+        return f"the folder cannot be read as a model ({first})"
+    return (
+        f"no such folder, and the hub did not give it ({first}){did_you_mean(model, (TINY, 'distilbert-base-uncased'))}"
+        "; without a network use --model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
+    )
 
 
 def cache_key(data: NewsData, tokenizer_json: str, max_length: int) -> str:
@@ -110,7 +161,7 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int) -> str:
     digest = hashlib.sha256(Path(tokenization.__file__).read_bytes())
     digest.update(json.dumps([data.name, data.label_names, data.notes, max_length]).encode())
     digest.update(tokenizer_json.encode())
-    for rows in (data.train, data.test):
+    for rows in data.splits.values():
         digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
         digest.update(rows.labels.tobytes())
     return digest.hexdigest()[:24]
@@ -127,11 +178,11 @@ def write_tokens(
             return
         say(f"The cached tokens {file} are damaged ({damage}): made anew")
     started = time.perf_counter()
-    say(f"Tokenising {len(data.train) + len(data.test):,} texts ...")
+    say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
     tokenizer = TextTokenizer.from_json(tokenizer_json, max_length)
     tensors: dict[str, np.ndarray] = {}
     cut: dict[str, int] = {}
-    for split, rows in (("train", data.train), ("test", data.test)):
+    for split, rows in data.splits.items():
         encoded = encode_rows(tokenizer, rows)
         tensors |= {f"{split}.{part}": getattr(encoded, part) for part in PARTS}
         cut[split] = encoded.num_cut
@@ -184,8 +235,17 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
             tensors = {part: cached.get_tensor(f"{split}.{part}") for part in PARTS}
             return TokenizedRows(**tensors, num_cut=about["cut"][split])
 
-        train, test = rows("train"), rows("test")
-        return TokenizedNews(key, about["name"], about["label_names"], train, test, about["notes"], about["vocab_size"])
+        validation = rows("validation") if "validation" in about["cut"] else None
+        return TokenizedNews(
+            key=key,
+            name=about["name"],
+            label_names=about["label_names"],
+            train=rows("train"),
+            test=rows("test"),
+            notes=about["notes"],
+            vocab_size=about["vocab_size"],
+            validation=validation,
+        )
 
 
 def _file(folder: Path, key: str) -> Path:

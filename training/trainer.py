@@ -70,7 +70,7 @@ class Trainer:
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         self.news = prepare_news(config, ranks, self.say)
-        model = prepare_model(config, ranks, self.news.tokens)
+        model = prepare_model(config, ranks, self.news.tokens, self.say)
         self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()
         with explained(ranks, step=1):
             self.strategy = ranks.together(lambda: STRATEGIES[config.strategy](model, config, ranks, self.precision))

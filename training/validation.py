@@ -26,7 +26,7 @@ def validate_epoch(trainer: Trainer, epoch: int) -> EpochMetrics:
     with trainer.phases("evaluate"), explained(trainer.ranks, state.step + 1):
         validation, _ = evaluate(
             partial(trainer.strategy.logits, precision=trainer.precision),
-            tokens.train,
+            trainer.news.validation_rows,
             trainer.ranks,
             tokens.label_names,
             trainer.place,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.delimited import Columns
 from inference.labelled_rows import SAMPLE_NEWS, find_rows, read_rows
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -36,6 +37,25 @@ def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
         assert rows.calibration_texts == rows.texts
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", "Kategorie;Titel\nSports;Goal!\nWorld;Talks, talks\n".encode("utf-8-sig")),
+        ("rows.tsv", "Titel\tKategorie\nGoal!\tSports\nTalks, talks\tWorld\n".encode("utf-16")),
+        ("rows.jsonl", b'{"Titel": "Goal!", "Kategorie": "Sports"}\n{"Titel": "Talks, talks", "Kategorie": "World"}\n'),
+    ],
+)
+def test_files_are_read_as_training_reads_them(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = read_rows(tmp_path / name, LABELS, columns=Columns("titel", "kategorie"))
+    assert (rows.texts, rows.class_ids) == (["Goal!", "Talks, talks"], [1, 0])
+
+
+def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f'text,label\n"{"word " * 40_000}",World\n')
+    assert len(read_rows(tmp_path / "rows.csv", LABELS).texts[0]) == 200_000
+
+
 def test_a_limit_takes_rows_evenly(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{i},World\n" for i in range(10)))
     assert read_rows(tmp_path / "rows.csv", LABELS, 3).texts == ["0", "3", "6"]
@@ -53,13 +73,19 @@ def test_the_models_own_dataset_comes_before_the_sample(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("rows.csv", "text,label\nGoal!,Cricket\n", "rows.csv line 2: label 'Cricket' is none of the model's labels"),
-        ("rows.csv", '"5","Goal!",""\n', "rows.csv line 1: not in AG News' layout"),
-        ("rows.csv", "Goal!\n", "rows.csv line 1: not in AG News' layout"),
+        ("rows.csv", '"5","Goal!",""\n', 'rows.csv line 1: rows without a header are "class 1-4"'),
+        ("rows.csv", "Goal!\n", "rows.csv line 1: no column text and no column label among Goal!; the columns must"),
         ("rows.csv", "text,label\nGoal!\n", "rows.csv line 2: 1 fields"),
         ("rows.csv", "text,label\n", "holds no labelled text"),
         ("rows.jsonl", "{\n", "rows.jsonl line 1: not valid JSON"),
-        ("rows.jsonl", '{"text": 1, "label": "World"}\n', "rows.jsonl line 1: must be an object"),
-        ("rows.txt", "Goal!\n", "must end in .csv, .jsonl, .json"),
+        ("rows.jsonl", '{"text": 1, "label": "World"}\n', "rows.jsonl line 1: the text is no text"),
+        (
+            "rows.jsonl",
+            '{"headline": "Goal!", "label": "World"}\n',
+            "no column text among headline, label; the columns",
+        ),
+        ("rows.jsonl", "[1]\n", "rows.jsonl line 1: must be an object with text and label"),
+        ("rows.txt", "Goal!\n", "must end in .csv, .tsv, .jsonl, .json"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_with_file_and_line(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from inference.delimited import Columns
 from training.dataset import AG_NEWS_LABELS, NewsData, load_news, split_rows
 from training.errors import UserError
 
@@ -184,7 +186,7 @@ def test_the_sample_is_read_by_name() -> None:
         (
             "train.csv",
             '"1","a\nb","c"\n"x","c","d"\n',
-            r"train.csv line 3: label 'x' is no number; use AG News' layout",
+            r"train.csv line 3: label 'x' is no number; rows without a header are",
         ),
         ("train.csv", '"1","a","b"\n"2"\n', r"train.csv line 2: one field"),
         ("train.csv", '"1","a","b"\n"2"," ",""\n', r"train.csv line 2: the text is empty"),
@@ -196,12 +198,12 @@ def test_the_sample_is_read_by_name() -> None:
         ("train.csv", "", r"train.csv: holds no rows"),
         ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b"\n', r"train.jsonl line 2: not valid JSON"),
         ("train.jsonl", '{"text": "a", "label": 1}\n[1]\n', r"train.jsonl line 2: must be an object with text and"),
-        ("train.jsonl", '\n{"text": "a"}\n', r"train.jsonl line 2: must be an object with text and label"),
+        ("train.jsonl", '\n{"text": "a"}\n', r"train.jsonl line 2: no column label among text; name yours"),
         ("train.jsonl", '{"text": 5, "label": 1}\n', r"train.jsonl line 1: the text is no text"),
         ("train.jsonl", '{"text": "a", "label": true}\n', r"train.jsonl line 1: label True must be a name or a whole"),
         ("train.jsonl", '{"text": "a", "label": 1.5}\n', r"train.jsonl line 1: label 1.5 must be a name or a whole"),
         ("train.jsonl", '{"text": "a", "label": -1}\n', r"train.jsonl line 1: label -1 is out of range"),
-        ("train.parquet", "no parquet at all", r"train.parquet: no Parquet file with text and label"),
+        ("train.parquet", "no parquet at all", r"train.parquet: no Parquet file that can be read"),
         ("other.csv", "text,label\n", r"the folder holds no train.csv, train.jsonl or train.parquet"),
     ],
 )
@@ -222,6 +224,206 @@ def test_a_test_label_that_training_does_not_have_is_named(tmp_path: Path) -> No
         load_news(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.csv", "text;label\nHello, there;ham\nBuy; now;spam\n".replace("Buy; now", '"Buy; now"')),
+        ("train.csv", "label\ttext\nham\tHello, there\nspam\tBuy; now\n"),
+        ("train.tsv", "label\ttext\nham\tHello, there\nspam\tBuy; now\n"),
+    ],
+)
+def test_semicolons_and_tabs_separate_fields_too(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
+
+    data = load_news(str(tmp_path))
+
+    assert texts_and_names(data)[:2] == [("Hello, there", "ham"), ("Buy; now", "spam")]
+    assert data.notes == []
+
+
+def test_rows_without_a_header_may_be_separated_by_tabs(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("3\tOil, again\tPrices; up\n1\tTalks\tMinisters\n")
+    (tmp_path / "test.csv").write_text('"1","Talks; more","again; and again"\n')
+
+    data = load_news(str(tmp_path))
+
+    assert data.train.texts == ["Oil, again Prices; up", "Talks Ministers"]
+    assert data.test.texts == ["Talks; more again; and again"]
+
+
+HEADLINES = {
+    "news.csv": "id,headline,category\n" + "".join(f"{i},{text},{'ab'[i % 2]}\n" for i, text in enumerate(TEXTS)),
+    "news.jsonl": "\n".join(json.dumps({"headline": t, "category": "ab"[i % 2]}) for i, t in enumerate(TEXTS)),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(HEADLINES[name])
+
+    with pytest.raises(
+        UserError,
+        match=r"line 1: no column text and no column label among (id, )?headline, category; "
+        "name yours with --text_column and --label_column$",
+    ):
+        load_news(str(path))
+    data = load_news(str(path), columns=Columns("headline", "Category" if name.endswith("csv") else "category"))
+
+    assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
+    assert data.label_names == ["a", "b"]
+
+
+def test_a_column_that_is_missing_is_told_from_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("label,id\na,1\nb,2\n")
+
+    with pytest.raises(UserError, match=r"train.csv line 1: no column text among label, id; name yours with"):
+        load_news(str(tmp_path))
+
+
+def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -> None:
+    columns = {"Headline": TEXTS, "category": ["ab"[i % 2] for i in range(20)]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "news.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+
+    for path in (tmp_path / "news.parquet", tmp_path / "saved"):
+        data = load_news(str(path), columns=Columns("headline", "category"))
+        assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
+        with pytest.raises(UserError, match=r"no column text and no column label among Headline, category; name"):
+            load_news(str(path))
+
+
+def test_columns_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "text_pair": TEXTS, "label": ["ab"[i % 2] for i in range(20)], "id": [*range(20)]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "news.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    (tmp_path / "news.csv").write_text(
+        ",".join(columns)
+        + "\n"
+        + "".join(",".join(map(str, row)) + "\n" for row in zip(*columns.values(), strict=True))
+    )
+    (tmp_path / "news.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    )
+
+    for name in ("news.parquet", "saved", "news.csv", "news.jsonl"):
+        assert "columns that are not used: text_pair, id" in load_news(str(tmp_path / name)).notes
+
+
+def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
+    long = "word " * 40_000
+    (tmp_path / "train.csv").write_text(f'text,label\n"{long}",a\nshort,b\n')
+    (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
+
+    assert load_news(str(tmp_path)).train.texts == [long, "short"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_byte_order_mark_tells_the_encoding(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "train.csv").write_bytes("text\tlabel\nUn café\ta\nZwei\tb\n".encode(encoding))
+    (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
+
+    assert load_news(str(tmp_path)).train.texts == ["Un café", "Zwei"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "text,label\nhello,a\n".encode("utf-16-le"),
+            r"train.csv: not UTF-8 text \(it looks like UTF-16\); save",
+        ),
+        ("text,label\nhello,a\n".encode("utf-16")[:-1], r"train.csv: UTF-16 text that is torn at byte \d+; save it as"),
+        ("Überschrift;Kategorie\nhello;a\n".encode("cp1252"), r"train.csv line 1: not UTF-8 text; save the file as"),
+        ("text;label\nUn café;a\n".encode("cp1252"), r'line 2: not UTF-8 text; save the file as UTF-8 \(in Excel "CSV'),
+    ],
+)
+def test_an_encoding_that_is_not_read_is_named_with_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "train.csv").write_bytes(content)
+
+    with pytest.raises(UserError, match=message):
+        load_news(str(tmp_path))
+
+
+def split_texts(split: str, count: int) -> str:
+    return "text,label\n" + "".join(f"{split} row {i},{'ab'[i % 2]}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "dev"])
+@pytest.mark.parametrize("splits", [("train", "test"), ("train",)])
+def test_validation_rows_that_the_data_brings_are_kept_apart_and_said(
+    tmp_path: Path, name: str, splits: tuple[str, ...]
+) -> None:
+    for split in (*splits, name):
+        (tmp_path / f"{split}.csv").write_text(split_texts(split, 40 if split == "train" else 10))
+
+    data = load_news(str(tmp_path))
+
+    assert data.validation is not None
+    assert data.validation.texts == [f"{name} row {i}" for i in range(10)]
+    assert data.validation.labels.tolist() == [0, 1] * 5
+    assert all(text.startswith("train") for text in data.train.texts)
+    assert data.notes[0] == f"validation on the 10 rows of {tmp_path}/{name}.csv"
+    assert (len(data.train), len(data.test)) == ((40, 10) if "test" in splits else (36, 4))
+
+
+def test_a_validation_split_saved_by_datasets_is_kept_apart(tmp_path: Path) -> None:
+    splits = {name: saved_dataset([0, 1] * 5, ["a", "b"]) for name in ("train", "validation", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+
+    data = load_news(str(tmp_path / "saved"))
+
+    assert data.validation is not None
+    assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 10)
+
+
+def labelled(path: Path, labels: list[str]) -> Path:
+    path.write_text("text,label\n" + "".join(f'text {i},"{label}"\n' for i, label in enumerate(labels)))
+    return path
+
+
+def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "scores.csv", [str(i / 2) for i in range(400)])
+
+    with pytest.raises(
+        UserError,
+        match=r"400 different labels in 400 rows; is the label column a number to predict, or free",
+    ):
+        load_news(str(path))
+
+
+@pytest.mark.parametrize(
+    ("labels", "note"),
+    [
+        (["0.5", "1.5", "2"] * 8, "labels look like numbers to predict (0.5, 1.5, 2): each value is"),
+        (["a,b", "b", "c"] * 8, "labels such as 'a,b' look like lists: each combination is"),
+        (["red|big", "red|small", "blue"] * 8, "labels such as 'red|big' look like lists: each"),
+        (
+            [f"kind {i}" for i in range(20)] * 4,
+            "20 different labels in 80 rows: few rows to learn each from; is",
+        ),
+    ],
+)
+def test_labels_that_are_hardly_classes_are_said(tmp_path: Path, labels: list[str], note: str) -> None:
+    assert load_news(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
+
+
+@pytest.mark.parametrize(
+    "labels", [["1", "2", "3"], ["World", "Sci/Tech"], ["Paris, Texas", "Rome, Italy"], ["1.0", "2.0"]]
+)
+def test_labels_that_are_classes_are_not_doubted(tmp_path: Path, labels: list[str]) -> None:
+    [note] = load_news(str(labelled(tmp_path / "rows.csv", labels * 10))).notes
+    assert note.startswith("no test rows")
+
+
+def test_too_few_rows_are_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"two.csv: 2 rows leave none for validation and test; at least 3 rows of each label are needed"
+    ):
+        load_news(str(labelled(tmp_path / "two.csv", ["a", "b"])))
+
+
 def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_bytes("text,label\nhello,a\ncafé,b\n".encode("latin-1"))
 
@@ -232,19 +434,23 @@ def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
 def test_parquet_without_the_columns_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"title": ["a"]}), tmp_path / "train.parquet")
 
-    with pytest.raises(UserError, match=r"train.parquet: no Parquet file with text and label"):
+    with pytest.raises(UserError, match=r"train.parquet: no column text and no column label among title; name"):
         load_news(str(tmp_path))
 
 
 def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "news.xml").write_text("<news/>")
 
-    with pytest.raises(UserError, match=r"news.xml: must end in .csv, .jsonl, .json, .parquet"):
+    with pytest.raises(UserError, match=r"news.xml: must end in .csv, .tsv, .jsonl, .json, .parquet; save a"):
         load_news(str(tmp_path / "news.xml"))
-    with pytest.raises(UserError, match=r"--dataset ag_mews: no such dataset; use ag_news, sample"):
+    with pytest.raises(UserError, match=r"--dataset ag_mews: no such dataset; did you mean ag_news\?; use ag_news"):
         load_news("ag_mews")
-    with pytest.raises(UserError, match=r"no such dataset; use ag_news, sample"):
-        load_news(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./data", "~/no such", "owner/news.parquet"])
+def test_a_missing_file_is_said_at_once_and_not_sought_on_the_hub(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
+        load_news(name)
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
