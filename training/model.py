@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
@@ -21,7 +22,11 @@ from training.architectures import ROW_ATTENTION, architecture_of, find_blocks
 from training.config import TINY
 from training.dataset import AG_NEWS_LABELS
 from training.dropout import use_row_dropout
+from training.errors import UserError, first_line
 
+# A row is tried alone and with so many tokens of padding; its logits may differ by so much of their size.
+PROBE_PADDING = 8
+PROBE_TOLERANCE = 1e-3
 LABEL_MAP = dict(enumerate(AG_NEWS_LABELS))
 
 
@@ -65,7 +70,9 @@ class NewsClassifier(nn.Module):
         self.label_names = label_names
         self.network = network
         self.dropout_stream = use_row_dropout(network)
-        network.config._attn_implementation = ROW_ATTENTION
+        # Private, since no public way tells which families take their attention, and its masks, from the registry
+        # (transformers 5): the others would add a mask made for ours, of booleans, to their scores.
+        network.config._attn_implementation = ROW_ATTENTION if network._supports_sdpa else "eager"
         if network.config.pad_token_id is None:
             # A decoder may name none, and then takes single rows only.
             network.config.pad_token_id = 0
@@ -118,6 +125,63 @@ class NewsClassifier(nn.Module):
     def max_positions(self) -> int:
         """The longest text, in tokens, that the encoder has positions for."""
         return getattr(self.network.config, "max_position_embeddings", 2**31)
+
+
+def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor) -> list[str]:
+    """Try a network of a family that :mod:`training.architectures` does not know, before hours go into it.
+
+    Parameters that its answer does not depend on are frozen, since DDP waits for the gradient of each. Weights and
+    random states stay as they are.
+
+    Args:
+        model: on the CPU.
+        name: of the model, for the error.
+        input_ids: int64, (1, seq), a row that has positions for :data:`PROBE_PADDING` more tokens.
+
+    Returns:
+        The names of the frozen parameters.
+
+    Raises:
+        UserError: padding changes its answers, or it fails.
+    """
+    if model.architecture:
+        return []
+    mask, was_training = torch.ones_like(input_ids), model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            alone = model(input_ids, mask)
+            with torch.no_grad():
+                padded = model(F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING)))
+    except Exception as error:  # the network's own code
+        raise UserError(f"--model {name}: a text cannot be classified with it ({first_line(error)})") from error
+    finally:
+        model.train(was_training)
+    change, scale = (padded - alone.detach()).abs().max().item(), max(alone.abs().max().item(), 1e-6)
+    if change > PROBE_TOLERANCE * scale:
+        raise UserError(
+            f"--model {name}: {model.network.config.model_type} reads padding, which changes a row's logits by "
+            f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like"
+        )
+    reached = _leaves(alone)
+    unused = {name: parameter for name, parameter in model.network.named_parameters() if parameter not in reached}
+    for parameter in unused.values():
+        parameter.requires_grad_(False)
+    return list(unused)
+
+
+def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
+    """The parameters that a tensor was computed from: what a backward pass would reach, without its cost."""
+    seen, found, look = set(), set(), [output.grad_fn]
+    while look:
+        node = look.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            found.add(node.variable)
+        look += [following for following, _ in node.next_functions]
+    return found
 
 
 def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size: int) -> PreTrainedModel:

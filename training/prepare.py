@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from training.config import TINY, TrainConfig
 from training.dataset import SAMPLE, NewsData, load_news, split_rows
 from training.distributed import Ranks
 from training.errors import UserError
 from training.hub_access import cache_is_shared, download_once
-from training.model import NewsClassifier
+from training.model import PROBE_PADDING, NewsClassifier, try_unknown_family
 from training.tokenized import (
     TokenizedNews,
     TokenizedRows,
@@ -145,6 +146,12 @@ def prepare_model(
                 f"--max_length {config.max_length}: --model {config.model} has positions for "
                 f"{model.max_positions} tokens"
             )
+        row = int(np.argmin(tokens.train.lengths))
+        start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
+        if end - start + PROBE_PADDING <= model.max_positions:
+            ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
+            if unused := try_unknown_family(model, config.model, ids):
+                say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
         return model
 
     if not ranks.any(not _is_local(config.model)):

@@ -95,7 +95,7 @@ def check_model_name(model: str) -> None:
     if model == TINY or Path(model).expanduser().is_dir():
         return
     if looks_local(model):
-        raise UserError(f"--model {model}: no such folder")
+        raise UserError(f"--model {model}: no folder of that name")
     refuse_revision("--model", model)
 
 

@@ -9,8 +9,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
@@ -75,12 +75,12 @@ print(json.dumps({
     "test": [data.test.texts, data.test.labels.tolist()],
 }))
 """
-# The hub's library tries again for 23 seconds before it gives up; nothing here comes back in that time.
-TRAIN_IMPATIENTLY = """
-import runpy, sys, time
-time.sleep = lambda seconds: None
-sys.argv[0] = "train_single.py"
-runpy.run_module("training.train_single", run_name="__main__", alter_sys=True)
+# The hub's library and ask_hub pause between attempts: here nobody waits.
+IMPATIENTLY = "import time\ntime.sleep = lambda seconds: None\n"
+TRAIN_IMPATIENTLY = f"""{IMPATIENTLY}
+import runpy, sys
+sys.argv[0] = "train_ddp.py"
+runpy.run_module("training.train_ddp", run_name="__main__", alter_sys=True)
 """
 FLAGS = ("--max_length", "16", "--epochs", "1", "--precision", "fp32", "--device", "cpu")
 
@@ -94,6 +94,7 @@ class Hub(BaseHTTPRequestHandler):
 
     root: Path
     asked: list[str]
+    outage: list[int]  # the statuses of the next answers, before any that is good
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -108,6 +109,9 @@ class Hub(BaseHTTPRequestHandler):
         self.asked.append(format % values)
 
     def _answer(self) -> None:
+        if self.outage:
+            self._send(self.outage.pop(), {"error": "come back later"}, {})
+            return
         path = unquote(urlsplit(self.path).path)
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             self._send_file(self.root / ("datasets" if match[1] else "models") / match[2], match[3])
@@ -201,16 +205,23 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def hub(repositories: Path) -> Iterator[tuple[str, list[str]]]:
-    """The stand-in's address, and what it was asked."""
-    handler = type("ThisHub", (Hub,), {"root": repositories, "asked": []})
+@contextmanager
+def serving(repositories: Path, outage: Sequence[int] = ()) -> Iterator[tuple[str, list[str]]]:
+    """A stand-in that answers with these statuses before it answers well: its address, and what it was asked."""
+    handler = type("ThisHub", (Hub,), {"root": repositories, "asked": [], "outage": [*outage]})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", handler.asked
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def hub(repositories: Path) -> Iterator[tuple[str, list[str]]]:
+    """The stand-in's address, and what it was asked."""
+    with serving(repositories) as found:
+        yield found
 
 
 @pytest.fixture
@@ -223,14 +234,17 @@ def closed_hub() -> str:
 
 @pytest.fixture
 def with_hub(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`with_hub(address, *arguments)`: Python in a process that takes ``address`` for the hub and has no cache."""
+    """`with_hub(address, *arguments, **environment)`: Python in a process that takes ``address`` for the hub.
 
-    def run(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    Its cache is empty at the test's start.
+    """
+
+    def run(address: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         return subprocess.run(
             [sys.executable, *arguments],
-            env={**inherited, **settings},
+            env={**inherited, **settings, **environment},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -274,32 +288,49 @@ def test_ag_news_is_downloaded_with_its_label_names(
         assert any("/resolve/" in line and f"data/{split}-" in line for line in asked), split
 
 
-def error_line(run: subprocess.CompletedProcess[str]) -> str:
-    assert run.returncode == 2, run.stderr
+def test_a_hub_that_is_overloaded_for_a_while_is_asked_again(
+    repositories: Path, with_hub: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    # The hub's library tries six times by itself.
+    with serving(repositories, outage=[503, 429] * 4) as (address, asked):
+        run = with_hub(address, "-c", IMPATIENTLY + LOAD_NEWS)
+
+    assert run.returncode == 0, f"{run.stderr}\n{asked}"
+    again, found = run.stdout.splitlines()
+    assert re.fullmatch(
+        r"--dataset fancyzhx/ag_news: the hub did not answer \(.*(429|503).*\); next attempt in 2 s", again
+    )
+    assert json.loads(found)["label_names"] == AG_NEWS_LABELS
+
+
+def error_line(run: subprocess.CompletedProcess[str], code: int) -> str:
+    assert run.returncode == code, run.stderr
     assert "Traceback" not in run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
     return line
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--model", "acme/tiny-encoder", "--dataset", "sample"),
-            r"--model acme/tiny-encoder: .*without a network use --model tiny, or --model FOLDER",
-        ),
-        (
-            ("--model", "tiny", "--dataset", "ag_news"),
-            r"--dataset fancyzhx/ag_news: .*without a network use --dataset sample, or --dataset FOLDER",
-        ),
-    ],
+    "flags",
+    [("--model", "acme/tiny-encoder", "--dataset", "sample"), ("--model", "tiny", "--dataset", "fancyzhx/ag_news")],
 )
-def test_a_hub_out_of_reach_gives_one_line_that_says_how_to_go_on(
-    closed_hub: str, with_hub: Callable[..., subprocess.CompletedProcess[str]], flags: tuple[str, ...], message: str
+def test_a_hub_that_never_answers_ends_the_start_but_not_the_restarts_of_a_launcher(
+    closed_hub: str,
+    with_hub: Callable[..., subprocess.CompletedProcess[str]],
+    flags: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
-    run = with_hub(closed_hub, "-c", TRAIN_IMPATIENTLY, *FLAGS, "--cache_dir", "cache", *flags)
+    attempt = tmp_path / "launch/attempt_0/0"
+    attempt.mkdir(parents=True)
+    launcher = {"TORCHELASTIC_ERROR_FILE": str(attempt / "error.json"), "TORCHELASTIC_RESTART_COUNT": "0"}
 
-    assert re.search(message, error_line(run))
+    run = with_hub(closed_hub, "-c", TRAIN_IMPATIENTLY, *FLAGS, "--cache_dir", "cache", *flags, **launcher)
+
+    assert re.search(
+        r"(--model acme|--dataset fancyzhx)/.*: the hub did not answer \(.*\) in 4 attempts", error_line(run, 1)
+    )
+    assert run.stdout.count("next attempt in") == 3
+    assert not list(tmp_path.rglob("exit_code"))
 
 
 def test_a_name_that_the_hub_does_not_have_gives_one_line(
@@ -309,4 +340,95 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
 
     run = with_hub(hub[0], "-m", "training.train_single", *flags)
 
-    assert re.search(r"--dataset acme/no-such-data: the hub has no such dataset", error_line(run))
+    assert re.search(r"--dataset acme/no-such-data: the hub has no such dataset", error_line(run, 2))
+    assert "next attempt" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "code", "message"),
+    [
+        (
+            "http://hub.invalid",
+            {},
+            1,
+            r"--model tinny: the name of the hub's host, hub.invalid, could not be resolved, and it is not in",
+        ),
+        (
+            "http://hub.invalid",
+            {"HF_HUB_OFFLINE": "1"},
+            2,
+            r"--model tinny: no such folder, .*; did you mean tiny\?; without a network use --model tiny",
+        ),
+    ],
+)
+def test_without_a_network_a_name_that_is_not_in_the_cache_is_said_soon(
+    with_hub: Callable[..., subprocess.CompletedProcess[str]],
+    address: str,
+    environment: dict[str, str],
+    code: int,
+    message: str,
+) -> None:
+    flags = (*FLAGS, "--cache_dir", "cache", "--model", "tinny", "--dataset", "sample")
+
+    run = with_hub(address, "-c", TRAIN_IMPATIENTLY, *flags, **environment)
+
+    assert re.search(message, error_line(run, code))
+    assert run.stdout.count("next attempt in") == (0 if environment else 2)
+
+
+def test_without_a_network_what_is_in_the_cache_is_used(
+    hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    load = IMPATIENTLY + LOAD_NEWS + LOAD_MODEL
+    first = with_hub(hub[0], "-c", load)
+    again = with_hub("http://hub.invalid", "-c", load)
+
+    assert first.returncode == again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if "next attempt" not in line] == first.stdout.splitlines()
+
+
+# Two machines with a process each: local rank 0 of both reads.
+PREPARE = """
+import os
+from training.config import TrainConfig
+from training.distributed import ranks, use_loopback
+from training.prepare import prepare_model, prepare_news
+use_loopback()
+with ranks("cpu") as mine:
+    config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
+    news = prepare_news(config, mine, print)
+    print(len(news.train_index), prepare_model(config, mine, news.tokens, print).num_parameters())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_that_share_a_cache_download_once(
+    repositories: Path, start: Callable[..., Any], tmp_path: Path, shared: bool
+) -> None:
+    with closing(socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with serving(repositories) as (address, asked):
+        group = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        group |= {"MASTER_PORT": port, "HF_ENDPOINT": address, "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+        machines = [
+            start(
+                [sys.executable, "-c", PREPARE],
+                wait=False,
+                env={
+                    **group,
+                    "RANK": str(rank),
+                    "HF_HOME": str(tmp_path / ("hf" if shared else f"hf_{rank}")),
+                    "CACHE": str(tmp_path / f"cache_{rank}"),
+                },
+            )
+            for rank in (0, 1)
+        ]
+        assert [machine.wait() for machine in machines] == [0, 0], [machine.err for machine in machines]
+
+    assert machines[0].out.splitlines()[-1] == machines[1].out.splitlines()[-1]
+    for name in ("config.json", "model.safetensors", "data/train-"):
+        downloads = [line for line in asked if line.startswith('"GET') and "/resolve/" in line and name in line]
+        assert len(downloads) == (1 if shared else 2), downloads
+    assert not list(tmp_path.rglob(".shared_*"))

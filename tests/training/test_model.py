@@ -1,21 +1,32 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
+    BigBirdConfig,
     DistilBertConfig,
+    MPNetConfig,
     PreTrainedConfig,
     PreTrainedModel,
     RobertaConfig,
+    SqueezeBertConfig,
+    XLNetConfig,
 )
 
+from tests.training.parallelism.ranks import here
+from training.batching import MicroBatch
+from training.config import TrainConfig
 from training.dropout import RowDropout
-from training.model import LABEL_MAP, NewsClassifier
+from training.errors import UserError
+from training.model import LABEL_MAP, NewsClassifier, try_unknown_family
+from training.parallelism import STRATEGIES
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 
 TOLERANCE = 1e-6  # fp32, weights of the usual size
@@ -277,3 +288,71 @@ def test_a_head_of_another_size_is_made_anew_and_the_encoder_kept(tmp_path: Path
 
 def test_max_positions_is_the_encoders(tmp_path: Path) -> None:
     assert NewsClassifier(4, str(save_encoder(tmp_path, "bert"))).max_positions == 40
+
+
+OTHER_FAMILIES = {
+    "mpnet": MPNetConfig(**BERT_SIZE),
+    "squeezebert": SqueezeBertConfig(**BERT_SIZE, embedding_size=32),
+    "big_bird": BigBirdConfig(**BERT_SIZE, attention_type="original_full"),
+    "xlnet": XLNetConfig(vocab_size=96, d_model=32, n_layer=2, n_head=4, d_inner=64),
+}
+
+
+def other_classifier(family: str) -> NewsClassifier:
+    torch.manual_seed(7)
+    config = OTHER_FAMILIES[family]
+    config.num_labels = 4
+    classifier = NewsClassifier.__new__(NewsClassifier)
+    torch.nn.Module.__init__(classifier)
+    classifier._adopt(AutoModelForSequenceClassification.from_config(config), list("abcd"))
+    return classifier
+
+
+@pytest.mark.parametrize("family", ["mpnet", "squeezebert", "big_bird"])
+def test_padding_changes_nothing_in_families_that_compute_attention_by_themselves(family: str) -> None:
+    model = other_classifier(family).eval()
+    ids, mask = batch_of([6, 14])
+
+    with torch.no_grad():
+        together, alone = model(ids, mask)[:1], model(ids[:1, :6], mask[:1, :6])
+
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_a_family_that_reads_padding_is_refused_before_training() -> None:
+    ids, _ = batch_of([6])
+
+    with pytest.raises(UserError, match=r"^--model acme/x: xlnet reads padding, which changes a row's logits by"):
+        try_unknown_family(other_classifier("xlnet"), "acme/x", ids)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "big_bird"])
+def test_trying_a_family_leaves_weights_mode_and_random_states_as_they_are(family: str) -> None:
+    model = other_classifier(family).train()
+    weights, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+
+    unused = try_unknown_family(model, family, batch_of([6])[0])
+
+    assert unused == {"mpnet": [], "big_bird": ["bert.pooler.weight", "bert.pooler.bias"]}[family]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def _two_steps(family: str) -> float:
+    model = other_classifier(family)
+    try_unknown_family(model, family, batch_of([6])[0])
+    strategy = STRATEGIES["ddp"](model, TrainConfig(device="cpu", precision="fp32"), here(), "fp32")
+    ids, mask = batch_of([6, 9])
+    batch = MicroBatch(ids, mask, torch.tensor([0, 1]), torch.full((2,), 0.25), np.arange(2), here().rank * 2, 4)
+    return [float(strategy.step([batch], step, 1e-3).loss) for step in (1, 2)][-1]
+
+
+def test_a_family_with_parameters_that_nothing_reads_trains_on_two_ranks(
+    run_on_ranks: Callable[..., list[float]],
+) -> None:
+    losses = run_on_ranks(2, _two_steps, "big_bird")
+
+    assert all(math.isfinite(loss) for loss in losses)
