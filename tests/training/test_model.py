@@ -350,6 +350,7 @@ def _two_steps(family: str) -> float:
     return [float(strategy.step([batch], step, 1e-3).loss) for step in (1, 2)][-1]
 
 
+@pytest.mark.slow
 def test_a_family_with_parameters_that_nothing_reads_trains_on_two_ranks(
     run_on_ranks: Callable[..., list[float]],
 ) -> None:
