@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants
 
@@ -103,16 +103,16 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
 
 
 def _resolves(what: str, say: Callable[[str], None]) -> bool:
-    if getproxies():  # which resolve names themselves
-        return True
     endpoint = urlsplit(constants.ENDPOINT)
+    host, proxies = endpoint.hostname or "", getproxies()
+    if (proxies.get(endpoint.scheme) or proxies.get("all")) and not proxy_bypass(host):
+        return True  # the proxy resolves names
     for delay in (*RESOLVE_DELAYS, None):
         try:
-            socket.getaddrinfo(endpoint.hostname, endpoint.port or endpoint.scheme)
+            socket.getaddrinfo(host, endpoint.port or endpoint.scheme)
         except OSError as error:
             if delay is not None:
-                reason = f"{endpoint.hostname}: {error.strerror}"
-                say(f"{what}: the hub did not answer ({reason}); next attempt in {delay:g} s")
+                say(f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in {delay:g} s")
                 time.sleep(delay)
         else:
             return True

@@ -241,7 +241,8 @@ def with_hub(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(address: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         settings = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        foreign = ("HF_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+        inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(foreign)}
         return subprocess.run(
             [sys.executable, *arguments],
             env={**inherited, **settings, **environment},
@@ -312,7 +313,10 @@ def error_line(run: subprocess.CompletedProcess[str], code: int) -> str:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--model", "acme/tiny-encoder", "--dataset", "sample"), ("--model", "tiny", "--dataset", "fancyzhx/ag_news")],
+    [
+        ("--model", "tiny", "--dataset", "fancyzhx/ag_news"),
+        pytest.param(("--model", "acme/tiny-encoder", "--dataset", "sample"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_hub_that_never_answers_ends_the_start_but_not_the_restarts_of_a_launcher(
     closed_hub: str,
@@ -353,11 +357,12 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
             1,
             r"--model tinny: the name of the hub's host, hub.invalid, could not be resolved, and it is not in",
         ),
-        (
+        pytest.param(
             "http://hub.invalid",
             {"HF_HUB_OFFLINE": "1"},
             2,
             r"--model tinny: no such folder, .*; did you mean tiny\?; without a network use --model tiny",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -376,6 +381,7 @@ def test_without_a_network_a_name_that_is_not_in_the_cache_is_said_soon(
     assert run.stdout.count("next attempt in") == (0 if environment else 2)
 
 
+@pytest.mark.slow
 def test_without_a_network_what_is_in_the_cache_is_used(
     hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -397,7 +403,7 @@ use_loopback()
 with ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
     news = prepare_news(config, mine, print)
-    print(len(news.train_index), prepare_model(config, mine, news.tokens, print).num_parameters())
+    print(len(news.train_index), prepare_model(config, mine, news.tokens, print).network.num_parameters())
 """
 
 
