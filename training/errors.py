@@ -91,7 +91,7 @@ def in_one_line(error: BaseException) -> str:
 def reason_to_record(error: BaseException) -> str:
     """An error for a log of one line each; what nobody foresaw means little without its type."""
     if isinstance(error, ForeseenError | StopAsked):
-        return str(error)
+        return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}"
 
 
