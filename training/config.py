@@ -135,6 +135,7 @@ class TrainConfig(BaseModel):
 
     check_replicas_every: int = _field(500, "watching", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0)
     check_gradient_sync: int = _field(0, "watching", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0)
+    record_collectives_every: int = _field(20, "watching", "optimizer steps between two recordings, by PyTorch's profiler, of what a step sends, for the metrics collective_*; 0 = off, as beside another profiler such as nsys", ge=0)
     one_rank_rate: float = _field(0, "watching", "rows a second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0)
     trackers: str = _field("", "watching", "where curves go beside metrics.jsonl and TensorBoard: wandb, mlflow, trackio, several with commas, each an extra of the same name; unset = nowhere")
     profile: int = _field(0, "watching", "optimizer steps that PyTorch's profiler records, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000)
@@ -216,7 +217,7 @@ OPERATIONAL_FIELDS = frozenset(
     | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows", "collective_timeout"}
     | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
     | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8"}
-    | {"check_replicas_every", "check_gradient_sync", "one_rank_rate"}
+    | {"check_replicas_every", "check_gradient_sync", "record_collectives_every", "one_rank_rate"}
     | {"trackers", "profile", "profile_start", "profile_ranks"}
 )
 BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})

@@ -6,22 +6,27 @@ The only file that calls ``init_process_group`` (beside those that teach it), an
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import ipaddress
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from inference.cpu import usable_cpus
-from training.errors import ForeseenError, TrainingFailure, UserError, first_line
+from training.errors import ForeseenError, TrainingFailure, UserError, in_one_line
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = 1800.0  # seconds
@@ -30,8 +35,21 @@ START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
 SECONDS_FOR_RANK_0 = 10.0
-# What gloo and NCCL say when a connection ends, or nothing comes in time.
-_LOST_RANK = ("Connection closed by peer", "Connection reset", "gloo", "NCCL")
+SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+# What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
+# this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
+_SIGNS_OF_A_LOST_PEER = (
+    "connection closed by peer",
+    "connection closed by remote peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "ncclremoteerror",
+    "remote process exited",
+    "remote process has terminated",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,8 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.is_distributed:
-            self.sum_(torch.zeros(1, device=self.device))
+            # With NCCL a collective only queues work on the device: reading the result makes the host wait for it.
+            self.sum_(torch.zeros(1, device=self.device)).item()
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` holds on any rank."""
@@ -108,25 +127,64 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def first_then_rest(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of each machine, then on the others, who find its cached result."""
-        result: T | None = None
+        """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
 
-        def on_first() -> None:
-            nonlocal result
-            if self.local_rank == 0:
-                result = work()
-
-        self.together(on_first)
-        if self.local_rank != 0:
-            result = work()
-        self.barrier()
-        return result  # type: ignore[return-value]
+        Raises:
+            UserError: as :meth:`together`, from the first ranks or from the others.
+        """
+        first = self.together(lambda: work() if self.local_rank == 0 else None)
+        rest = self.together(lambda: work() if self.local_rank != 0 else None)
+        return first if self.local_rank == 0 else rest  # type: ignore[return-value]
 
 
 def use_loopback() -> None:
     """For ranks of this machine alone: gloo looks up the machine's own name, which a sandbox may not know."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface of this machine that leads to another one; None if that is unknown, or the loopback."""
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # chooses the route; nothing is sent
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+        return None if own.is_loopback else _interface_of(own)
+    except OSError:
+        return None
+
+
+def _interface_of(own: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    if own.version == 6:  # address, index, prefix length, scope, flags, name (Linux)
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[5] for line in lines if int(line.split()[0], 16) == int(own)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == own.packed:
+                    return name
+    return None
+
+
+def saving_group(timeout: float) -> dist.ProcessGroup:
+    """A gloo group over all ranks, beside the default one, for the thread that saves checkpoints.
+
+    Two threads that share a group would take each other's messages.
+
+    Raises:
+        TrainingFailure: gloo does not reach the other machines, though the default group, on NCCL, may.
+    """
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, dist.DistError) as error:
+        named = {name: os.environ.get(name, "unset") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        raise TrainingFailure(
+            f"rank {dist.get_rank()}: the second process group, over which gloo coordinates checkpoints, did not form "
+            f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) to the network "
+            f"interface that joins the machines, as NCCL_SOCKET_IFNAME (now {named['NCCL_SOCKET_IFNAME']}) for NCCL"
+        ) from error
 
 
 def limit_waiting(seconds: float) -> None:
@@ -146,7 +204,10 @@ def start_timeout(collective_timeout: float) -> float:
 
 def is_lost_rank(error: BaseException | None) -> bool:
     """Whether an error of a collective says that another rank is gone, or did not come."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_RANK)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -186,7 +247,10 @@ def ranks(
     also_on_cpu: bool = False,
     collective_timeout: float = COLLECTIVE_TIMEOUT,
 ) -> Iterator[Ranks]:
-    """The ranks of this run; the process group stands while the context does, and falls whatever happens.
+    """The ranks of this run; the process group is formed on entry and destroyed after a clean end.
+
+    After an error the group stays: NCCL's teardown waits for the other ranks of the machine, which may wait for this
+    one, so a rank that fails must end its process instead (:func:`training.resilience.interruption.run_rank`).
 
     Args:
         device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
@@ -215,6 +279,10 @@ def ranks(
         torch.set_num_threads(max(1, usable_cpus() // local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
+        with one_voice():
+            _check_restarts()
+        if world_size > local_world_size:
+            _choose_gloo_interface()
         _join_group(backend, chosen, restart, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
         milestones["group_formed"] = time.time()
     try:
@@ -226,15 +294,14 @@ def ranks(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        failure = TrainingFailure(f"rank {rank}: another rank went away; its own error says why")
+        failure = TrainingFailure(f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}")
         failure.say()
         raise failure from error
-    finally:
-        if joins and dist.is_initialized():
-            # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and
-            # the process aborts at its end.
-            gc.collect()
-            dist.destroy_process_group()
+    if joins and dist.is_initialized():
+        # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and the
+        # process aborts at its end.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -243,7 +310,10 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
         return torch.device("cpu")
     if num_gpus == 0:
         raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto")
-    if local_world_size > num_gpus:
+    shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
+    if num_gpus == 1 and not shared:
+        local_rank = 0  # some schedulers show each process its own GPU, which is then the first of one
+    elif local_world_size > num_gpus:
         raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
             f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
@@ -252,6 +322,25 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     # Bound before the group exists: else every process opens a context on GPU 0.
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _choose_gloo_interface() -> None:
+    """By itself gloo takes the address of the machine's own name, which other machines often do not reach."""
+    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _check_restarts() -> None:
+    """Refuse restarts that would hang: attempts of several launchers that share one store read each other's keys."""
+    launchers, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and int(launchers) > 1 and int(restarts) > 0:
+        raise UserError(
+            f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
+            "other until they time out; use --rdzv_backend=c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+            "launcher, or --max_restarts 0"
+        )
 
 
 def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
@@ -273,9 +362,12 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
                 f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
                 "start with torchrun --standalone, which picks one"
             ) from error
-        # A variable that is missing is the user's; a network that fails may not fail the next time.
-        kind = UserError if isinstance(error, ValueError) else TrainingFailure
-        raise kind(
-            f"the process group did not form ({first_line(error)}): start with torchrun --nproc_per_node=N, "
-            "on a free port (--standalone picks one)"
+        said = f"the process group did not form ({in_one_line(error)})"
+        if isinstance(error, ValueError):  # a variable is missing
+            raise UserError(f"{said}: start with torchrun --standalone --nproc_per_node=N") from error
+        # A network that fails may not fail the next time.
+        raise TrainingFailure(
+            f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach MASTER_ADDR "
+            f"{os.environ.get('MASTER_ADDR')} at MASTER_PORT {os.environ.get('MASTER_PORT')}, and "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them"
         ) from error

@@ -87,6 +87,18 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(super(HelpFormatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
+def in_one_line(error: BaseException) -> str:
+    """All that an error says: NCCL names the cause in the last of several lines."""
+    return " ".join(str(error).split())
+
+
+def reason_to_record(error: BaseException) -> str:
+    """An error for a log of one line each; what nobody foresaw means little without its type."""
+    if isinstance(error, ForeseenError | StopAsked):
+        return in_one_line(error)
+    return f"{type(error).__name__}: {in_one_line(error)}"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose complaint is one line, as every other error, and whose flags take ``_`` or ``-``."""
 

@@ -28,6 +28,7 @@ from training.evaluation import evaluate
 from training.model import NewsClassifier
 from training.monitoring import Console
 from training.quiet import quiet_libraries
+from training.resilience.interruption import run_rank
 from training.tokenized import encode_rows
 
 
@@ -131,4 +132,4 @@ def _table(metrics: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_rank(lambda: run_command(main))

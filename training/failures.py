@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from training.distributed import Ranks, is_lost_rank
-from training.errors import LostRank, TrainingFailure
+from training.errors import LostRank, TrainingFailure, in_one_line
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def explained(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Itera
             raise _out_of_memory(ranks, step, shape) from error
         if is_lost_rank(error):
             raise LostRank(
-                f"rank {ranks.rank}: another rank went away at step {step}; its own error says why. "
-                "The last checkpoint stays: start the same command again to go on"
+                f"rank {ranks.rank}: another rank went away at step {step}. The last checkpoint stays: start the same "
+                f"command again to go on. PyTorch's own error: {in_one_line(error)}"
             ) from error
         raise
 

@@ -34,7 +34,7 @@ def build_observers(trainer: Trainer) -> Observers:
 def _comparisons(trainer: Trainer) -> list[Observer]:
     """What the ranks show each other. They come last: a profiler that is to see a whole step begins before them."""
     ranks, exporter = trainer.ranks, trainer.exporter
-    collectives = Collectives(exporter, ranks.backend, LOOK_EVERY)
+    collectives = Collectives(exporter, ranks.backend, trainer.config.record_collectives_every)
     parameters, every = trainer.strategy.parameters, trainer.config.check_replicas_every
     return [
         collectives,

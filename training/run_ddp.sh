@@ -27,30 +27,35 @@ if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
   exit 2
 fi
 
-# Said here, torchrun does not warn of its own default; the ranks share the cores out themselves.
+# Set here, torchrun does not warn of its own default; the ranks share the cores out themselves.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torchrun ends with 1 whatever its ranks end with, and would start again what was asked to stop: what stands in a file
 # exit_code here counts, and ends all attempts to come.
 logs=$(mktemp -d) || exit 1
+asked=
 trap 'rm -rf "$logs"' EXIT
 # shellcheck disable=SC2329 # the trap calls it
 ask_to_stop() {
+  asked=$2
   for launch in "$logs"/*/; do
-    [ -d "$launch" ] && echo 143 >"$launch/exit_code" # until a rank that has saved says otherwise
+    [ -d "$launch" ] && echo "$asked" >"$launch/exit_code" # until a rank that has saved says otherwise
   done
   pkill "-$1" -P "$launcher" 2>/dev/null || kill -TERM "$launcher" 2>/dev/null
 }
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.
-setsid "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
+setsid "$python" "$here/launch.py" --standalone --nproc_per_node="$processes" --max_restarts="$restarts" \
   --log_dir="$logs" "$here/train_ddp.py" "$@" &
 launcher=$!
-trap 'ask_to_stop TERM' TERM HUP # HUP: the terminal was closed
-trap 'ask_to_stop INT' INT # the second of them ends the ranks at once
+trap 'ask_to_stop TERM 143' TERM HUP # HUP: the terminal was closed
+trap 'ask_to_stop INT 130' INT # the second of them ends the ranks at once
 while kill -0 "$launcher" 2>/dev/null; do
   wait "$launcher"
 done
 wait "$launcher" # once more: a signal may have cut the last one short
 code=$?
-[ "$code" -eq 0 ] || code=$(cat "$logs"/*/exit_code 2>/dev/null || echo "$code")
+if [ -n "$asked" ] && ! compgen -G "$logs/*/" >/dev/null; then
+  echo "Stopped before the first step, nothing to save. Start the same command again to go on."
+fi
+[ "$code" -eq 0 ] || code=$(cat "$logs"/*/exit_code 2>/dev/null || echo "${asked:-$code}")
 exit "$code"

@@ -34,8 +34,8 @@ class StepRecord:
 class Agreed:
     """What all ranks know of the last steps.
 
-    ``steps``: each one's metrics; ``raised``: how many ranks raise each flag; ``bad``: by number, the steps that were
-    skipped since loss or gradient norm is not finite, and no loss scale explains it.
+    ``steps``: each one's metrics; ``raised``: the sum of each flag over the ranks; ``bad``: by number, the steps that
+    were skipped since loss or gradient norm is not finite, and no loss scale explains it.
     """
 
     steps: list[StepMetrics]
@@ -54,21 +54,22 @@ class StepLog:
         self.ranks = ranks
         self.records: list[StepRecord] = []
         self.since = time.perf_counter()
+        self.step_seconds = 0.0  # mean of the steps of the last flush
 
     def add(self, record: StepRecord) -> None:
         """Keep a step until the next flush."""
         self.records.append(record)
 
     def restart_clock(self) -> None:
-        """Leave out of the throughput what was no training: an evaluation, a save."""
-        self.since = time.perf_counter()
+        """Leave out of the throughput and the pace what was no training: an evaluation, a save."""
+        self.since, self.step_seconds = time.perf_counter(), 0.0
 
-    def flush(self, seconds: float, flags: Mapping[str, bool]) -> Agreed:
+    def flush(self, seconds: float, flags: Mapping[str, int]) -> Agreed:
         """Agree on the steps since the last flush.
 
         Args:
             seconds: since the run's start.
-            flags: what this rank alone knows; of the same names on all ranks.
+            flags: what this rank alone knows, as whole numbers of the same names on all ranks.
         """
         records, self.records = self.records, []
         losses = [record.result.loss.double() for record in records]
@@ -83,6 +84,7 @@ class StepLog:
         }
         elapsed = max(time.perf_counter() - self.since, 1e-9)
         self.since = time.perf_counter()
+        self.step_seconds = elapsed / len(records) if records else 0.0
         rows, tokens = sum(len(r.batch) for r in records) / elapsed, sum(r.tokens for r in records) / elapsed
         metrics = [
             StepMetrics(

@@ -8,9 +8,17 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.resilience.restarts import begin, leave_if_settled, settled, stop_with_launcher, stopped_exit_code
+from training.resilience.restarts import (
+    begin,
+    end_on_ctrl_c,
+    leave_if_settled,
+    settled,
+    stop_with_launcher,
+    stopped_exit_code,
+)
 
 if __name__ == "__main__":  # before the other imports, which take seconds
+    end_on_ctrl_c()
     stop_with_launcher()
     leave_if_settled()
 
@@ -19,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from training.config import parse_config
 from training.distributed import one_voice, ranks
 from training.errors import run_command
-from training.resilience.interruption import Interruption, leave
+from training.resilience.interruption import Interruption, run_rank
 from training.trainer import Trainer
 
 
@@ -47,8 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SystemExit as ended:
-        # A launcher waits for the last rank before it starts them again; tidying up its memory takes Python seconds.
-        leave(ended.code)
+    run_rank(main)

@@ -8,6 +8,11 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from training.resilience.restarts import end_on_ctrl_c
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    end_on_ctrl_c()
+
 from training.config import parse_config
 from training.distributed import ranks
 from training.errors import run_command

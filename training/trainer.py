@@ -41,6 +41,9 @@ from training.step_log import Agreed, StepLog, StepRecord, rows_of
 from training.utils import AverageMeter, only_run_in, write_whole
 from training.validation import validate_epoch
 
+# A stop is obeyed within two seconds: half of that is for steps that take longer than the last ones did.
+AGREE_SECONDS = 1.0
+
 
 class Trainer:
     """Trains, evaluates and writes one model; every rank makes one and calls :meth:`fit`.
@@ -66,6 +69,8 @@ class Trainer:
         ranks.together(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         check_storage(self.storage, ranks)
+        # Before data and model, which take minutes: its process group may not form.
+        self.saver = Saver(config, ranks, self.storage, self.say, self.stop_agreed)
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
@@ -108,16 +113,17 @@ class Trainer:
                 self.config.run_dir.mkdir(parents=True, exist_ok=True)
             for held in (lambda: only_run_in(self.config.run_dir), self.storage.alone):
                 self.ranks.together(lambda held=held: stack.enter_context(held()) if self.ranks.is_first else None)
-            for context in (self.events.writing(), self.interruption.saving(), self.status, self.watchdog):
+            for context in (self.events.writing(), self.interruption.saving(), self.saver):
                 stack.enter_context(context)
-            self.saver = Saver(self.config, self.ranks, self.storage, self.say, self.stop_agreed)
-            stack.enter_context(contextlib.closing(self.saver))
             self.save_schedule = SaveSchedule(self.config.save_every, self.config.save_minutes, time.monotonic())
             self.log = None
             if self.ranks.is_first:
                 write_whole(self.config.run_dir / "config.yaml", self.config.to_yaml().encode())
                 self.log = RunLog.of(self.config, self.state.step, self.say)
             self.observers = stack.enter_context(contextlib.closing(build_observers(self)))
+            # Last, so that a rank that fails says so before it waits for anything else.
+            for context in (self.status, self.watchdog):
+                stack.enter_context(context)
             self.observers.run_starts(self.state.step, self.total_steps, self.state.epochs)
             if self.console:
                 self.console.banner(describe_run(self))
@@ -178,14 +184,16 @@ class Trainer:
         seconds_before = state.epoch_seconds if resumed_at else 0.0
         if not resumed_at:
             state.epoch_loss = AverageMeter()
+        agrees_at = state.step + 1
         for batch in islice(self.sampler, resumed_at, None):
             self._train_step(epoch, self.bad_steps.remaining(self.news.train_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             is_last = state.step % len(self.sampler) == 0
             saves = self.save_schedule.due_by_step(state.step)
             stop = False
-            if is_last or saves or self.ranks.device.type == "cpu" or state.step % config.log_every == 0:
+            if is_last or saves or state.step >= agrees_at or state.step % config.log_every == 0:
                 agreed = self._agree()
+                agrees_at = state.step + self._steps_until_agreement(agreed)
                 if self.bad_steps.take(agreed.steps, agreed.bad):
                     return True
                 stop, saves = agreed.raised["stop"] > 0, agreed.raised["save"] > 0
@@ -241,14 +249,30 @@ class Trainer:
             self.saver.retry()
         return agreed
 
-    def _flags(self) -> dict[str, bool]:
-        """What this rank alone knows, and all must before anyone acts on it."""
+    def _flags(self) -> dict[str, int]:
+        """What this rank alone knows, and all must before anyone acts on it; the sums over ranks are agreed on."""
         return {
             "stop": self.interruption.asked,
             "save": self.ranks.is_first and self.save_schedule.due(self.state.step, time.monotonic()),
             "saved": self.saver.done,
             "retry": self.saver.retry_due,
+            **({} if self._agrees_each_step else {"microseconds": round(self.step_log.step_seconds * 1e6)}),
         }
+
+    @property
+    def _agrees_each_step(self) -> bool:
+        """On a CPU that costs nothing; to look at a GPU's numbers, the host waits for all work queued there."""
+        return self.ranks.device.type == "cpu"
+
+    def _steps_until_agreement(self, agreed: Agreed) -> int:
+        """Steps that fit into AGREE_SECONDS, so that a stop is obeyed in time however rare the lines of the log are.
+
+        All ranks must come to the same number, so it follows from numbers that were agreed on.
+        """
+        if self._agrees_each_step:
+            return 1
+        step_seconds = agreed.raised["microseconds"] / 1e6 / self.ranks.world_size
+        return max(1, int(AGREE_SECONDS / step_seconds)) if step_seconds else 1
 
     def _end_epoch(self, epoch: int) -> bool:
         """Validate and save; returns whether that was done, not cut short by a stop: then the validation is owed."""

@@ -19,7 +19,7 @@ from rich.live import Live
 
 from training.errors import OneLineParser, run_command
 from training.monitoring.dashboard import draw
-from training.monitoring.run_folder import SILENT_SECONDS, Picture, RunFolder
+from training.monitoring.run_folder import Picture, RunFolder
 
 SECONDS_A_FRAME = 0.5
 PLAIN_WIDTH = 120
@@ -38,8 +38,9 @@ def main() -> None:
     if console.is_terminal and not options.once:
         with contextlib.suppress(KeyboardInterrupt):
             _follow(folder, console)
-    elif folder.look().has_strangers:
-        time.sleep(SILENT_SECONDS + 1)  # by then one that lives has written anew, and one that does not is silent
+    elif (picture := folder.look()).has_strangers:
+        # By then a rank that lives has written again, and one that does not is silent.
+        time.sleep(picture.silent_seconds + 1)
     console.print(draw(folder.look()))
 
 

@@ -176,6 +176,22 @@ def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         _choose_device("auto", local_rank=0, local_world_size=4)
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "another"])
+def test_a_process_that_sees_one_gpu_takes_it_unless_torchrun_shows_it_to_all(
+    monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+        with pytest.raises(UserError, match="8 processes on a machine with 1 GPU: "):
+            _choose_device("auto", local_rank=3, local_world_size=8)
+    else:
+        assert _choose_device("auto", local_rank=3, local_world_size=8) == torch.device("cuda", 0)
+
+
 @pytest.fixture
 def poisoned(tmp_path: Path) -> tuple[Path, Path]:
     """Data, and a model that computes NaN for the one row with the word zebra.

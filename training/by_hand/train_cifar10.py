@@ -28,6 +28,7 @@ from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
 from training.distributed import Ranks, one_voice, ranks
 from training.errors import OneLineParser, UserError, positive, run_command
+from training.resilience.interruption import run_rank
 from training.utils import format_time
 
 # Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
@@ -141,4 +142,4 @@ def _seed(text: str) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_rank(lambda: run_command(main))

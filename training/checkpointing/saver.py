@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from training.checkpointing.ownership import Ownership
 from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, telling_writer
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
-from training.distributed import Ranks
+from training.distributed import Ranks, saving_group
 from training.errors import TrainingFailure
 from training.monitoring import SavedCheckpoint
 from training.parallelism.state import StrategyState
@@ -32,8 +32,10 @@ T = TypeVar("T")
 STATE_FILE = "state.json"
 MOST_FAILURES = 3  # in a row
 RETRY_SECONDS = 60.0
+RETRY_SECONDS_AT_REST = 20.0  # if the run does nothing else meanwhile
 TICK = 0.2  # seconds between two looks
 SECONDS_TO_CLOSE = 60.0
+SECONDS_TO_CLOSE_FAILED = 2.0
 
 
 class SaveFailed(Exception):
@@ -77,9 +79,7 @@ class Saver:
         self.storage = storage
         self.say = say
         self.stop_agreed = stop_agreed
-        # Two threads that share a group would take each other's messages.
-        timeout = timedelta(seconds=config.collective_timeout)
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if ranks.is_distributed else None
+        self.group = saving_group(config.collective_timeout) if ranks.is_distributed else None
         self._ownership, self._staging = Ownership(ranks), Staging()
         self._thread: threading.Thread | None = None
         self._order: _Order | None = None
@@ -87,6 +87,18 @@ class Saver:
         self._blocked = 0.0  # seconds that the main thread has waited for this save
         self.num_failed = 0  # in all
         self._failures, self._failed_at = 0, 0.0  # in a row
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._thread:
+            # The save may wait for ranks that wait for this one; the group goes with the process.
+            self._thread.join(SECONDS_TO_CLOSE_FAILED)
 
     @property
     def done(self) -> bool:
@@ -96,8 +108,11 @@ class Saver:
     @property
     def retry_due(self) -> bool:
         """On rank 0, whose clock counts, whether to try again what failed."""
+        return self._pause_is_over(RETRY_SECONDS)
+
+    def _pause_is_over(self, seconds: float) -> bool:
         waits = self._failures > 0 and self._thread is None
-        return self.ranks.is_first and waits and time.monotonic() - self._failed_at >= RETRY_SECONDS
+        return self.ranks.is_first and waits and time.monotonic() - self._failed_at >= seconds
 
     def save(
         self,
@@ -134,15 +149,16 @@ class Saver:
 
     def wait(self) -> list[SavedCheckpoint]:
         """Wait until what was asked for stands, and try again what failed; returns and raises as :meth:`save`."""
-        finished = self._join()
+        pause = min(RETRY_SECONDS, RETRY_SECONDS_AT_REST)
+        finished = self._join(waits=pause)
         while self._failures:
             began = time.perf_counter()
             # A short outage passes meanwhile; a scheduler that asks to stop gives half a minute.
-            while not (self.ranks.any(self.retry_due) or self.stop_agreed()):
+            while not (self.ranks.any(self._pause_is_over(pause)) or self.stop_agreed()):
                 time.sleep(TICK)
             self.retry()
             self._blocked = time.perf_counter() - began
-            finished += self._join()
+            finished += self._join(waits=pause)
         return finished
 
     def retry(self) -> None:
@@ -150,8 +166,12 @@ class Saver:
         self._blocked = 0.0
         self._start()
 
-    def collect(self) -> list[SavedCheckpoint]:
-        """Take the outcome once every rank is :attr:`done`; returns and raises as :meth:`save`."""
+    def collect(self, *, waits: float | None = None) -> list[SavedCheckpoint]:
+        """Take the outcome once every rank is :attr:`done`; returns and raises as :meth:`save`.
+
+        Args:
+            waits: seconds that the run will wait before it tries again what failed; None if it trains meanwhile.
+        """
         outcome, self._outcome, self._thread = self._outcome, None, None
         if isinstance(outcome, SavedCheckpoint):
             self._failures = 0
@@ -164,12 +184,22 @@ class Saver:
         where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"
         if self._failures == MOST_FAILURES:
             raise TrainingFailure(
-                f"{where}, for the {MOST_FAILURES}rd time in a row; the ones before it are whole: make room or mend "
-                "the place, then start the same command again",
+                f"{where}, for the {MOST_FAILURES}rd time in a row; {self._newest()}: make room or mend the place, "
+                "then start the same command again",
                 quiet=not self.ranks.is_first,
             )
-        self.say(f"Training goes on, but {where}; the ones before it stay, and it is tried again within a minute")
+        attempt = f"attempt {self._failures} of {MOST_FAILURES}"
+        if waits is None:
+            self.say(f"Training goes on, but {where}; {attempt}, the next within a minute")
+        else:
+            self.say(f"The run waits, since {where}; {attempt}, the next in {waits:.0f} s")
         return []
+
+    def _newest(self) -> str:
+        with contextlib.suppress(OSError):
+            if steps := self.storage.steps():
+                return f"the newest checkpoint there is that of step {max(steps)}"
+        return "there is no checkpoint before it"
 
     def close(self) -> None:
         """Let a save under way end, and leave the group."""
@@ -179,13 +209,13 @@ class Saver:
             dist.destroy_process_group(self.group)
             self.group = None
 
-    def _join(self) -> list[SavedCheckpoint]:
+    def _join(self, *, waits: float | None = None) -> list[SavedCheckpoint]:
         if not self._thread:
             return []
         began = time.perf_counter()
         self._thread.join()
         self._blocked += time.perf_counter() - began
-        return self.collect()
+        return self.collect(waits=waits)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, args=(self._order,), name="checkpoint", daemon=True)

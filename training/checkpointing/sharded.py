@@ -42,7 +42,7 @@ class Staging:
                 # Pinned memory is filled while the host goes on.
                 self.copies[piece] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=source.is_cuda)
             self.copies[piece].copy_(source, non_blocking=True)
-        if torch.cuda.is_available():
+        if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
 
 

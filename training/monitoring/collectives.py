@@ -44,7 +44,7 @@ class Collectives(Observer):
     Args:
         exporter: what counts them.
         backend: with ``nccl`` no seconds are known: its calls return before the GPU has begun.
-        every: optimizer steps between two looks.
+        every: optimizer steps between two looks; 0 = none.
     """
 
     def __init__(self, exporter: Exporter, backend: str, every: int) -> None:
@@ -57,7 +57,7 @@ class Collectives(Observer):
     def step_begins(self, step: int) -> None:
         """Begin to record, if a look is due and nobody else profiles."""
         self.waited = None
-        self._looks = step % self.every == 0 and not torch.autograd._profiler_enabled()
+        self._looks = self.every > 0 and step % self.every == 0 and not torch.autograd._profiler_enabled()
         if self._looks:
             self._looks = _start()
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import first_line
+from training.errors import reason_to_record
 from training.monitoring.json_lines import JsonLines, read_lines
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
@@ -71,7 +71,7 @@ class EventLog(Observer):
         try:
             yield
         except BaseException as error:
-            self.write("failed", message=first_line(error))
+            self.write("failed", message=reason_to_record(error))
             raise
 
     def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:

@@ -16,11 +16,11 @@ from training.errors import UserError
 from training.monitoring.events import EVENTS_FILE
 from training.monitoring.json_lines import parse_lines
 from training.monitoring.run_log import METRICS_FILE
-from training.monitoring.status import RankStatus, read_statuses
+from training.monitoring.status import RankStatus, read_statuses, writing_period
 
 RECENT_STEPS = 50
 RECENT_EVENTS = 50
-SILENT_SECONDS = 5.0  # a status file is written once a second
+MISSED_WRITINGS = 5  # of a status file
 
 
 @dataclass
@@ -43,7 +43,12 @@ class Picture:
 
     def is_silent(self, status: RankStatus) -> bool:
         """Whether a rank that should be writing is not: its process was stopped or killed, or its machine is gone."""
-        return status.state == "running" and self.silent.get(status.rank, 0.0) > SILENT_SECONDS
+        return status.state == "running" and self.silent.get(status.rank, 0.0) > self.silent_seconds
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long a rank that lives may go without writing."""
+        return MISSED_WRITINGS * writing_period(max((status.world_size for status in self.statuses), default=1))
 
     @property
     def has_strangers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Status files: what each rank is doing now, rewritten about once a second, for whoever watches the run folder."""
+"""Status files: what each rank is doing now, rewritten about once per second, or less often by many ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from training.errors import first_line
+from training.errors import reason_to_record
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from training.distributed import Ranks
     from training.phases import Phases
 
-PERIOD = 1.0  # seconds between two writings
+PERIOD = 1.0  # seconds between two writings, with few ranks
+MOST_WRITES = 250  # per second, of all ranks: each is a rename, for which they share the server of a file system
 STEPS_AVERAGED = 10
 # How the last message of a rank begins that ends only because of others.
 LOST = "lost at step"
@@ -107,7 +108,7 @@ class StatusFile(Observer):
         self._ended.set()
         self._thread.join(PERIOD)  # a disk that does not answer is no reason to stay
         if error is not None:
-            self.failed(first_line(error))
+            self.failed(reason_to_record(error))
             return
         if self.status.state == "running":
             self.status.state = "finished"
@@ -170,8 +171,13 @@ class StatusFile(Observer):
         self.status.last_checkpoint_step, self.status.last_checkpoint_time = saved.step, time.time()
 
     def _keep_writing(self) -> None:
-        while not self._ended.wait(PERIOD):
+        while not self._ended.wait(writing_period(self.status.world_size)):
             self.write()
+
+
+def writing_period(world_size: int) -> float:
+    """Seconds between two writings of a rank's status."""
+    return max(PERIOD, world_size / MOST_WRITES)
 
 
 def status_path(run_dir: Path, rank: int) -> Path:

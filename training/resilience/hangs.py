@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from training.distributed import Ranks
-from training.monitoring.status import LOST, RankStatus, read_statuses
+from training.monitoring.status import LOST, RankStatus, read_statuses, writing_period
 from training.phases import Phases
 
-# Three writings of a status, and what a network file system may hold back.
-LOOK_SECONDS = 4.0
+# For what a network file system may hold back, beside three writings of a status.
+MARGIN_SECONDS = 1.0
 _LOOK_AGAIN = 0.25
 # How the last message of a rank begins that others wait for, while it waits for nobody.
 BUSY = "did not come for"
@@ -48,14 +48,15 @@ def place_of(phase: str, step: int) -> str:
     return f"in phase {phase} of step {step + 1}" if phase != "start" else f"between steps, after step {step}"
 
 
-def find_missing(run_dir: Path, ranks: Ranks, *, patience: float = LOOK_SECONDS) -> tuple[list[Missing], list[int]]:
-    """Find out which ranks are lost, looking for at most ``patience`` seconds at who still writes.
+def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]:
+    """Find out which ranks are lost, looking for at most three writings of a status at who still writes.
 
     Returns:
         The ranks that are gone, stopped, silent, failed or busy while others wait; and the numbers of those that wait.
     """
     others = {status.rank: status for status in read_statuses(run_dir) if status.rank < ranks.world_size}
     written = {rank: status.written for rank, status in others.items()}
+    patience = 3 * writing_period(ranks.world_size) + MARGIN_SECONDS
     end = time.monotonic() + patience
     while True:
         others |= {status.rank: status for status in read_statuses(run_dir) if status.rank in others}

@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -38,7 +39,7 @@ class Interruption:
     whoever started the thread decides when it ends (Ray runs training in a thread of its workers).
 
     Args:
-        exit_code: of a process that stops with nothing saved.
+        exit_code: of a process that stops with nothing saved; after Ctrl-C it is 130, as everywhere.
         is_first: whether this rank speaks.
     """
 
@@ -89,7 +90,7 @@ class Interruption:
         self.asked = True
         if number != signal.SIGUSR1 and not self._saves and not self._gives_up:
             self._gives_up = True
-            raise StopAsked(self.exit_code, quiet=not self._is_first)
+            raise StopAsked(130 if number == signal.SIGINT else self.exit_code, quiet=not self._is_first)
 
     def _listen(self, reader: int) -> None:
         interrupted = None
@@ -106,6 +107,23 @@ class Interruption:
                 leave(self.exit_code, "error: asked to stop while another rank does not come; nothing was to save")
             self.asked = self.asked or self._saves
         os.close(reader)
+
+
+def run_rank(main: Callable[[], None]) -> NoReturn:
+    """Run the main function of a rank, print what it fails with, and end the process without taking it apart.
+
+    To leave a process group, and to unload CUDA, may wait for ranks that wait for this one. A launcher, too, waits for
+    the last rank before it starts them again, and freeing the memory of a Python process takes seconds.
+    """
+    code: int | str | None = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def leave(exit_code: int, line: str = "") -> NoReturn:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from training.errors import StopAsked, UserError
+from training.errors import ForeseenError, StopAsked, UserError
 
 PR_SET_PDEATHSIG = 1
 VERDICT = "exit_code"  # run_ddp.sh writes and reads it, too
@@ -52,8 +55,12 @@ def settled() -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        _tell_launcher(error)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():
             _settle(error.exit_code)
+        raise
+    except ForeseenError as error:
+        _tell_launcher(error)
         raise
     except StopAsked as stop:
         _settle_again(stop.exit_code)
@@ -75,6 +82,19 @@ def stopped_exit_code(wanted: int) -> int:
     return code
 
 
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end this process with one line while it loads: there is nothing to save, and a traceback helps nobody.
+
+    Not by an exception, which an import that is under way may catch.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        StopAsked(128 + number, quiet=os.environ.get("RANK", "0") != "0").say()
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+
+
 def stop_with_launcher() -> None:
     """Be asked to stop when the launcher is gone: nobody else would ever signal, end or restart its ranks.
 
@@ -82,6 +102,14 @@ def stop_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _tell_launcher(error: ForeseenError) -> None:
+    """Let torchrun's report on the failed ranks, which is long, end with what is wrong."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
 def _settle(code: int) -> None:

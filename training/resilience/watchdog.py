@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from training.distributed import is_lost_rank, limit_waiting, start_timeout
-from training.errors import LostRank
+from training.errors import LostRank, in_one_line
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 from training.resilience.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
@@ -58,7 +58,9 @@ class Watchdog(Observer):
         with self._has_the_word:
             if isinstance(error, LostRank) or is_lost_rank(error):
                 missing, speaks = self._look_around()
-                raise LostRank(self._line(missing, "a connection ended"), quiet=not speaks) from error
+                words = in_one_line((isinstance(error, LostRank) and error.__cause__) or error)
+                line = f"{self._line(missing, 'a connection ended')}. PyTorch's own error: {words}"
+                raise LostRank(line, quiet=not speaks) from error
 
     def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
         """Give groups that the strategy made the time that a start may take."""

@@ -25,8 +25,10 @@ from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import saver as saver_module
 from training.checkpointing.local_storage import LocalStorage
+from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
 from training.checkpointing.saver import Saver
+from training.checkpointing.sharded import Staging
 from training.errors import TrainingFailure
 from training.failures import explained
 from training.parallelism.state import StrategyState
@@ -238,7 +240,7 @@ def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_
     [line] = first["said"]
     where = f"the checkpoint of step 2 could not be written to {tmp_path}"
     assert line.startswith(f"Training goes on, but {where} (rank 1: File too large)")
-    assert "the ones before it stay" in line
+    assert line.endswith("; attempt 1 of 3, the next within a minute")
     assert (first["due"], second["due"]) == (True, False), "rank 0's clock counts"
     assert read_whole(f"{tmp_path}/step_00000002").model["weight"].unique().tolist() == [2.0]
 
@@ -316,6 +318,32 @@ class FullOnce(LocalStorage):
         if len(self.tried) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().begin(step)
+
+
+def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_time_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
+    (tmp_path / "file").touch()
+    saver = saver_into(tmp_path / "file" / "checkpoints", ALONE)
+    saver.save(1, lambda: _state(1.0), {}, None)
+
+    with pytest.raises(TrainingFailure, match="for the 3rd time in a row; there is no checkpoint before it: make room"):
+        saver.wait()
+
+    assert [line.partition("; ")[2] for line in SAID] == [
+        "attempt 1 of 3, the next in 0 s",
+        "attempt 2 of 3, the next in 0 s",
+    ]
+    assert all(line.startswith("The run waits, since the checkpoint of step 1 could not be written") for line in SAID)
+
+
+def test_tensors_on_the_cpu_are_copied_without_touching_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: pytest.fail("this makes a context on GPU 0"))
+    tensors = _state(1.0).tensors
+
+    Staging().take(tensors, Ownership(ALONE).pieces(tensors))
 
 
 def test_who_waits_for_a_failed_save_gives_a_short_outage_time_to_pass(

@@ -37,11 +37,10 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What torchrun and gloo must know there, where no name of a machine leads anywhere."""
+        """What torchrun must know there, where no name of a machine leads anywhere; gloo finds its interface itself."""
         return {
             "PET_LOCAL_ADDR": self.address,
             "PET_RDZV_CONF": f"is_host={int(self.number == 0)}",
-            "GLOO_SOCKET_IFNAME": CABLE,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
 

@@ -74,3 +74,13 @@ def test_no_look_while_somebody_else_profiles_and_none_left_open() -> None:
         one.step_begins(2)
         assert torch.autograd._profiler_enabled()
     assert not torch.autograd._profiler_enabled()
+
+
+def test_the_recording_can_be_turned_off_for_the_sake_of_another_profiler() -> None:
+    with (
+        closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
+        closing(Collectives(exporter, "gloo", TrainConfig(record_collectives_every=0).record_collectives_every)) as one,
+    ):
+        one.step_begins(20)
+        assert not torch.autograd._profiler_enabled()
+        one.step_ends(20, [], None)

@@ -116,7 +116,7 @@ def test_a_run_that_fails_says_why_in_its_last_line(tmp_path: Path) -> None:
 
     [event] = read_events(tmp_path)
     assert (event["kind"], event["rank"], event["restart"]) == ("failed", 3, 2)
-    assert event["message"] == "step 7: the loss is nan"
+    assert event["message"] == "step 7: the loss is nan and more"
 
 
 def test_nothing_is_written_before_the_folder_is_the_runs_own(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 from training.distributed import Ranks
 from training.monitoring import StepMetrics
 from training.monitoring.records import SavedCheckpoint
-from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path
+from training.monitoring.run_folder import Picture
+from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path, writing_period
 from training.phases import Phases
 
 
@@ -66,7 +67,7 @@ def test_at_the_end_it_says_how_the_run_ended(tmp_path: Path, ending: str) -> No
 
     [status] = read_statuses(tmp_path)
     assert status.state == ending
-    assert status.message == ("the disk is full" if ending == "failed" else "")
+    assert status.message == ("ValueError: the disk is full and more" if ending == "failed" else "")
 
 
 def test_it_is_rewritten_while_the_main_thread_does_something_else(tmp_path: Path) -> None:
@@ -138,3 +139,19 @@ def test_torn_and_foreign_files_are_left_out_and_unknown_fields_ignored(tmp_path
     assert [status.rank for status in read_statuses(tmp_path)] == [0, 3]
     shutil.rmtree(tmp_path / "ranks")
     assert read_statuses(tmp_path) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 8, 250, 1000, 10_000])
+def test_however_many_ranks_there_are_they_rewrite_at_most_250_files_per_second(world_size: int) -> None:
+    assert world_size / writing_period(world_size) <= 250
+    assert writing_period(world_size) >= 1
+
+
+def test_a_rank_of_many_is_silent_only_after_several_writings_that_did_not_come(tmp_path: Path) -> None:
+    with StatusFile(tmp_path, _ranks(world_size=1000), Phases()):
+        pass
+    [status] = read_statuses(tmp_path)
+    status.state = "running"
+
+    assert not Picture("run", statuses=[status], silent={0: 2 * writing_period(1000)}).is_silent(status)
+    assert Picture("run", statuses=[status], silent={0: 6 * writing_period(1000)}).is_silent(status)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.training.parallelism.ranks import PRELOADED
 from training import train_ddp
+from training.resilience.interruption import run_rank
 
 DEADLINE = 120.0  # seconds after which a run counts as hanging
 
@@ -97,4 +98,4 @@ def _train(folder: Path, place: tuple[int, int, int], flags: list[str], fault: C
     sys.argv = ["train_ddp.py", *flags]
     if fault is not None:
         fault(rank)
-    train_ddp.main()
+    run_rank(train_ddp.main)

@@ -1,6 +1,8 @@
 """Restarts: a killed rank costs no row, a refusal and a stop are not tried again, ranks go with their launcher."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.training.monitoring.small_training import train_on_ranks
 from training.monitoring.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "training" / "run_ddp.sh"
+STOPPED = "Stopped before the first step, nothing to save. Start the same command again to go on."
 TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 
 # What a rank does around its training, without the training.
@@ -189,3 +193,76 @@ def _wait_until_gone(pid: int) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < end, f"process {pid} still runs"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])
+def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Path, kind: str) -> None:
+    code = f"from training.errors import {kind}\nfrom training.resilience.restarts import settled\n"
+    code += f"with settled(): raise {kind}('--epochs 0: must be at least 1')"
+    error_file = tmp_path / "launch" / "attempt_0" / "0" / "error.json"
+    error_file.parent.mkdir(parents=True)
+    variables = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": "0"}
+
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, cwd=REPOSITORY, capture_output=True)
+
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(error_file))
+    report = ChildFailedError("training/train_ddp.py", {0: failure}).format_msg()
+    assert "  traceback : --epochs 0: must be at least 1\n" in report
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "line"),
+    [
+        ("import sys; print('error: --epochs 0', file=sys.stderr); sys.exit(2)", 2, r"error: --epochs 0"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            1,
+            r"error: rank 0 \(process \d+\) was ended by SIGKILL; .* lower --batch_size",
+        ),
+    ],
+    ids=["a rank that says why", "a rank that is killed"],
+)
+def test_the_script_says_one_line_of_a_rank_that_fails(
+    start: Callable[..., Any], tmp_path: Path, rank: str, code: int, line: str
+) -> None:
+    folder = tmp_path / "training"
+    folder.mkdir()
+    for name in ("run_ddp.sh", "launch.py"):
+        shutil.copy(SCRIPT.with_name(name), folder)
+    (folder / "train_ddp.py").write_text(rank)
+
+    run = start(["bash", folder / "run_ddp.sh", 1], env={"PYTHON": sys.executable})
+
+    assert run.process.returncode == code
+    assert re.fullmatch(line + "\n", run.err), run.err
+
+
+def test_ctrl_c_while_the_launcher_loads_ends_in_one_line(start: Callable[..., Any]) -> None:
+    run = start(["bash", SCRIPT, 2], wait=False, env={"PYTHON": sys.executable})
+    run.wait_until(lambda: _loads_torch_below(run.process.pid))
+
+    os.kill(run.process.pid, signal.SIGINT)
+
+    assert run.wait() == 130
+    assert run.out.splitlines() == [STOPPED]
+    assert run.err == ""
+
+
+def test_ctrl_c_while_training_loads_ends_in_one_line(start: Callable[..., Any]) -> None:
+    run = start([sys.executable, SCRIPT.with_name("train_single.py")], wait=False)
+    run.wait_until(lambda: _loads_torch(run.process.pid))
+
+    run.process.send_signal(signal.SIGINT)
+
+    assert run.wait() == 130
+    assert run.out.splitlines() == [STOPPED]
+    assert run.err == ""
+
+
+def _loads_torch_below(pid: int) -> bool:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(_loads_torch(int(child)) for child in children)
+
+
+def _loads_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.training.resilience.started_ranks import StartedRanks
-from training import finish, prepare, validation
+from training import finish, prepare, trainer, validation
 from training.monitoring.status import read_statuses
 
 FLAGS = ("--batch_size", 8, "--save_every", 0)
@@ -109,3 +110,34 @@ def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
 
     assert [ranks.exit_code(rank) for ranks in (resumed, alone) for rank in (0, 1)] == [0, 0, 0, 0]
     assert _result(tmp_path / "model") == _result(tmp_path / "undisturbed")
+
+
+def _takes_its_time_between_agreements(rank: int) -> None:
+    """As on a GPU, where agreeing costs a wait for the device: not after each step. Rank 1 is the slow one."""
+    trainer.Trainer._agrees_each_step = False
+    share = trainer.rank_share
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.4 * rank)
+        return share(*arguments, **options)
+
+    trainer.rank_share = slow
+
+
+def test_a_stop_does_not_wait_for_the_next_line_of_the_log(
+    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = ("--epochs", 9, "--batch_size", 1, "--save_every", 0, "--log_every", 60, "--output_dir", tmp_path / "model")
+    ranks = start_ranks("ranks", (*base_flags, *flags), _takes_its_time_between_agreements)
+
+    def steps_done() -> int:
+        return min((status.step for status in read_statuses(tmp_path / "model.run")), default=0)
+
+    ranks.wait_until(lambda: steps_done() >= 6)
+    asked_at = steps_done()
+
+    ranks.signal(1, signal.SIGTERM)
+
+    assert [ranks.exit_code(rank) for rank in (0, 1)] == [0, 0]
+    stopped_at = int(ranks.out().partition("Stopped at step ")[2].partition(",")[0])
+    assert stopped_at - asked_at <= 8  # two seconds' worth, and what a status file is late

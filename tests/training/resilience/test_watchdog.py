@@ -123,7 +123,7 @@ def test_a_rank_busy_with_something_else_is_named_by_the_one_that_waits(
     ("fault", "why"),
     [
         pytest.param(None, "is gone: its process has ended", id="killed"),
-        pytest.param(_raise, "failed: row 7 has no text", id="raises"),
+        pytest.param(_raise, "failed: ValueError: row 7 has no text", id="raises"),
     ],
 )
 def test_a_rank_that_ends_is_named_with_its_reason(
