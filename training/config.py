@@ -103,7 +103,7 @@ class TrainConfig(BaseModel):
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model lies over the processes: ddp = a whole copy on each; zero1, zero2, zero3 = the optimizer's state, also the gradients, also the weights are shared out; deepspeed = the same by DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all together")
     dp: int = _field(0, "processes", "data-parallel degree; 0 = the ranks that tp and pp leave", ge=0)
     dp_shard: int = _field(0, "processes", "how many of the dp ranks share one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a copy on each", ge=0)
-    tp: int = _field(0, "processes", "tensor-parallel degree, ranks of one machine; 0 = 1, or for tp all ranks", ge=0)
+    tp: int = _field(0, "processes", "tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of a machine", ge=0)
     pp: int = _field(0, "processes", "pipeline stages, in ranks; 0 = 1, or for pp all ranks", ge=0)
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (gradient_accumulation counts them) in the pipeline; the last three give each rank two stages")
     sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import gcd
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ class MeshStrategy(BaseStrategy):
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
             raise UserError(f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp")
-        self.dims = dims = ParallelDims.from_config(config, ranks.world_size)
+        ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
+        self.dims = dims = ParallelDims.from_config(config, ranks.world_size, ranks_per_machine)
         self.mesh = dims.build_mesh(ranks.device.type)
         self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
         parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
