@@ -49,6 +49,7 @@ class LossScale:
 
     FIRST = 2.0**16
     GROWS_AFTER = 2000  # good steps in a row
+    LEAST = 2.0**-14  # what still overflows then overflows in fp32 too, or is no number
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled

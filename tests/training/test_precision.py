@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from tests.training.parallelism.cases import ALONE, Case
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps, whole_weights
+from training.errors import TrainingFailure
 from training.parallelism import Strategy
 from training.precision import LossScale
 
@@ -44,6 +46,16 @@ def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
 
     assert resumed.scale == 2 * LossScale.FIRST
     assert scale.state_dict() == {"scale": LossScale.FIRST / 2, "good_steps": 0}
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run_in_one_line() -> None:
+    strategy = scaled(2.0**-13)
+    with torch.no_grad():
+        strategy.parameters["network.classifier.bias"].fill_(math.inf)
+    take_steps(strategy, [1], ranks=ALONE)
+
+    with pytest.raises(TrainingFailure, match=r"^step 2: the gradients overflow in fp16 .*--precision bf16"):
+        take_steps(strategy, [2], ranks=ALONE)
 
 
 def test_a_checkpoint_of_another_precision_leaves_the_scale_at_its_first_value() -> None:
