@@ -18,7 +18,7 @@ from training.distributed import Ranks
 from training.errors import TrainingFailure
 from training.model import NewsClassifier
 from training.monitoring.gradient_sync import check_gradient_sync
-from training.optimization import build_optimizer
+from training.optimization import build_optimizer, make_moments
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
@@ -62,6 +62,7 @@ class BaseStrategy:
             if parameter.requires_grad
         }
         self.optimizer = self.build_optimizer()
+        make_moments(self.own_moments()[1])
 
     def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
         """Lay the model over the ranks; returns this rank's parts of it, whose parameters are trained."""
