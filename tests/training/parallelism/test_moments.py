@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from benchmarks.scaling_worker import bytes_of_state
 from tests.training.parallelism.ranks import run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
