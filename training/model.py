@@ -106,8 +106,7 @@ class NewsClassifier(nn.Module):
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
         """Make dropout a function of the seed, the step and the row's place in the global batch."""
         self.dropout_stream.move(seed, step, first_row)
-        # For what draws from torch's own generators: GPUs, and layers that call dropout as a function.
-        torch.manual_seed(hash((seed, step, first_row)) % 2**63)
+        self.dropout_stream.seed_torch()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

@@ -86,6 +86,8 @@ class MeshStrategy(BaseStrategy):
             raise UserError(f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}")
         if dims.tp > 1:
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
+            if not config.compile:  # whose blocks also draw from torch's generator what must be alike on all ranks
+                model.dropout_stream.tensor_rank = self.coordinates["tp"]
         apply_to_blocks(part, config, model.dropout_stream)
         if dims.dp > 1:
             apply_fsdp(

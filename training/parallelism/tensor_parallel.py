@@ -62,7 +62,7 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
 
     Before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must divide the
     padded length, and stages pass (batch, seq / ranks, hidden) to each other. Dropout masks are those of one process,
-    but for Llama's attention, whose dropout is torch's own.
+    but for what draws from torch's own generator (see ``dropout.py``).
 
     Args:
         model: of the same seed or file on every rank; what a stage lacks is passed over.
