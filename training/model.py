@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
@@ -23,6 +24,7 @@ from training.dataset import AG_NEWS_LABELS
 from training.dropout import use_row_dropout
 
 LABEL_MAP = dict(enumerate(AG_NEWS_LABELS))
+HALF = (torch.float16, torch.bfloat16)
 
 
 class NewsClassifier(nn.Module):
@@ -33,6 +35,8 @@ class NewsClassifier(nn.Module):
         pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random weights.
         label_names: a name for each class; AG News' where there are four and none are given.
         vocab_size: entries of the vocabulary; read for ``tiny`` only.
+        as_stored: leave weights that are stored in half precision as they are, mapped from their file: a strategy makes
+            fp32 of what it keeps (:func:`widen`), so that the ranks of a machine do not each hold the whole model.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -44,11 +48,15 @@ class NewsClassifier(nn.Module):
         pretrained_model: str = "distilbert-base-uncased",
         label_names: Sequence[str] | None = None,
         vocab_size: int = 8192,
+        *,
+        as_stored: bool = False,
     ) -> None:
         super().__init__()
         names = list(label_names or (LABEL_MAP.get(i, str(i)) for i in range(num_labels)))
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
         self._adopt(_load_network(pretrained_model, num_labels, labels, vocab_size), names)
+        if not as_stored:
+            widen(self)
 
     @classmethod
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:
@@ -132,11 +140,50 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    return AutoModelForSequenceClassification.from_pretrained(
+    generator = torch.get_rng_state()
+    network, found = AutoModelForSequenceClassification.from_pretrained(
         path,
         num_labels=num_labels,
         ignore_mismatched_sizes=True,
-        dtype=torch.float32,
+        dtype=_stored_dtype(Path(path)),
         use_safetensors=True,
+        output_loading_info=True,
         **labels,
     )
+    if network.dtype != torch.float32:
+        torch.set_rng_state(generator)
+        _draw_anew(network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])])
+    return network
+
+
+def widen(module: nn.Module) -> None:
+    """Make fp32, in which everything is trained, of weights in half precision."""
+    if any(parameter.dtype in HALF for parameter in module.parameters()):
+        module.float()
+
+
+def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """:func:`widen` what lies outside the blocks of a model."""
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if module not in inside and any(True for _ in module.parameters(recurse=False)):
+            widen(module)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The half precision that all weights in a local folder are stored in, else fp32."""
+    kinds = set()
+    for path in folder.glob("*.safetensors") if folder.is_dir() else ():
+        with safe_open(path, "pt") as weights:
+            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    return {("F16",): torch.float16, ("BF16",): torch.bfloat16}.get(tuple(kinds), torch.float32)
+
+
+def _draw_anew(network: PreTrainedModel, names: Sequence[str]) -> None:
+    """Draw in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        module = network.get_submodule(owner)
+        setattr(module, own_name, nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)))
+        module._is_hf_initialized = False  # by which transformers 5 knows what is left to draw
+    network.initialize_weights()

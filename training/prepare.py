@@ -96,7 +96,11 @@ def prepare_model(config: TrainConfig, ranks: Ranks, tokens: TokenizedNews) -> N
     def load() -> NewsClassifier:
         with model_errors(config.model):
             model = NewsClassifier(
-                len(tokens.label_names), config.model, tokens.label_names, vocab_size=tokens.vocab_size
+                len(tokens.label_names),
+                config.model,
+                tokens.label_names,
+                vocab_size=tokens.vocab_size,
+                as_stored=True,
             )
         if config.max_length > model.max_positions:
             raise UserError(

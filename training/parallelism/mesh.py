@@ -17,7 +17,7 @@ from torch import nn
 from training.architectures import find_blocks
 from training.batching import DataPlace, MicroBatch
 from training.errors import UserError
-from training.model import NewsClassifier
+from training.model import NewsClassifier, widen
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims
@@ -101,6 +101,7 @@ class MeshStrategy(BaseStrategy):
             )
         if dims.dp == 1 or not config.cpu_offload:
             part.to(self.ranks.device)
+        widen(part)
 
     @property
     def test_precision(self) -> str:
