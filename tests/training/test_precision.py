@@ -13,7 +13,7 @@ from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps, whole_weights
 from training.errors import TrainingFailure
 from training.parallelism import Strategy
-from training.precision import LossScale
+from training.precision import LossScale, allow_tf32
 
 
 def scaled(scale: float) -> Strategy:
@@ -100,3 +100,14 @@ def test_a_step_whose_gradients_overflow_leaves_weights_and_moments_alone() -> N
     steps = whole_state(strategy, ALONE).moments("step")
     assert steps
     assert all(step == 1 for step in steps.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "precision"), [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "highest")]
+)
+def test_tf32_is_used_only_where_it_is_asked_for_and_on_gpus(device: str, wanted: bool, precision: str) -> None:
+    allow_tf32(wanted=wanted, device=torch.device(device))
+    found = torch.get_float32_matmul_precision()
+    allow_tf32(wanted=False, device=torch.device("cpu"))
+
+    assert found == precision
