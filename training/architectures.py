@@ -179,7 +179,7 @@ def row_attention(
         (batch, queries, heads, head size), and None for the weights.
     """
     drop = getattr(module, "dropout", None)
-    if dropout == 0 or query.device.type != "cpu" or not isinstance(drop, RowDropout):
+    if dropout == 0 or not isinstance(drop, RowDropout) or not drop.masks_attention(query):
         is_causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False)
         shares_keys = query.shape[1] != key.shape[1]
         context = F.scaled_dot_product_attention(

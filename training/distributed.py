@@ -210,6 +210,13 @@ def is_lost_rank(error: BaseException | None) -> bool:
     return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
 
 
+def group_backend(device_type: str, *, also_on_cpu: bool) -> str:
+    """What ``init_process_group`` is told; ``also_on_cpu``: on GPUs, for tensors in the machine's memory too."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if also_on_cpu else "nccl"
+
+
 def seed_everything(seed: int, *, deterministic: bool) -> None:
     """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
     torch.manual_seed(seed)
@@ -345,7 +352,7 @@ def _check_restarts() -> None:
 
 def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
     bound = device if backend == "nccl" else None
-    both = "cpu:gloo,cuda:nccl" if bound and also_on_cpu else backend
+    backends = group_backend(device.type, also_on_cpu=also_on_cpu)
     # Every rank remembers its last collectives, for the record that a hang leaves.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     waits = timedelta(seconds=timeout + TIMEOUT_MARGIN)
@@ -355,7 +362,7 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
             # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
             # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
             store = dist.PrefixStore(f"restart_{restart}", store)
-        dist.init_process_group(both, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound)
     except (ValueError, RuntimeError, dist.DistError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(

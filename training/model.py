@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
@@ -28,6 +29,7 @@ from training.errors import UserError, first_line
 PROBE_PADDING = 8
 PROBE_TOLERANCE = 1e-3
 LABEL_MAP = dict(enumerate(AG_NEWS_LABELS))
+HALF = (torch.float16, torch.bfloat16)
 
 
 class NewsClassifier(nn.Module):
@@ -38,6 +40,8 @@ class NewsClassifier(nn.Module):
         pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random weights.
         label_names: a name for each class; AG News' where there are four and none are given.
         vocab_size: entries of the vocabulary; read for ``tiny`` only.
+        as_stored: leave weights that are stored in half precision as they are, mapped from their file: a strategy makes
+            fp32 of what it keeps (:func:`widen`), so that the ranks of a machine do not each hold the whole model.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -49,11 +53,15 @@ class NewsClassifier(nn.Module):
         pretrained_model: str = "distilbert-base-uncased",
         label_names: Sequence[str] | None = None,
         vocab_size: int = 8192,
+        *,
+        as_stored: bool = False,
     ) -> None:
         super().__init__()
         names = list(label_names or (LABEL_MAP.get(i, str(i)) for i in range(num_labels)))
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
         self._adopt(_load_network(pretrained_model, num_labels, labels, vocab_size), names)
+        if not as_stored:
+            widen(self)
 
     @classmethod
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:
@@ -113,8 +121,7 @@ class NewsClassifier(nn.Module):
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
         """Make dropout a function of the seed, the step and the row's place in the global batch."""
         self.dropout_stream.move(seed, step, first_row)
-        # For what draws from torch's own generators: GPUs, and layers that call dropout as a function.
-        torch.manual_seed(hash((seed, step, first_row)) % 2**63)
+        self.dropout_stream.seed_torch()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -146,6 +153,7 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
     """
     if model.architecture:
         return []
+    widen(model)  # in half precision padding would change the last digits; and no strategy can shard such a model
     mask, was_training = torch.ones_like(input_ids), model.training
     model.eval()
     try:
@@ -197,12 +205,51 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    return AutoModelForSequenceClassification.from_pretrained(
+    generator = torch.get_rng_state()
+    network, found = AutoModelForSequenceClassification.from_pretrained(
         path,
         num_labels=num_labels,
         ignore_mismatched_sizes=True,
-        dtype=torch.float32,
+        dtype=_stored_dtype(Path(path)),
         use_safetensors=True,
         trust_remote_code=False,
+        output_loading_info=True,
         **labels,
     )
+    if network.dtype != torch.float32:
+        torch.set_rng_state(generator)
+        _draw_anew(network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])])
+    return network
+
+
+def widen(module: nn.Module) -> None:
+    """Make fp32, in which everything is trained, of weights in half precision."""
+    if any(parameter.dtype in HALF for parameter in module.parameters()):
+        module.float()
+
+
+def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """:func:`widen` what lies outside the blocks of a model."""
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if module not in inside and any(True for _ in module.parameters(recurse=False)):
+            widen(module)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The half precision that all weights in a local folder are stored in, else fp32."""
+    kinds = set()
+    for path in folder.glob("*.safetensors") if folder.is_dir() else ():
+        with safe_open(path, "pt") as weights:
+            kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    return {("F16",): torch.float16, ("BF16",): torch.bfloat16}.get(tuple(kinds), torch.float32)
+
+
+def _draw_anew(network: PreTrainedModel, names: Sequence[str]) -> None:
+    """Draw in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        module = network.get_submodule(owner)
+        setattr(module, own_name, nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)))
+        module._is_hf_initialized = False  # by which transformers 5 knows what is left to draw
+    network.initialize_weights()

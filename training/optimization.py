@@ -11,6 +11,8 @@ from torch import nn
 
 from training.config import TrainConfig
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: no decay on biases and norms' weights; one mesh a group, since none may be mixed."""
@@ -26,6 +28,14 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 def build_optimizer(parameters: Iterable[nn.Parameter], weight_decay: float) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
     return torch.optim.AdamW(parameter_groups(parameters, weight_decay), lr=0.0, fused=True)
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's state as its first step would, so that a model that does not fit into memory fails before it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:

@@ -33,6 +33,11 @@ def choose_precision(asked: str, device: torch.device) -> str:
     return ("bf16" if has_bf16 else "fp16") if asked == "auto" else asked
 
 
+def allow_tf32(*, wanted: bool, device: torch.device) -> None:
+    """Let fp32 matrix products on GPUs round their inputs to TF32; on CPUs the same setting would mean bf16."""
+    torch.set_float32_matmul_precision("high" if wanted and device.type == "cuda" else "highest")
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context in which a forward pass computes in ``precision``; weights stay in fp32."""
     if precision == "fp32":
@@ -49,6 +54,7 @@ class LossScale:
 
     FIRST = 2.0**16
     GROWS_AFTER = 2000  # good steps in a row
+    LEAST = 2.0**-14  # what still overflows then overflows in fp32 too, or is no number
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled

@@ -137,7 +137,11 @@ def prepare_model(
         model = load_from(
             config.model,
             lambda: NewsClassifier(
-                len(tokens.label_names), config.model, tokens.label_names, vocab_size=tokens.vocab_size
+                len(tokens.label_names),
+                config.model,
+                tokens.label_names,
+                vocab_size=tokens.vocab_size,
+                as_stored=True,
             ),
             say,
         )

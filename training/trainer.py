@@ -30,7 +30,7 @@ from training.optimization import learning_rate_at, scaled_learning_rate
 from training.parallelism import STRATEGIES
 from training.parallelism.blocks import length_multiple
 from training.phases import Phases
-from training.precision import choose_precision
+from training.precision import allow_tf32, choose_precision
 from training.prepare import prepare_model, prepare_news
 from training.quiet import quiet_libraries
 from training.resilience.bad_steps import BadSteps
@@ -74,6 +74,7 @@ class Trainer:
         self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
+        allow_tf32(wanted=config.tf32, device=ranks.device)
         self.news = prepare_news(config, ranks, self.say)
         model = prepare_model(config, ranks, self.news.tokens, self.say)
         self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()

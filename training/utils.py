@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from training.errors import UserError
 
@@ -60,11 +60,18 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that readers see the old one or the new one, never a part of it."""
+    with writing_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """As :func:`write_whole`, for what is too large to be made in memory first."""
     # The pid alone does not tell two writers on a shared folder apart: each container counts its processes from 1.
     aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

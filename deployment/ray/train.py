@@ -16,7 +16,7 @@ if not __package__:  # started by path: the imports below need the repository
 
 from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
-from training.distributed import ranks, start_timeout
+from training.distributed import group_backend, ranks, start_timeout
 from training.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from training.trainer import Trainer
 
@@ -58,15 +58,14 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    use_gpu = scaling["use_gpu"]
+    device = "cuda" if scaling["use_gpu"] else "cpu"
+    backend = group_backend(device, also_on_cpu=config.cpu_offload)
     # Ray's own notes on the run: it wants them where all machines see them, as the checkpoints are.
     notes = config.output_dir.absolute().with_name(config.output_dir.name + ".ray")
     trainer = TorchTrainer(
         _train_in_worker,
-        train_loop_config={"config": config, "device": "cuda" if use_gpu else "cpu", "folder": str(Path.cwd())},
-        torch_config=TorchConfig(
-            "nccl" if use_gpu else "gloo", timeout_s=int(start_timeout(config.collective_timeout))
-        ),
+        train_loop_config={"config": config, "device": device, "folder": str(Path.cwd())},
+        torch_config=TorchConfig(backend, timeout_s=int(start_timeout(config.collective_timeout))),
         scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
             storage_path=str(notes),

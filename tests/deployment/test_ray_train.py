@@ -12,11 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deployment.ray.train import fit
 from tests.deployment.documented import REPOSITORY, documented
 from tests.training.conftest import BASE, Run
+from training.config import parse_config
 
 SCRIPT = REPOSITORY / "deployment" / "ray" / "train.py"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'")
@@ -76,6 +80,39 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     run = Run([*map(str, command), "--output_dir", str(folder / "model")], folder, dict(os.environ), folder)
     assert run.wait() == 0, run.err
     return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "use_gpu", "backend"),
+    [
+        (("--strategy", "zero3", "--cpu_offload"), True, "cpu:gloo,cuda:nccl"),
+        (("--strategy", "zero3"), True, "nccl"),
+        (("--strategy", "zero3", "--cpu_offload"), False, "gloo"),
+    ],
+)
+def test_offloaded_state_has_a_backend_for_tensors_in_the_machines_memory(
+    flags: tuple[str, ...], use_gpu: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Ray: what it would be told."""
+    asked = {}
+
+    class Trainer:
+        def __init__(self, *arguments: Any, torch_config: Any, **settings: Any) -> None:
+            asked.update(torch_config)
+
+        def fit(self) -> SimpleNamespace:
+            return SimpleNamespace(return_value={})
+
+    names = ("FailureConfig", "LoggingConfig", "RunConfig", "ScalingConfig")
+    train = SimpleNamespace(TrainingFailedError=OSError, **{name: lambda *_, **__: None for name in names})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    told = SimpleNamespace(TorchConfig=lambda backend, **_: {"backend": backend}, TorchTrainer=Trainer)
+    monkeypatch.setitem(sys.modules, "ray.train.torch", told)
+
+    fit(parse_config(flags, environment={}), {"use_gpu": use_gpu}, max_failures=0)
+
+    assert asked["backend"] == backend
 
 
 def test_a_wrong_flag_is_one_line_before_any_cluster_is_looked_for(start: Start) -> None:

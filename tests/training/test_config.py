@@ -138,6 +138,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--precision", "fp8"), r"^--precision fp8: must be 'auto', 'fp32', 'bf16' or 'fp16'$"),
         (("--compile", "perhaps"), r"^--compile perhaps: must be a valid boolean"),
         (("--epochs",), r"--epochs: expected one argument"),
+        (("--tf32", "--device", "cpu"), r"^--tf32 and --device cpu: only GPUs have TF32"),
         (("--precision", "fp16", "--device", "cpu"), r"^--precision fp16 and --device cpu: fp16 trains on GPUs only"),
         (("--output_dir", "/"), r"^--output_dir /: must name a folder$"),
         (("--batch_size", "0", "--epochs", "0"), r"--epochs 0: .*; --batch_size 0: |--batch_size 0: .*; --epochs 0: "),

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DistilBertConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     pipeline,
@@ -45,10 +47,12 @@ FOLDER_FILES = {
 }
 
 
-def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0) -> NewsClassifier:
+def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0, **size: int) -> NewsClassifier:
     torch.manual_seed(seed)
     tokenizer = load_tokenizer("tiny", load_news("sample").train.texts[:200], MAX_LENGTH)
     model = NewsClassifier(len(label_names), "tiny", label_names, vocab_size=len(tokenizer))
+    if size:
+        model._adopt(AutoModelForSequenceClassification.from_config(DistilBertConfig(**size)), label_names)
     for parameter in model.parameters():  # answers that differ from text to text
         parameter.data.mul_(3)
     labels = np.arange(40) % len(label_names)
@@ -252,13 +256,27 @@ def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
     assert "../news" not in str(local)
 
 
-@pytest.mark.parametrize("kind", [PreTrainedModel, PreTrainedTokenizerBase])
+def test_a_model_is_written_without_a_copy_of_it_in_memory(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "warm")
+    tracemalloc.start()
+
+    model = write_tiny(tmp_path / "model", vocab_size=4096, dim=512, hidden_dim=2048, n_layers=4, n_heads=8)
+
+    most = tracemalloc.get_traced_memory()[1]  # of Python's objects; torch's tensors are not among them
+    tracemalloc.stop()
+    assert most < 0.5 * sum(weight.nbytes for weight in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(PreTrainedModel, "save_pretrained"), (PreTrainedTokenizerBase, "save_pretrained"), (torch, "save")],
+)
 def test_a_disk_that_fills_up_is_an_error_of_the_system_and_the_older_model_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
 ) -> None:
     write_tiny(tmp_path / "model", seed=1)
     before = (tmp_path / "model/model.safetensors").read_bytes()
-    save, (soft, hard) = kind.save_pretrained, resource.getrlimit(resource.RLIMIT_FSIZE)
+    save, (soft, hard) = getattr(kind, name), resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save_with_little_room(*arguments: Any, **options: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -267,7 +285,7 @@ def test_a_disk_that_fills_up_is_an_error_of_the_system_and_the_older_model_stay
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(kind, "save_pretrained", save_with_little_room)
+    monkeypatch.setattr(kind, name, save_with_little_room)
     with pytest.raises(OSError, match="File too large"):
         write_tiny(tmp_path / "model", seed=2)
 

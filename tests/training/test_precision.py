@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from tests.training.parallelism.cases import ALONE, Case
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps, whole_weights
+from training.errors import TrainingFailure
 from training.parallelism import Strategy
-from training.precision import LossScale
+from training.precision import LossScale, allow_tf32
 
 
 def scaled(scale: float) -> Strategy:
@@ -44,6 +46,16 @@ def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
 
     assert resumed.scale == 2 * LossScale.FIRST
     assert scale.state_dict() == {"scale": LossScale.FIRST / 2, "good_steps": 0}
+
+
+def test_gradients_that_overflow_at_every_scale_end_the_run_in_one_line() -> None:
+    strategy = scaled(2.0**-13)
+    with torch.no_grad():
+        strategy.parameters["network.classifier.bias"].fill_(math.inf)
+    take_steps(strategy, [1], ranks=ALONE)
+
+    with pytest.raises(TrainingFailure, match=r"^step 2: the gradients overflow in fp16 .*--precision bf16"):
+        take_steps(strategy, [2], ranks=ALONE)
 
 
 def test_a_checkpoint_of_another_precision_leaves_the_scale_at_its_first_value() -> None:
@@ -88,3 +100,14 @@ def test_a_step_whose_gradients_overflow_leaves_weights_and_moments_alone() -> N
     steps = whole_state(strategy, ALONE).moments("step")
     assert steps
     assert all(step == 1 for step in steps.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "precision"), [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "highest")]
+)
+def test_tf32_is_used_only_where_it_is_asked_for_and_on_gpus(device: str, wanted: bool, precision: str) -> None:
+    allow_tf32(wanted=wanted, device=torch.device(device))
+    found = torch.get_float32_matmul_precision()
+    allow_tf32(wanted=False, device=torch.device("cpu"))
+
+    assert found == precision

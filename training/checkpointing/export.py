@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 import socket
@@ -19,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from training.distributed import Ranks
 from training.errors import UserError, first_line
 from training.model_card import model_card
-from training.utils import nearest_folder, replace_folder, write_json, write_whole
+from training.utils import nearest_folder, replace_folder, write_json, writing_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -117,18 +116,19 @@ def write_model(
             "metrics": metrics,
         },
     }
-    buffer = io.BytesIO()
-    torch.save(one_file, buffer)
-    write_whole(checkpoint_file, buffer.getbuffer())
+    with writing_whole(checkpoint_file) as file, _system_errors():
+        torch.save(one_file, file)
     replace_folder(aside, model_folder)
 
 
 @contextlib.contextmanager
 def _system_errors() -> Iterator[None]:
-    """Turn what the system refuses to safetensors and tokenizers, which each say so in their own way, into OSError."""
+    """Turn what the system refuses to safetensors, tokenizers and torch, each in its own words, into OSError."""
     try:
         yield
     except Exception as error:
+        if isinstance(error.__context__, OSError):  # torch.save hides a full disk behind an error of its own
+            raise error.__context__ from None
         if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers has no class of its own
             raise OSError(first_line(error)) from error
         raise

@@ -15,9 +15,10 @@ from torch import nn
 from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks
+from training.errors import TrainingFailure
 from training.model import NewsClassifier
 from training.monitoring.gradient_sync import check_gradient_sync
-from training.optimization import build_optimizer
+from training.optimization import build_optimizer, make_moments
 from training.parallelism.blocks import length_multiple
 from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
@@ -61,6 +62,7 @@ class BaseStrategy:
             if parameter.requires_grad
         }
         self.optimizer = self.build_optimizer()
+        make_moments(self.own_moments()[1])
 
     def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
         """Lay the model over the ranks; returns this rank's parts of it, whose parameters are trained."""
@@ -89,7 +91,7 @@ class BaseStrategy:
         clip_gradients(
             self.parameters.values(), norm, limit=self.config.clip_norm or math.inf, scale=self.loss_scale.scale
         )
-        scaler_skipped = self._update(norm, learning_rate)
+        scaler_skipped = self._update(norm, step, learning_rate)
         share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
         if not self.place.leads:
             share, losses = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses]
@@ -121,8 +123,12 @@ class BaseStrategy:
         """
         return weighted_loss(losses, weights) * (self.place.size * self.loss_scale.scale)
 
-    def _update(self, norm: torch.Tensor, learning_rate: float) -> bool:
-        """Step the optimizer unless the norm is not finite; returns whether the loss scale explains that."""
+    def _update(self, norm: torch.Tensor, step: int, learning_rate: float) -> bool:
+        """Step the optimizer unless the norm is not finite; returns whether the loss scale explains that.
+
+        Raises:
+            TrainingFailure: the gradients overflow in fp16 at the least loss scale too.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Where it is 1, fused AdamW leaves weights, moments and its count of steps alone: on a GPU nobody waits for
@@ -135,6 +141,12 @@ class BaseStrategy:
             return False
         finite = math.isfinite(norm)
         self.loss_scale.update(finite=finite)
+        if self.loss_scale.scale < LossScale.LEAST:
+            raise TrainingFailure(
+                f"step {step}: the gradients overflow in fp16 even with a loss scale of {LossScale.LEAST:.0e}; use "
+                "--precision bf16 or fp32, or lower --learning_rate, then start the same command again",
+                quiet=not self.ranks.is_first,
+            )
         return not finite
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from training.batching import MicroBatch
-from training.model import NewsClassifier
+from training.model import NewsClassifier, widen
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
@@ -31,6 +31,7 @@ class DDPStrategy(BaseStrategy):
     def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
         """A copy on each rank."""
         model.to(self.ranks.device).train()
+        widen(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
         self.pass_model = model  # gradients are awaited after the last of them is there
         self.replica: nn.Module = model

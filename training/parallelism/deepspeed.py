@@ -17,7 +17,7 @@ from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks, name_accelerator
 from training.errors import UserError
-from training.model import NewsClassifier
+from training.model import NewsClassifier, widen
 from training.optimization import build_optimizer, parameter_groups
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
@@ -38,6 +38,7 @@ class DeepSpeedStrategy:
         self.phases = Phases()
         deepspeed, settings = ranks.together(lambda: self._prepare(model))
         self.model = model.to(ranks.device).train()
+        widen(model)
         apply_to_blocks(model, config, model.dropout_stream)
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.pass_model = None  # its backward pass reduces as it goes

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from training.distributed import Ranks
-from training.parallelism.state import MOMENTS, SavedState
+from training.optimization import MOMENTS
+from training.parallelism.state import SavedState
 
 
 class ShardedState:

@@ -28,16 +28,20 @@ class ParallelDims:
     tp: int
 
     @classmethod
-    def from_config(cls, config: TrainConfig, world_size: int) -> ParallelDims:
+    def from_config(cls, config: TrainConfig, world_size: int, ranks_per_machine: int) -> ParallelDims:
         """Degrees as asked for; those left at 0 follow from the strategy and the number of ranks.
 
+        Args:
+            ranks_per_machine: neighbouring ranks that share a machine; where machines have different numbers of ranks,
+                what divides them all.
+
         Raises:
-            UserError: their product is not the number of ranks, ``dp_shard`` does not divide ``dp``, or a flag is for a
-            kind of parallelism that is not there.
+            UserError: their product is not the number of ranks, ``dp_shard`` does not divide ``dp``, tensor parts would
+            lie on several machines, or a flag is for a kind of parallelism that is not there.
         """
         tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
         if config.strategy == "tp" and not config.tp:
-            tp = world_size // (dp or 1)
+            tp = world_size // dp if dp else ranks_per_machine
         if config.strategy == "pp" and not config.pp:
             pp = world_size // (dp or 1)
         dp = dp or max(1, world_size // (tp * pp))
@@ -45,6 +49,11 @@ class ParallelDims:
             raise UserError(
                 f"--pp ({pp}) x --dp ({dp}) x --tp ({tp}) = {pp * dp * tp}, and there are {world_size} ranks: "
                 "choose degrees whose product is the number of processes, or leave --dp at 0"
+            )
+        if ranks_per_machine % tp:
+            raise UserError(
+                f"--tp {tp}: tensor-parallel ranks exchange activations in every block and must share a machine, and "
+                f"there are {ranks_per_machine} ranks per machine: use a divisor of {ranks_per_machine}"
             )
         if config.sequence_parallel and tp == 1:
             raise UserError("--sequence_parallel: does nothing without --tp of 2 or more")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from training.model import widen, widen_outside
 from training.precision import DTYPES
 
 
@@ -43,7 +44,9 @@ def apply_fsdp(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
+    widen_outside(part, blocks)
     for block in blocks:
+        widen(block)  # one at a time: what is sharded already holds its share alone
         fully_shard(block, **settings)
     fully_shard(part, **settings)
 

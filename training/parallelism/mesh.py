@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import gcd
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from training.architectures import find_blocks
 from training.batching import DataPlace, MicroBatch
 from training.errors import UserError
-from training.model import NewsClassifier
+from training.model import NewsClassifier, widen
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims
@@ -40,7 +41,8 @@ class MeshStrategy(BaseStrategy):
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
             raise UserError(f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp")
-        self.dims = dims = ParallelDims.from_config(config, ranks.world_size)
+        ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
+        self.dims = dims = ParallelDims.from_config(config, ranks.world_size, ranks_per_machine)
         self.mesh = dims.build_mesh(ranks.device.type)
         self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
         parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
@@ -84,6 +86,8 @@ class MeshStrategy(BaseStrategy):
             raise UserError(f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}")
         if dims.tp > 1:
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
+            if not config.compile:  # whose blocks also draw from torch's generator what must be alike on all ranks
+                model.dropout_stream.tensor_rank = self.coordinates["tp"]
         apply_to_blocks(part, config, model.dropout_stream)
         if dims.dp > 1:
             apply_fsdp(
@@ -97,6 +101,7 @@ class MeshStrategy(BaseStrategy):
             )
         if dims.dp == 1 or not config.cpu_offload:
             part.to(self.ranks.device)
+        widen(part)
 
     @property
     def test_precision(self) -> str:

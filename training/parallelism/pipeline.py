@@ -7,7 +7,9 @@ al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473; docs.pytorch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from training.parallelism.schedules import SCHEDULES, check_micro_batches, stage
 from training.parallelism.stages import Stage
 
 Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
+# Schedules kept, by shape. To build one takes milliseconds and messages through all stages that wait for the GPU; texts
+# have at most a few hundred lengths, and the buffers, which are what is large, are shared.
+MOST_SCHEDULES = 128
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -66,9 +71,9 @@ class Pipeline:
         # Where each stage lies: its rank in the group.
         self.rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)}
         self.config = stages[0].network.config
-        # A shape has its own schedule, with room for all that its micro-batches receive: only the last one is kept.
-        self._shape: Shape | None = None
-        self._schedule: PipelineScheduleMulti | None = None
+        self._schedules: OrderedDict[Shape, tuple[PipelineScheduleMulti, list[PipelineStage]]] = OrderedDict()
+        # What a step receives, flat: each as large as the largest shape so far needed it.
+        self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._micro_batches: Sequence[MicroBatch] = ()
         self._row_losses: list[torch.Tensor] = []
 
@@ -85,16 +90,15 @@ class Pipeline:
             stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
         inputs = [torch.cat([batch.input_ids for batch in micro_batches])] if self.stages[0].is_first else []
         first = micro_batches[0].input_ids
-        shape = (len(micro_batches), *first.shape)
-        if shape != self._shape:
-            self._schedule = None  # its room first
-            self._shape, self._schedule = shape, self._build_schedule(shape, first.device)
-        self._schedule.step(
+        schedule, stages = self._schedule_for((len(micro_batches), *first.shape), first.device)
+        self._lend_buffers(stages)
+        schedule.step(
             *inputs,
             attention_mask=torch.cat([batch.attention_mask for batch in micro_batches]),
             target=torch.arange(len(micro_batches)),
             return_outputs=False,
         )
+        self._take_buffers_back(stages)
         return self._row_losses
 
     def _share_of_loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -102,14 +106,39 @@ class Pipeline:
         self._row_losses[number.item()] = row_losses.detach()
         return share
 
-    def _build_schedule(self, shape: Shape, device: torch.device) -> PipelineScheduleMulti:
+    def _schedule_for(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
+        """The schedule of a shape, with its stages; the one not used for longest makes room for a new one."""
+        if shape not in self._schedules:
+            if len(self._schedules) == MOST_SCHEDULES:
+                self._schedules.popitem(last=False)
+            self._schedules[shape] = self._build_schedule(shape, device)
+        self._schedules.move_to_end(shape)
+        return self._schedules[shape]
+
+    def _build_schedule(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
         count, rows, length = shape
         stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
         make = get_schedule_class(self.schedule.torch_name)
         # Gradients are not divided by the micro-batches: the rows' weights already are shares of the whole batch.
-        return make(
+        schedule = make(
             stages if self.schedule.is_looped else stages[0], count, loss_fn=self._share_of_loss, scale_grads=False
         )
+        return schedule, stages
+
+    def _lend_buffers(self, stages: Sequence[PipelineStage]) -> None:
+        """Give a schedule that has run before the room for what it receives; a new one makes its own."""
+        for key, info in _received(stages):
+            size = info.tensor_meta.shape.numel()
+            info.buffer = self._buffers[key][:size].view(info.tensor_meta.shape)
+
+    def _take_buffers_back(self, stages: Sequence[PipelineStage]) -> None:
+        """Keep the room for the next schedule, and let this one hold nothing but its order of actions."""
+        for stage in stages:
+            stage.clear_runtime_states()
+        for key, info in _received(stages):
+            if key not in self._buffers or len(self._buffers[key]) < info.buffer.numel():
+                self._buffers[key] = info.buffer.detach().flatten()
+            info.buffer = None
 
     def _pipeline_stage(self, stage: Stage, rows: int, length: int, device: torch.device) -> PipelineStage:
         # Told what comes and goes, torch need not find out by a trial run, whose dropout would be another.
@@ -149,3 +178,16 @@ class Pipeline:
             states = torch.empty(len(input_ids), self.config.num_labels, device=input_ids.device)
         dist.broadcast(states, group=self.group, group_src=self.rank_of[last])
         return states
+
+
+def _received(stages: Sequence[PipelineStage]) -> Iterator[tuple[tuple[str, int, int], Any]]:
+    """What stages receive in a step, by direction, stage and micro-batch; nothing before a schedule's first step.
+
+    Torch 2.13 has no other way to its buffers than these two fields of a stage.
+    """
+    for stage in stages:
+        for direction, infos in (("forward", stage.args_recv_info), ("backward", stage.grad_recv_info)):
+            for micro_batch, of_micro_batch in infos.items():
+                for info in of_micro_batch:  # one tensor at most: a stage gives one
+                    if info.source is not None:
+                        yield (direction, stage.stage_index, micro_batch), info

@@ -73,7 +73,7 @@ class Stage(nn.Module):
         """As :meth:`NewsClassifier.seed_dropout`."""
         self.dropout_stream.move(seed, step, first_row)
         # Torch's generator counts from where it is put: two stages of a rank would draw the same masks.
-        torch.manual_seed(hash((seed, step, first_row, self.index)) % 2**63)
+        self.dropout_stream.seed_torch(self.index)
 
 
 def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str) -> list[Stage]:

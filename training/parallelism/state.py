@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class StrategyState:
@@ -49,11 +47,10 @@ def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """AdamW's moments and steps, by their names in a state; none before the first step."""
+    """AdamW's moments and steps, by their names in a state."""
     return {
         f"optimizer/{name}/{field}": value
         for name, parameter in parameters.items()
-        if parameter in optimizer.state
         for field, value in optimizer.state[parameter].items()
     }
 
@@ -64,12 +61,12 @@ def read_model(parts: Sequence[nn.Module], saved: SavedState) -> None:
 
 
 def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
-    """Read this rank's moments and steps; none where no step was made yet."""
-    for name, parameter in parameters.items():
-        if f"optimizer/{name}/step" in saved.tensors:
-            moments = {field: torch.empty_like(parameter, requires_grad=False) for field in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.empty((), device=parameter.device), **moments}
-    saved.read(optimizer_tensors(parameters, optimizer))
+    """Read this rank's moments and steps, straight into where they are used; zeros where none were saved."""
+    moments = optimizer_tensors(parameters, optimizer)
+    for name, tensor in moments.items():
+        if name not in saved.tensors:
+            tensor.zero_()
+    saved.read({name: tensor for name, tensor in moments.items() if name in saved.tensors})
 
 
 def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -89,7 +86,10 @@ def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.cpu() if keep else None
+    if not keep:
+        return None
+    # A view of zero1's buffer would be written to the file with the whole buffer.
+    return tensor.clone() if tensor.is_cpu and tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.cpu()
 
 
 def _collect(tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from training.architectures import architecture_of
+from training.architectures import architecture_of, find_blocks
 from training.dropout import RowDropout
 from training.errors import UserError
-from training.model import NewsClassifier
+from training.model import NewsClassifier, widen, widen_outside
 from training.parallelism.blocks import LENGTH_MULTIPLE
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
 
@@ -62,7 +62,7 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
 
     Before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must divide the
     padded length, and stages pass (batch, seq / ranks, hidden) to each other. Dropout masks are those of one process,
-    but for Llama's attention, whose dropout is torch's own.
+    but for what draws from torch's own generator (see ``dropout.py``).
 
     Args:
         model: of the same seed or file on every rank; what a stage lacks is passed over.
@@ -81,8 +81,10 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
             f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2"
         )
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
+    widen_outside(network, find_blocks(network))
     _apply(network, family.ends(layout), family.by_features, mesh)
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():
+        widen(block)  # one at a time, as with sharding
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
             # The head reads a single token of each row, which only one rank would hold.
             gather = PrepareModuleInput(input_layouts=layout, desired_input_layouts=WHOLE, use_local_output=True)

@@ -30,7 +30,10 @@ class Zero1Strategy(DDPStrategy):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         groups = parameter_groups(self.parameters.values(), self.config.weight_decay)
-        shared_out = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.0, fused=True)
+        # As views of one buffer per owner, the updated parameters are sent in one broadcast instead of one for each.
+        shared_out = ZeroRedundancyOptimizer(
+            groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, fused=True
+        )
         self.own_optimizer = shared_out.optim
         return shared_out
 

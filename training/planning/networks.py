@@ -177,7 +177,7 @@ def _fused_attention(
     return attend(query, key, value, 0.0, causal)[0].transpose(1, 2).contiguous(), None
 
 
-def _no_draws(site: int, shape: torch.Size) -> torch.Tensor:
+def _no_draws(site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int16)
 
 

@@ -11,8 +11,8 @@ from training.errors import UserError
 from training.parallelism.dims import ParallelDims
 
 
-def dims(world_size: int, **fields: Any) -> tuple[int, int, int, int]:
-    return ParallelDims.from_config(TrainConfig(**fields), world_size).degrees
+def dims(world_size: int, ranks_per_machine: int = 8, **fields: Any) -> tuple[int, int, int, int]:
+    return ParallelDims.from_config(TrainConfig(**fields), world_size, min(ranks_per_machine, world_size)).degrees
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,25 @@ def test_degrees_left_open_follow_from_the_strategy(
     world_size: int, fields: dict[str, Any], degrees: tuple[int, ...]
 ) -> None:
     assert dims(world_size, **fields) == degrees
+
+
+def test_tensor_ranks_are_those_of_one_machine_unless_a_degree_says_otherwise() -> None:
+    assert dims(16, 8, strategy="tp") == (1, 2, 1, 8)
+    assert dims(16, 8, strategy="tp", dp=4) == (1, 4, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"strategy": "tp", "tp": 16}, r"^--tp 16: .* 8 ranks per machine.* use a divisor of 8$"),
+        ({"strategy": "tp", "dp": 1}, r"^--tp 16: .* use a divisor of 8$"),
+        ({"strategy": "3d", "pp": 2, "tp": 4}, r"^--tp 4: .* 6 ranks per machine.* use a divisor of 6$"),
+    ],
+)
+def test_tensor_parallelism_over_machines_is_refused(fields: dict[str, Any], line: str) -> None:
+    world_size, ranks_per_machine = (24, 6) if fields["strategy"] == "3d" else (16, 8)
+    with pytest.raises(UserError, match=line):
+        dims(world_size, ranks_per_machine, **fields)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_ba
 from training.batching import MicroBatch
 from training.config import TrainConfig
 from training.errors import UserError
+from training.parallelism import pipeline
 from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import SCHEDULES, order_of_actions, stages_of
 from training.parallelism.stages import split_stages
 from training.parallelism.strategy import row_losses
 
 SEED = 11
-# Padded lengths of the steps: one is another's, one comes twice in a row.
-LENGTHS = (16, 24, 24)
+# Padded lengths of the steps: one comes twice in a row, and one again after another.
+LENGTHS = (16, 24, 24, 16)
 ROWS = 3
 Found = dict[str, Any]
 
@@ -76,7 +77,9 @@ def _piped(family: str, count: int, schedule: str) -> Found:
     model = small_model(family, dropout=0.1, layers=count)
     stages = split_stages(model, indices, len(indices) * ranks.world_size, "--pp")
     pipe = Pipeline(stages, dist.group.WORLD, schedule, _loss)
-    losses = []
+    losses, built = [], []
+    make = pipeline.get_schedule_class
+    pipeline.get_schedule_class = lambda name: built.append(name) or make(name)
     for step in range(len(LENGTHS)):
         losses.append(pipe.run(_micro_batches(step, count), SEED, step, "fp32"))
         for stage in stages:
@@ -85,7 +88,9 @@ def _piped(family: str, count: int, schedule: str) -> Found:
             logits = pipe.logits(*small_batch()[:2], precision="fp32")
         for stage in stages:
             stage.train()
-    return _collect(stages, losses, logits)
+    pipeline.get_schedule_class = make
+    sizes = {buffer.numel() for buffer in pipe._buffers.values()}
+    return {**_collect(stages, losses, logits), "built": len(built), "sizes": sizes}
 
 
 def _all_schedules(family: str, count: int) -> dict[str, Found]:
@@ -125,6 +130,8 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(
         assert gradients.keys() == expected["gradients"].keys()
         assert _distance(gradients, expected["gradients"]) < 1e-6
         for rank in found:
+            assert rank["built"] == len(set(LENGTHS))
+            assert rank["sizes"] == {ROWS * max(LENGTHS) * 32}  # shared by all lengths
             torch.testing.assert_close(rank["logits"], expected["logits"], rtol=1e-5, atol=1e-6)
 
 

@@ -21,6 +21,7 @@ from transformers import DistilBertForSequenceClassification
 from inference.model_files import SavedModel
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import FAMILIES, LABELS, small_batch, small_config, small_model
+from tests.training.parallelism.small_runs import small_strategy
 from training.config import TrainConfig
 from training.errors import UserError
 from training.model import NewsClassifier
@@ -110,6 +111,33 @@ def test_training_with_dropout_equals_one_process(
         (alone, norms_alone), (together, norms) = found[family, sequence_parallel]
         torch.testing.assert_close(together, alone, rtol=TOLERANCE[family], atol=TOLERANCE[family])
         torch.testing.assert_close(norms, norms_alone, rtol=1e-6, atol=0)
+
+
+def _train_as_on_gpus() -> tuple[list[Any], int]:
+    """Alone and cut, with and without the sequence, by the devices' stream of dropout; and the seed of attention."""
+    found = []
+    for sequence_parallel in (None, False, True):
+        if sequence_parallel is None:
+            model = small_model("distilbert", DROPOUT, torch.float64)
+        else:
+            model = _cut("distilbert", sequence_parallel=sequence_parallel)
+        model.dropout_stream.draws = model.dropout_stream.device_draws
+        found.append(_train(model))
+    strategy = small_strategy(strategy="tp")
+    strategy.parts[0].seed_dropout(SEED, 1, FIRST_ROW)
+    return found, torch.initial_seed()
+
+
+def test_on_devices_ranks_drop_what_one_process_does_and_split_attention_apart(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    ranks = run_on_ranks(2, _train_as_on_gpus)
+
+    for (alone, *cut), _ in ranks:
+        for together in cut:
+            torch.testing.assert_close(together[0], alone[0], rtol=1e-8, atol=1e-8)
+    # Fused attention kernels draw from torch's generator: other heads, other masks.
+    assert len({seed for _, seed in ranks}) == 2
 
 
 def _calls_of_a_block() -> dict[tuple[str, bool], tuple[dict[str, int], dict[str, int]]]:

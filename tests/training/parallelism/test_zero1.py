@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.saved_states import WholeState, whole_state
@@ -45,6 +46,21 @@ def test_a_rank_keeps_its_share_of_the_moments(world_size: int) -> None:
     assert sum(mine for mine, _, _ in kept) == kept[0][1]
     for mine, total, largest in kept:
         assert mine <= total / world_size + largest / 2
+
+
+def _broadcasts_of_a_step() -> tuple[int, int]:
+    """How many broadcasts a step makes, and how many parameters there are."""
+    strategy = small_strategy(strategy="zero1")
+    take_steps(strategy, [1])
+    with CommDebugMode() as calls:
+        take_steps(strategy, [2])
+    return calls.get_comm_counts()[torch.ops.c10d.broadcast_], len(strategy.parameters)
+
+
+def test_a_rank_sends_what_it_updated_in_one_broadcast() -> None:
+    for broadcasts, num_parameters in run_on_ranks(2, _broadcasts_of_a_step):
+        assert num_parameters > 20
+        assert broadcasts == 2  # one for each rank
 
 
 def _first_half() -> WholeState:

@@ -107,13 +107,13 @@ def test_the_trainer_accepts_every_command_and_lays_it_out_as_planned(
     with torch.device("meta"):
         model = model_of(replace(shape, num_labels=4))
     for plan in plans:
-        _hold_to_the_trainer(plan, model, work)
+        _hold_to_the_trainer(plan, model, work, cluster)
 
 
-def _hold_to_the_trainer(plan: Plan, model: NewsClassifier, work: Work) -> None:
+def _hold_to_the_trainer(plan: Plan, model: NewsClassifier, work: Work, cluster: Cluster) -> None:
     layout, (launcher, flags) = plan.layout, plan.launch.split(".py ")
     config = parse_config(shlex.split(flags), environment={})
-    dims = ParallelDims.from_config(config, layout.ranks)
+    dims = ParallelDims.from_config(config, layout.ranks, min(layout.ranks, cluster.gpus_per_node))
     assert config.batch_size * config.gradient_accumulation * layout.dp == work.rows
     assert config.activation_checkpointing == layout.activation_checkpointing
     assert config.sequence_parallel == layout.sequence_parallel
