@@ -35,6 +35,7 @@ from training.utils import write_whole
 MODULE = "benchmarks.one_or_two_processes"
 SEED = 42
 TITLES = {"cpu": "CPUs", "gpu": "GPUs"}
+FILLED_BY = {"cpu": f"`python -m {MODULE}`", "gpu": "`make gpu-check`, on a machine with GPUs,"}
 ON_CPUS = {
     "one process, one core": Layout(1, 1),
     "two processes, one core each": Layout(2, 1),
@@ -63,7 +64,6 @@ in another order each round.
   Python and its libraries are in it, and so are they twice with two processes.
 - *validation accuracy*: after each epoch, the median over rounds. All runs have the same seed, the same split and the
   same global batches, so they should learn alike; what rounding changes is the difference between them.
-
 """
 
 
@@ -171,15 +171,13 @@ def put(page: Path, kind: str, section: dict[str, Any]) -> None:
 
 def render(results: Mapping[str, dict[str, Any]], figure: str) -> str:
     """The page; a table that was never measured says what fills it."""
-    text = INTRODUCTION + f"![Samples per second of each run]({figure})\n"
+    text = INTRODUCTION + (f"\n![Samples per second of each run]({figure})\n" if results else "")
     for kind, title in TITLES.items():
         text += f"\n## {title}\n\n"
         if kind in results:
             text += _section(results[kind])
         else:
-            text += (
-                f"Empty until `make gpu-check` has filled it on a machine with GPUs.\n\n{markdown_table(HEADER, [])}"
-            )
+            text += f"Empty until {FILLED_BY[kind]} has filled it.\n\n{markdown_table(HEADER, [])}"
     return text
 
 
@@ -246,7 +244,7 @@ def _parse() -> Namespace:
     parser.add_argument("--data", type=Path, required=True, help="a folder with AG News' train.csv and test.csv")
     parser.add_argument("--device", choices=TITLES, help="which table to fill (default: gpu if there is one)")
     parser.add_argument("--model", default="tiny", help="a hub name, a folder, or tiny, made from scratch (default)")
-    parser.add_argument("--rows", type=positive, default=8000, help="for training and validation (default: 8000)")
+    parser.add_argument("--rows", type=positive, default=6000, help="for training and validation (default: 6000)")
     parser.add_argument("--test_rows", type=positive, default=400, help="for the test at the end (default: 400)")
     parser.add_argument("--epochs", type=positive, default=3, help="default: 3")
     parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
