@@ -12,7 +12,7 @@ from tests.docs.pages import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 FEWEST_ROUNDS = 5
-# Measured before the rule, in fewer rounds. Each has a command that measures it again; its line goes when that was done.
+# Measured in fewer rounds, before there was this rule. Whoever measures one again takes it off the list.
 TO_MEASURE_AGAIN = ("observation_cost", "serving", "training_throughput")
 
 
@@ -72,4 +72,4 @@ def test_the_readmes_figures_are_those_of_their_pages() -> None:
     assert f"{float(cell(training, '**ours**', 4)):.1f} times the training throughput" in readme
     times = float(cell(serving, "64 clients, × plain FastAPI + PyTorch", 1))
     assert f"{times:.0f} times that of plain FastAPI + PyTorch" in readme
-    assert f"| this server | 7.5 ms | {float(cell(serving, '**ours**', 2)):.0f} texts/s" in readme
+    assert f" ms | {float(cell(serving, '**ours**', 2)):.0f} texts/s" in readme.partition("| this server |")[2]
