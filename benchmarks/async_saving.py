@@ -24,18 +24,21 @@ HEADER = [
     "waited for, s",
     "blocked, s",
     "blocked : waited for",
-    "until it stands, s",
-    "a step, ms",
+    "until it is complete, s",
+    "ms per step",
     "while it is written, ms",
     "steps meanwhile",
+    "costs in all, s",
 ]
 INTRODUCTION = f"""# Saving beside training
 
 Written by `python -m {MODULE}`. DistilBERT with random weights and AdamW's moments, under ddp: each of N ranks copies
-and writes 1/N. *waited for*: training stops until the checkpoint stands, its files synced, hashed and renamed.
-*blocked*: the same save by a thread; training stops for the copy alone. *until it stands*: how long the thread takes
-beside training, with the cores that training leaves it. The two take turns; medians over rounds and ranks' slowest,
-with the smallest and the largest.
+and writes 1/N. *waited for*: training stops until the checkpoint is complete, its files synced, hashed and renamed.
+*blocked*: the same save by a thread; training stops only for the copy. *until it is complete*: how long the thread
+takes beside training, with the cores that training leaves it. *costs in all*: the time that training loses to the save
+by a thread, which is *blocked* plus what the *steps meanwhile* take longer, because the thread computes hashes on the
+cores that train. A GPU's training does not use those cores, so it should lose little more than *blocked*; that was not
+measured. The two kinds of save take turns; medians over rounds of the slowest rank, with the smallest and the largest.
 
 """
 
@@ -63,7 +66,7 @@ def measure(layout: Layout, options: Namespace) -> list[dict[str, Any]]:
 def render(results: dict[Layout, list[dict[str, Any]]], options: Namespace) -> str:
     """The page."""
     facts = circumstances(MODULE, ("torch", "transformers")) | {
-        "Runs": f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens a rank and step"
+        "Runs": f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank and step"
     }
     return INTRODUCTION + fact_list(facts) + "\n" + markdown_table(HEADER, [row(*item) for item in results.items()])
 
@@ -83,7 +86,15 @@ def row(layout: Layout, ranks: list[dict[str, Any]]) -> list[str]:
         f"{1000 * median(quiet):.0f}",
         f"{1000 * median(disturbed):.0f}" if disturbed else "–",
         f"{len(disturbed) / len(seconds):.1f}",
+        f"{cost(ranks):.2f}",
     ]
+
+
+def cost(ranks: list[dict[str, Any]]) -> float:
+    """Seconds of training that a save by a thread takes: the copy, and by how much it slows the steps beside it."""
+    blocked, quiet, disturbed = slowest(ranks, "blocked"), ranks[0]["quiet"], ranks[0]["disturbed"]
+    slowed = median(disturbed) - median(quiet) if disturbed else 0.0
+    return median(blocked) + len(disturbed) / len(blocked) * slowed
 
 
 def slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:

@@ -158,7 +158,7 @@ def _parse() -> Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a model folder, a .pt file or an artefact folder")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto, the fastest that works here")
     parser.add_argument("--texts", default="data/ag_news", help="a folder in AG News' layout (default: data/ag_news)")
-    parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
     parser.add_argument("--seconds", type=_seconds, default=2.0, help="of each measurement (default: 2)")
     parser.add_argument(
         "--output",

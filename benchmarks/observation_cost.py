@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -14,11 +15,11 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.processes import Layout, end_with_children, free_port, run_ranks
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
+from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from benchmarks.workload import MAX_LENGTH, write_weights
 from training.config import TINY
 from training.dataset import load_news
-from training.errors import run_command
+from training.errors import positive, run_command
 from training.observers import LOOK_EVERY
 from training.quiet import quiet_libraries
 from training.tokenized import load_tokenizer
@@ -50,7 +51,7 @@ watchdog, loss spikes, and of two processes stragglers, collectives and the comp
   {LOOK_EVERY} is.
 - *comparison* of copies, counted once in {COMPARED_EVERY} steps; a *page* of metrics, each {PAGE_EVERY:.0f} s; the
   *status* file, each {STATUS_EVERY:.0f} s: timed by themselves, in the median of several times.
-- *all together*: the share of a step that nobody would watch.
+- *all together*: the share of a step that nobody would watch; its median over rounds, with the least and the most.
 
 """
 
@@ -96,14 +97,15 @@ def main() -> None:
     options = _parse()
     end_with_children()
     quiet_libraries()
-    rows = []
+    rounds: list[list[Outcome]] = []
     with tempfile.TemporaryDirectory(prefix="observation-") as folder:
         _write_model(Path(folder) / "base")
-        for case in CASES:
-            rows.append(row(case, measure(case, Path(folder))))
-            print(" | ".join(rows[-1]), flush=True)
+        for number in range(1, options.rounds + 1):
+            rounds.append([measure(case, Path(folder)) for case in CASES])
+            print(f"round {number}/{options.rounds}: " + ", ".join(f"{one.cost:.2%}" for one in rounds[-1]), flush=True)
+    rows = [row(case, found) for case, found in zip(CASES, zip(*rounds, strict=True), strict=True)]
     facts = circumstances(MODULE, ("torch", "transformers", "prometheus_client"))
-    facts |= {"Runs": "the built-in sample, one thread a process"}
+    facts |= {"Runs": f"the built-in sample, one thread per process, {options.rounds} rounds"}
     write_table(options.output, INTRODUCTION + fact_list(facts) + "\n" + markdown_table(HEADER, rows))
     print(f"Written: {options.output}")
 
@@ -139,11 +141,13 @@ def outcome(rank: dict[str, Any], *, alone: bool) -> Outcome:
     return Outcome(*(1000 * value for value in seconds))
 
 
-def row(case: Case, found: Outcome) -> list[str]:
-    """A line of the table."""
+def row(case: Case, rounds: Sequence[Outcome]) -> list[str]:
+    """A line of the table: medians over rounds, and of the whole cost also the least and the most."""
+    found = Outcome(*(median(values) for values in zip(*map(astuple, rounds), strict=True)))
+    costs = [100 * one.cost for one in rounds]
     of_two = [f"{found.look:.2f}", f"{found.comparison:.2f}"] if case.processes > 1 else ["–", "–"]
     times = [f"{found.step:.1f}", f"{found.hooks:.2f}", *of_two, f"{found.page:.2f}", f"{found.status:.2f}"]
-    return [case.model, str(case.processes), *times, f"{100 * found.cost:.2f}%"]
+    return [case.model, str(case.processes), *times, f"{median(costs):.2f}% ({spread(costs, 2)})"]
 
 
 def _write_model(folder: Path) -> None:
@@ -155,6 +159,7 @@ def _write_model(folder: Path) -> None:
 
 def _parse() -> Namespace:
     parser = Parser(MODULE, __doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
     parser.add_argument("--output", type=Path, default=HERE / "observation_cost.md")
     return parser.parse_args()
 

@@ -126,12 +126,44 @@ def published_section() -> str:
         f"Of {chosen} runs the source leaves out the micro-batch or the checkpointing. There the plan has what is "
         "predicted to be the\nfastest that fits, or the smallest where nothing does: their errors are a choice's too.\n"
     )
+    text += _trend_section(every)
     for title, (source, runs) in found.items():
         text += f"\n### {title}\n\nSource: {source['from']}.\n"
         text += f"{source['constants']}\n"
         text += f"Assumed where it is silent: {source['assumed']}.\n" if "assumed" in source else ""
         text += "\n" + markdown_table(_HEADER, [_table_row(run) for run in runs])
     return text
+
+
+def trends(runs: Sequence[Comparison]) -> list[tuple[Comparison, Comparison]]:
+    """Runs that differ only in the number of GPUs: of each such group the one on the fewest and on the most."""
+    groups: dict[tuple[Any, ...], list[Comparison]] = {}
+    for run in runs:
+        key = run.row["name"], run.plan.cluster.gpu.name, replace(run.plan.layout, dp_shard=1)
+        groups.setdefault(key, []).append(run)
+    ordered = [sorted(group, key=lambda run: run.plan.layout.ranks) for group in groups.values()]
+    return [(group[0], group[-1]) for group in ordered if group[0].plan.layout.ranks < group[-1].plan.layout.ranks]
+
+
+def _trend_section(runs: Sequence[Comparison]) -> str:
+    rows = [
+        [
+            small.row["name"],
+            f"{small.plan.layout.ranks} to {large.plan.layout.ranks}",
+            f"{large.theirs / small.theirs - 1:+.1%}",
+            f"{large.ours / small.ours - 1:+.1%}",
+            f"{small.error:+.0%} to {large.error:+.0%}",
+        ]
+        for small, large in trends(runs)
+    ]
+    header = ("run", "GPUs", "tokens/s per GPU, measured", "simulated", "error")
+    return (
+        "\n### More GPUs, with everything else unchanged\n\n"
+        "How the speed of each GPU changes between the smallest and the largest published run. The prediction falls "
+        "less than\nthe measurement, so it becomes more optimistic with every machine that is added: the latency of a "
+        "ring is modelled,\nbut neither GPUs that are slower than the others nor traffic that competes for the same "
+        f"switches.\n\n{markdown_table(header, rows)}"
+    )
 
 
 _SUMMARY_HEADER = ("runs", "count", "within 25%", "median error", "largest", "fit by the formulas")
@@ -153,7 +185,7 @@ def _accuracy(runs: Sequence[Comparison]) -> list[str]:
     return [str(len(runs)), str(near), f"{median(errors):.0%}", f"{max(errors):.0%}", str(fitting)]
 
 
-_HEADER = ("run", "GPUs", "layout", "tokens/s a GPU", "simulated", "error", "GiB", "simulated", "error", "fits")
+_HEADER = ("run", "GPUs", "layout", "tokens/s per GPU", "simulated", "error", "GiB", "simulated", "error", "fits")
 
 
 def _table_row(run: Comparison) -> list[str]:

@@ -159,7 +159,7 @@ def _parse() -> Namespace:
         metavar="NAME,...",
         help=f"of {', '.join(SERVERS)} (default: {','.join(DEFAULT)})",
     )
-    parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
     parser.add_argument("--seconds", type=_seconds, default=10.0, help="of a load (default: 10)")
     parser.add_argument("--poisson", action="store_true", help="random gaps in the open loops, instead of equal ones")
     parser.add_argument("--peer_python", help="the Python that has the peers (default: they are left out)")

@@ -7,6 +7,7 @@ backward, and trains on the first.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 
 import torch
@@ -31,11 +32,14 @@ def main() -> None:
         result = {
             "global_batch": trainer.global_batch_size,
             "steps_an_epoch": len(trainer.sampler),
+            "rows_per_epoch": len(trainer.news.train_index),
             "speeds": trainer.balance.speeds,
             "plain": traffic.plain if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,
             "records": read_metrics(config.run_dir) if mine.is_first else [],
         }
+    result["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result["device_bytes"] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     print(json.dumps(result), flush=True)
 
 

@@ -66,7 +66,7 @@ def main() -> None:
     end_with_children()
     page = Page(options.output)
     if options.startup:
-        seconds = measure_startup(options.rounds or 5, say)
+        seconds = measure_startup(options.rounds, say)
         page.put(STARTUP, {"facts": circumstances(MODULE), "seconds": seconds})
         return
     layouts = {text: Layout.parse(text) for text in options.layouts}
@@ -280,8 +280,8 @@ def _parse() -> Namespace:
     parser = Parser(MODULE, str(__doc__).split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="minilm", help="of the model (default: minilm)")
     parser.add_argument("--dataset", default=SAMPLE, help="a folder in AG News' layout (default: the built-in sample)")
-    parser.add_argument("--rows", type=positive, default=3200, help="of the timed epoch (default: 3200)")
-    parser.add_argument("--rounds", type=positive, help="default: 3, and 5 for --startup")
+    parser.add_argument("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
     parser.add_argument(
         "--tokenizer", default=TINY, help="a folder or tokenizer.json (default: tiny, one trained on the rows)"
     )
@@ -301,8 +301,6 @@ def _parse() -> Namespace:
     options = parser.parse_args()
     if options.output.suffix != ".md":
         raise UserError(f"--output {options.output}: must end in .md")
-    if not options.startup:
-        options.rounds = options.rounds or 3
     default = [name for name in DEFAULT_VARIANTS if VARIANTS[name].precision != "bf16" or cpu_has_bf16()]
     options.variants = options.variants or default
     return options

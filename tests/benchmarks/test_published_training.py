@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published_training import Comparison, compare, published_section, states_section
+from benchmarks.published_training import Comparison, compare, published_section, states_section, trends
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,19 @@ def test_runs_with_a_choice_of_ours_are_those_whose_source_is_silent(runs: list[
 
     assert {"GPT 1.7B", "GPT 462B"} < chosen
     assert not any(name.startswith(("MPT", "llama")) for name in chosen)
+
+
+def test_the_speed_of_each_gpu_falls_with_scale_as_it_does_in_published_runs(runs: list[Comparison]) -> None:
+    from_128_to_512 = [pair for pair in trends(runs) if pair[1].plan.layout.ranks == 512]
+
+    assert len(from_128_to_512) == 6
+    changes = {
+        large.row["name"]: (large.theirs / small.theirs - 1, large.ours / small.ours - 1)
+        for small, large in from_128_to_512
+    }
+    # The latency of longer rings explains a fifth of the fall; the page says what is not modelled.
+    assert all(measured < simulated < 0 for measured, simulated in changes.values())
+    assert changes["MPT-1b"][1] < -0.015
 
 
 def test_the_states_of_zero_are_those_of_its_figure() -> None:

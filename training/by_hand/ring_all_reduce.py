@@ -10,10 +10,10 @@ sends to the next one, around the ring:
   one chunk that is the sum of all.
 - all-gather, N - 1 steps: the summed chunks travel around once more and replace what each rank had.
 
-2 (N - 1) steps of 1/N of the tensor: 2 (N - 1) / N of it leave each rank, nearly the same for 4 ranks as for 4,000. No
-all-reduce can do with less. But each step also costs the latency of a message, 2 (N - 1) of them one after the other:
-for small tensors on many ranks NCCL sends along trees. Each chunk is summed hop by hop, then copied: all ranks hold the
-same bits.
+2 (N - 1) steps of 1/N of the tensor: 2 (N - 1) / N of it leave each rank, nearly the same for 4 ranks as for 4,000. If
+only the ranks can add, no all-reduce sends less; a switch that adds (SHARP) needs about half. But each step also costs
+the latency of a message, 2 (N - 1) of them one after the other: for small tensors on many ranks NCCL sends along trees.
+Each chunk is summed hop by hop, then copied: all ranks hold the same bits.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 """

@@ -1,8 +1,9 @@
 """MeshStrategy: pipeline stages, tensor parts and shared-out or copied state, in any product, on one mesh.
 
-Serves zero2, zero3, tp, pp and 3d, which differ in their degrees alone. The order is fixed: stages, then tensor parts,
-then what is done to each block, then data parallelism, so that each sees what the one before it left: sharding before
-splitting would gather whole matrices, and splitting after compiling would be lost.
+Serves zero2, zero3, tp, pp and 3d, which differ only in their degrees. The order is fixed: stages, then tensor parts,
+then what is done to each block, then data parallelism, so that each sees what the one before it left. PyTorch refuses
+to split what is already sharded (a DTensor on one mesh cannot be distributed over another), and splitting after
+compiling would be lost.
 """
 
 from __future__ import annotations

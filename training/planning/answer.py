@@ -19,7 +19,8 @@ CHECKPOINT_BYTES = 12  # a parameter and its two moments, fp32
 class Checkpoint:
     """A checkpoint of weights and moments, of which each rank writes its part while training goes on.
 
-    ``copy``, ``write``, ``hash``: seconds; training waits for the copy alone.
+    ``copy``, ``write``, ``hash``: seconds. Training waits only for the copy. Writing and hashing run beside it and
+    need processor time, which matters only if training runs on those processors too.
     """
 
     bytes: float
@@ -29,7 +30,7 @@ class Checkpoint:
 
     @property
     def seconds(self) -> float:
-        """Until it stands."""
+        """Until it is complete."""
         return self.copy + self.write + self.hash
 
 
@@ -38,7 +39,7 @@ class Answer:
     """All plans of one question.
 
     ``plans``: the best of each strategy and product of degrees, the fitting ones first, the fastest first.
-    ``scaling``: the best plan for 1, 2, 4 ... GPUs with as many tokens a GPU; None where nothing fits.
+    ``scaling``: the best plan for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits.
     """
 
     shape: ModelShape
@@ -53,6 +54,11 @@ class Answer:
     def best(self) -> list[Plan]:
         """The three fastest that fit."""
         return [plan for plan in self.plans if plan.fits][:3]
+
+    def efficiency(self, plan: Plan) -> float | None:
+        """Tokens per second and GPU, divided by those of one GPU; None if one GPU cannot hold the model."""
+        alone = self.scaling.get(1)
+        return alone and plan.tokens_per_second / plan.layout.ranks / alone.tokens_per_second
 
 
 def answer(
@@ -149,7 +155,7 @@ def nothing_fits(answer: Answer) -> UserError:
     missing = (closest.memory.total - closest.available) / GIB
     return UserError(
         f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {describe(closest)}, "
-        f"lacks {missing:,.1f} GiB a GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
+        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
         "smaller --batch_tokens"
     )
 

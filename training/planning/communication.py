@@ -1,9 +1,10 @@
 """Communication: bytes, calls and seconds of a step's collectives.
 
 Each call costs latency and bytes over bandwidth (alpha-beta; Hockney 1994, and Thakur, Rabenseifner & Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005, for the algorithms). Over several nodes a ring
-leaves each node once, and all the group's GPUs of a node share that crossing over their own network ports, as NCCL
-lays its rings out.
+"Optimization of Collective Communication Operations in MPICH", 2005, for the algorithms). Latency is counted as NCCL
+counts it (``src/graph/tuning.cc`` of its commit 5067397c26): a chunk goes from GPU to GPU through the whole ring, so
+every GPU of every node adds a hop. NCCL lays several such rings, one per network port, and each carries a share of the
+bytes out of the node; so together they have the bandwidth of all ports.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Group:
 
     @property
     def latency(self) -> float:
-        """Seconds once around: inside the nodes, then over them."""
-        return (self.members - 1) * self.cluster.link_latency + (self.nodes - 1) * self.cluster.network_latency
+        """Seconds that a chunk takes from the first rank of the ring to the last: size - 1 hops, nodes - 1 of them
+        over the network."""
+        return (self.size - self.nodes) * self.cluster.link_latency + (self.nodes - 1) * self.cluster.network_latency
 
     def ring_seconds(self, whole: float) -> float:
         """An all-gather or reduce-scatter of ``whole`` bytes in all: (n-1) steps of a part each."""
@@ -59,11 +61,15 @@ class Group:
         return self.latency + whole * (self.size - 1) / self.size / self.bandwidth
 
     def all_reduce_seconds(self, whole: float) -> float:
-        """An all-reduce: a ring for large messages, a tree for small ones, whichever is sooner."""
+        """An all-reduce: a ring, or NCCL's tree if that is sooner, as it is for small messages over many nodes.
+
+        The tree joins the nodes; inside each node it is a chain. NCCL runs two trees, each with half of the bytes, in
+        which the leaves of one are the inner nodes of the other, so it has the full bandwidth.
+        """
         if self.size == 1:
             return 0.0
-        steps = log2(self.members) * self.cluster.link_latency + log2(self.nodes) * self.cluster.network_latency
-        tree = 2 * (steps + whole / self.bandwidth)
+        hops = (self.members - 1) * self.cluster.link_latency + log2(self.nodes) * self.cluster.network_latency
+        tree = 2 * (hops + whole / self.bandwidth)
         return min(2 * self.ring_seconds(whole), tree)
 
     def send_seconds(self, whole: float) -> float:

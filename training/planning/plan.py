@@ -50,11 +50,12 @@ class Plan:
         return self.tokens_per_second / self.layout.ranks * flops / peak
 
     @property
-    def efficiency(self) -> float:
-        """Speed of one of these GPUs over that of one alone with memory enough.
+    def share_of_ideal(self) -> float:
+        """Tokens per second over those of as many ideal GPUs.
 
-        That one takes all its rows at once, needs no communication and no recomputation, and updates no more than its
-        share of the weights; so what is lost is lost to the layout.
+        An ideal GPU has memory for the whole model, takes all its rows at once, communicates and recomputes nothing,
+        and updates only its share of the weights. Whatever is missing is the cost of the layout. This is not the
+        efficiency against one real GPU, which updates all weights: see ``Answer.efficiency``.
         """
         rows = self.layout.tokens_per_step / self.layout.seq_len / self.layout.ranks
         alone = Layout(

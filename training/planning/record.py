@@ -17,15 +17,15 @@ def as_record(answer: Answer, dry_runs: DryRuns) -> dict[str, Any]:
         "shape": asdict(answer.shape) | {"num_parameters": answer.shape.num_parameters},
         "cluster": asdict(answer.cluster),
         "work": asdict(answer.work),
-        "plans": [_plan(plan) for plan in answer.plans],
+        "plans": [_plan(answer, plan) for plan in answer.plans],
         "dry_runs": {str(place): run if isinstance(run, str) else asdict(run) for place, run in dry_runs.items()},
-        "scaling": {str(gpus): plan and _plan(plan) for gpus, plan in answer.scaling.items()},
+        "scaling": {str(gpus): plan and _plan(answer, plan) for gpus, plan in answer.scaling.items()},
         "checkpoint": asdict(answer.checkpoint) | {"seconds": answer.checkpoint.seconds},
         "target_tokens": answer.target_tokens,
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(answer: Answer, plan: Plan) -> dict[str, Any]:
     return {
         "layout": asdict(plan.layout),
         "fits": plan.fits,
@@ -35,6 +35,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "time": asdict(plan.time) | {"total": plan.time.total},
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "efficiency": plan.efficiency,
+        "efficiency": answer.efficiency(plan),
+        "share_of_ideal": plan.share_of_ideal,
         "launch": plan.launch if plan.fits else None,
     }

@@ -70,8 +70,8 @@ def _tiles(answer: Answer) -> list[tuple[str, str, str]]:
     best = answer.best[0]
     tiles = [
         ("Layouts that fit", str(sum(plan.fits for plan in answer.plans)), f"of {len(answer.plans)}"),
-        ("Tokens a second", f"{best.tokens_per_second:,.0f}", plan_name(best)),
-        ("MFU", f"{best.mfu:.0%}", f"efficiency {best.efficiency:.0%} of a GPU alone"),
+        ("Tokens per second", f"{best.tokens_per_second:,.0f}", plan_name(best)),
+        ("MFU", f"{best.mfu:.0%}", f"{best.share_of_ideal:.0%} of the ideal speed"),
         ("Memory", f"{gib(best.memory.total)} GiB", f"of {gib(best.available)} that can be filled"),
     ]
     if answer.target_tokens:

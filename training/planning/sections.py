@@ -16,6 +16,12 @@ from training.planning.shapes import MemoryEstimate
 DryRuns = Mapping[int, "DryRun | str"]
 MOST_ROWS = 12
 ROUNDING = 0.005  # what whole percents do not show
+EFFICIENCY = "Efficiency: the tokens/s per GPU, divided by those of 1 GPU."
+ABOVE = " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
+IDEAL = (
+    "Share of ideal: against GPUs that could hold the whole model and never had to communicate. "
+    "An efficiency against 1 GPU does not exist, because the model does not fit on 1."
+)
 PARTS = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -56,7 +62,7 @@ def work_line(answer: Answer) -> str:
     """The batch, in a line."""
     work = answer.work
     tokens = work.rows * work.seq_len
-    return f"{tokens:,} tokens a step ({work.rows:,} rows of {work.seq_len:,}) in {work.precision}"
+    return f"{tokens:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in {work.precision}"
 
 
 def summary(answer: Answer) -> str:
@@ -65,15 +71,21 @@ def summary(answer: Answer) -> str:
     if not answer.best:
         return said
     best = answer.best[0]
+    efficiency = answer.efficiency(best)
+    kept = (
+        f"{best.share_of_ideal:.0%} of the ideal speed" if efficiency is None else f"an efficiency of {efficiency:.0%}"
+    )
     said += (
-        f" The fastest, {plan_name(best)}, makes {best.tokens_per_second:,.0f} tokens a second, an MFU of "
-        f"{best.mfu:.0%} and {best.efficiency:.0%} of the speed of as many GPUs that lose nothing."
+        f" The fastest, {plan_name(best)}, reaches {best.tokens_per_second:,.0f} tokens per second, an MFU of "
+        f"{best.mfu:.0%} and {kept}."
     )
     if answer.target_tokens:
         days = best.days(answer.target_tokens)
-        said += f" {answer.target_tokens / 1e9:,.2f} billion tokens take it {days:,.2f} days."
+        said += f" It needs {days:,.2f} days for {answer.target_tokens / 1e9:,.2f} billion tokens."
     saved = answer.checkpoint
-    return f"{said} A checkpoint stands after {saved.seconds:,.0f} s, of which training waits {saved.copy:,.1f} s."
+    return (
+        f"{said} A checkpoint takes {saved.seconds:,.0f} s to complete; training waits for {saved.copy:,.1f} s of that."
+    )
 
 
 def sections(answer: Answer, dry_runs: DryRuns) -> list[Section]:
@@ -98,10 +110,10 @@ def commands(answer: Answer) -> list[tuple[str, str]]:
 def warnings(answer: Answer) -> list[str]:
     """How to read the best three, and what stands between them and their commands, each sentence once."""
     found = [text for plan in answer.best for text in cautions(plan.shape, plan.layout)]
-    if any(plan.efficiency > 1 + ROUNDING for plan in answer.best):
+    if any(plan.share_of_ideal > 1 + ROUNDING for plan in answer.best):
         found.append(
-            "An efficiency above 100%: with so few tokens a GPU alone spends its time on reading weights, and one of "
-            "these reads a part of them."
+            "Faster than ideal: with so few tokens, a GPU with the whole model spends its time on reading weights, "
+            "and each of these GPUs reads only a part of them."
         )
     return list(dict.fromkeys(found))
 
@@ -128,11 +140,11 @@ def _fitting(answer: Answer) -> Section:
             f"{plan.time.total:.3g}",
             f"{plan.tokens_per_second:,.0f}",
             f"{plan.mfu:.0%}",
-            f"{plan.efficiency:.0%}",
+            f"{plan.share_of_ideal:.0%}",
         )
         for plan in fitting[:MOST_ROWS]
     ]
-    header = ("layout, rows x micro-batches", "GiB a GPU", "s a step", "tokens/s", "MFU", "efficiency")
+    header = ("layout, rows x micro-batches", "GiB per GPU", "s per step", "tokens/s", "MFU", "share of ideal")
     notes = [f"{len(fitting) - MOST_ROWS} slower ones are left out."] if len(fitting) > MOST_ROWS else []
     if fitting:
         notes.append(f"Of each GPU, {gib(fitting[0].available)} GiB can be filled.")
@@ -199,20 +211,31 @@ def _scaling(answer: Answer) -> Section:
             rows.append((str(gpus), "nothing fits", "", "", ""))
         else:
             speed = plan.tokens_per_second
-            rows.append((str(gpus), describe(plan), f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{plan.efficiency:.0%}"))
-    header = ("GPUs", "best layout", "tokens/s", "tokens/s a GPU", "efficiency")
-    heading = f"From 1 to {answer.cluster.gpus} GPUs, with as many tokens a GPU"
-    return Section(heading, header, rows, _goals(answer))
+            kept = f"{_speed_kept(answer, plan):.0%}"
+            rows.append((str(gpus), describe(plan), f"{speed:,.0f}", f"{speed / gpus:,.0f}", kept))
+    fits_on_one = answer.scaling.get(1) is not None
+    header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", "efficiency" if fits_on_one else "share of ideal")
+    heading = f"From 1 to {answer.cluster.gpus} GPUs, with equally many tokens per GPU"
+    note = EFFICIENCY if fits_on_one else IDEAL
+    if any(plan and (answer.efficiency(plan) or 0) > 1 + ROUNDING for plan in answer.scaling.values()):
+        note += ABOVE
+    return Section(heading, header, rows, [note, *_goals(answer)])
+
+
+def _speed_kept(answer: Answer, plan: Plan) -> float:
+    """Of one GPU's speed, or of an ideal one's if the model does not fit on one."""
+    efficiency = answer.efficiency(plan)
+    return plan.share_of_ideal if efficiency is None else efficiency
 
 
 def _goals(answer: Answer) -> list[str]:
-    """How the goals for efficiency are met, for each number of GPUs that they speak of."""
+    """Which of the goals are met, each on the numbers of GPUs that it is about."""
     found = []
     for most, goal in ((8, 0.9), (32, 0.8)):
-        judged = {gpus: plan.efficiency for gpus, plan in answer.scaling.items() if 1 < gpus <= most and plan}
+        judged = {gpus: _speed_kept(answer, plan) for gpus, plan in answer.scaling.items() if 1 < gpus <= most and plan}
         if judged and most <= answer.cluster.gpus:
-            missed = [f"{gpus} GPUs ({efficiency:.0%})" for gpus, efficiency in judged.items() if efficiency <= goal]
-            verdict = f"missed on {', '.join(missed)}" if missed else "kept wherever the model fits"
+            missed = [f"{gpus} GPUs ({kept:.0%})" for gpus, kept in judged.items() if kept <= goal]
+            verdict = f"missed on {', '.join(missed)}" if missed else "met wherever the model fits"
             found.append(f"The goal of over {goal:.0%} on up to {most} GPUs: {verdict}.")
     return found
 
@@ -224,10 +247,10 @@ def _running(answer: Answer) -> Section:
     if answer.target_tokens and answer.best:
         days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({describe(plan)})" for plan in answer.best)
         rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
-    rows.append(("checkpoint", f"{saved.bytes / 1e9:,.1f} GB, of which each rank writes its part"))
+    rows.append(("checkpoint", f"{saved.bytes / 1e9:,.1f} GB, of which each rank writes its shard"))
     rows.append(("seconds that training waits for it", f"{saved.copy:,.1f}, for the copy"))
     parts = f"then {saved.write:,.0f} to write, {saved.hash:,.0f} to hash"
-    rows.append(("seconds until it stands", f"{saved.seconds:,.0f} ({parts})"))
+    rows.append(("seconds until it is complete", f"{saved.seconds:,.0f} ({parts})"))
     return Section("A whole run", ("what", "simulated"), rows)
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
+from math import log2
 
 import pytest
 import torch
@@ -37,10 +39,43 @@ def test_a_large_all_reduce_is_bound_by_the_link() -> None:
     assert group.all_reduce_seconds(size) == pytest.approx(2 * 7 / 8 * size / group.bandwidth, rel=1e-3)
 
 
-def test_a_small_all_reduce_is_bound_by_a_trees_latency() -> None:
-    group = Group.over(8, 1, CLUSTER)
+def hops_of_a_chunk(nodes: int, members: int) -> tuple[int, int]:
+    """Hops inside nodes and between them, of a chunk that goes from the first rank of a ring to its last."""
+    node_of = [rank // members for rank in range(nodes * members)]
+    crossings = [here != there for here, there in pairwise(node_of)]
+    return crossings.count(False), crossings.count(True)
 
-    assert group.all_reduce_seconds(1) == pytest.approx(2 * 3 * CLUSTER.link_latency, rel=1e-3)
+
+@pytest.mark.parametrize(("nodes", "members"), [(1, 2), (1, 8), (2, 1), (4, 1), (2, 4), (4, 8), (64, 8)])
+def test_a_chunk_goes_through_every_gpu_of_every_node_of_a_ring(nodes: int, members: int) -> None:
+    cluster = replace(CLUSTER, nodes=nodes)
+    inside, between = hops_of_a_chunk(nodes, members)
+
+    group = Group(nodes * members, members, cluster)
+
+    assert group.latency == pytest.approx(inside * cluster.link_latency + between * cluster.network_latency)
+    assert group.ring_seconds(1) == pytest.approx(group.latency, rel=1e-3)
+
+
+@pytest.mark.parametrize(("nodes", "members"), [(1, 8), (4, 8), (64, 8), (16, 1)])
+def test_latency_is_what_nccls_own_model_counts(nodes: int, members: int) -> None:
+    cluster = replace(CLUSTER, nodes=nodes)
+    intra, inter, ranks = cluster.link_latency, cluster.network_latency, nodes * members
+    # src/graph/tuning.cc of NCCL, commit 5067397c26, without the constant of each call and the posting of messages.
+    steps, inter_steps = 2 * (ranks - 1), 2 * (nodes - 1)
+    ring = (steps - inter_steps) * intra + inter_steps * inter
+    tree = 2 * ((ranks // nodes - 1) * intra + log2(nodes) * inter)
+
+    group = Group(ranks, members, cluster)
+
+    assert 2 * group.latency == pytest.approx(ring)
+    assert group.all_reduce_seconds(1) == pytest.approx(min(ring, tree), rel=1e-3)
+
+
+def test_a_small_all_reduce_over_nodes_takes_the_tree() -> None:
+    group = Group.over(32, 1, CLUSTER)
+
+    assert group.all_reduce_seconds(1) < 0.4 * 2 * group.ring_seconds(1)
 
 
 def test_one_rank_needs_no_communication() -> None:

@@ -49,18 +49,45 @@ def test_a_whole_copy_of_13_billion_parameters_fits_no_gpu_of_80_gib(founding: A
     assert reasons["zero3"] == ""
 
 
-def test_no_layout_is_faster_than_a_gpu_that_loses_nothing(founding: Answer) -> None:
-    assert all(0 < plan.efficiency < 1 for plan in founding.plans)
+def test_no_layout_is_faster_than_ideal_gpus(founding: Answer) -> None:
+    assert all(0 < plan.share_of_ideal < 1 for plan in founding.plans)
     alone = ask(("--model", "bert-base", "--gpus", "1", "--gpu", "a100-80gb")).best[0]
-    assert alone.efficiency == pytest.approx(1)
+    assert alone.share_of_ideal == pytest.approx(1)
+
+
+def scaling_rows(printed: str) -> tuple[list[str], list[list[str]]]:
+    """The table from 1 to N GPUs of a Markdown answer: its header, and its rows."""
+    table = printed.partition("\nFrom 1 to ")[2].split("\n\n")[1].splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return header, rows
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("distilbert-base", "t4-16gb"), ("bert-large", "a100-80gb")])
+def test_the_efficiency_column_is_the_ratio_of_the_column_beside_it(model: str, gpu: str) -> None:
+    found = ask(("--model", model, "--gpus", "8", "--gpu", gpu))
+
+    header, rows = scaling_rows(markdown(found, {}))
+
+    assert header[-2:] == ["tokens/s per GPU", "efficiency"]
+    per_gpu = [float(row[-2].replace(",", "")) for row in rows]
+    assert [row[-1] for row in rows] == [f"{speed / per_gpu[0]:.0%}" for speed in per_gpu]
+    assert rows[0][-1] == "100%"
+
+
+def test_without_one_gpu_that_holds_the_model_there_is_no_efficiency(founding: Answer) -> None:
+    printed = markdown(founding, {})
+
+    assert scaling_rows(printed)[0][-1] == "share of ideal"
+    assert all(founding.efficiency(plan) is None for plan in founding.plans)
+    assert "% of the ideal speed" in printed
 
 
 def test_parts_that_are_faster_than_a_whole_are_explained(founding: Answer) -> None:
     few_tokens = ask(("--model", "llama-7b", "--gpus", "8", "--gpu", "a100-80gb", "--seq_len", "8"))
 
-    assert few_tokens.best[0].efficiency > 1.1
-    assert "An efficiency above 100%" in markdown(few_tokens, {})
-    assert "above 100%" not in markdown(founding, {})
+    assert few_tokens.best[0].share_of_ideal > 1.1
+    assert "Faster than ideal" in markdown(few_tokens, {})
+    assert "Faster than ideal" not in markdown(founding, {})
 
 
 def test_the_target_is_what_the_other_run_computes(founding: Answer) -> None:
@@ -150,7 +177,7 @@ def test_where_nothing_fits_the_smallest_lack_is_named() -> None:
 
     assert not found.best
     assert "simulated" in str(nothing_fits(found))
-    lack = float(re.search(r"lacks ([\d.]+) GiB a GPU", str(nothing_fits(found)))[1])
+    lack = float(re.search(r"lacks ([\d.]+) GiB per GPU", str(nothing_fits(found)))[1])
     assert lack == pytest.approx(min(plan.memory.total - plan.available for plan in found.plans) / 2**30, abs=0.05)
 
 
