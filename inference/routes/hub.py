@@ -13,6 +13,7 @@ from inference.error_responses import REFUSALS
 from inference.routes.answers import classify, decide, refuse_long, refuse_many
 from inference.routes.dependencies import parts_of
 from inference.routes.json_route import JsonRoute
+from inference.schemas import Texts
 
 router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
 
@@ -33,9 +34,7 @@ class HubRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
 
-    inputs: str | Annotated[list[str], Field(min_length=1)] = Field(
-        description="One text, or 1 to MAX_BATCH_TEXTS texts."
-    )
+    inputs: str | Annotated[Texts, Field(min_length=1)] = Field(description="One text, or 1 to MAX_BATCH_TEXTS texts.")
     parameters: HubParameters = HubParameters()
 
 

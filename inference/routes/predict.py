@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from inference.error_responses import REFUSALS
 from inference.request_gate import is_stream
 from inference.routes import streams
 from inference.routes.answers import classify, refuse_long, refuse_many, render
 from inference.routes.dependencies import parts_of
-from inference.routes.json_route import JsonRoute
+from inference.routes.json_route import Endpoint, JsonRoute
 from inference.schemas import BatchRequest, PredictionResponse, PredictRequest
 
 router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
@@ -31,17 +31,11 @@ async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
 class BatchRoute(JsonRoute):
     """A JSON route whose body may also be a stream of lines."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
-        answer_json = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            if is_stream(request.scope["headers"]):
-                return streams.StreamResponse(request)
-            return await answer_json(request)
-
-        self.answer = answer
-        return answer
+    async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
+        """Read and check the body, and answer with what the endpoint makes of it."""
+        if is_stream(request.scope["headers"]):
+            return streams.StreamResponse(request)
+        return await super().respond(request, model, endpoint)
 
 
 _STREAM_BODY = {
