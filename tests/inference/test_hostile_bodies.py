@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.servers import Server, stand_in_server
+from tests.inference.servers import Server, metric, serving, stand_in_server, until
 
 MIB = 2**20
 MODEL = "tiny"
@@ -101,6 +103,80 @@ def test_a_binary_tensor_of_one_endless_text_is_refused_before_it_is_decoded(ser
     head = _tensor(f'"parameters":{{"binary_data_size":{len(element)}}}}}]}}').encode()
     with _watched(server, len(head) + len(element)):
         _assert_refused(server, _V2, head + element, {"Inference-Header-Content-Length": str(len(head))})
+
+
+_LINES = {
+    "refused": b"{}",
+    "empty": b"",
+    "blank": b'{"text":""}',
+    "numbers": b'{"text":[' + b",".join([b"1"] * 10_000) + b"]}",
+    "unknown keys": _with_keys('{"text":"Goal!",', "}", 10_000),
+    "too long": b"a" * 300_000,
+}
+
+
+@pytest.mark.parametrize("kind", _LINES)
+def test_a_stream_of_lines_that_hold_nothing_leaves_time_and_memory_to_others(server: Server, kind: str) -> None:
+    line = _LINES[kind] + b"\n"
+    body = line * (MIB // len(line))
+    with _watched(server, len(body)):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+        connection.request("POST", "/predict/batch", body, {"Content-Type": "application/x-ndjson"})
+        response = connection.getresponse()
+        assert response.status == 200
+        answers = [json.loads(line) for line in response]
+        connection.close()
+    assert all("error" in answer for answer in answers)
+    assert [answer["index"] for answer in answers] == list(range(len(answers)))
+
+
+def test_clients_that_read_nothing_fill_no_more_than_the_memory_set_aside_for_bodies(server: Server) -> None:
+    piece = (b'{"text":"Goal!"}\n' + b"{}\n" * 20) * 1000
+    connections = [_connect_to_stream(server) for _ in range(4)]
+    sent = 0
+    with _watched(server, 16 * MIB):
+        for connection in connections:
+            connection.settimeout(1)
+            with contextlib.suppress(TimeoutError):
+                for _ in range(14 * MIB // len(piece)):
+                    connection.sendall(piece)
+                    sent += len(piece)
+        assert sent > 16 * MIB, "the server reads ahead"
+        held = metric(server.client, "pending_body_bytes")
+        assert 16 * MIB < held < sent
+    for connection in connections:
+        connection.close()
+    until(lambda: metric(server.client, "pending_body_bytes") == 0)
+
+
+def _connect_to_stream(server: Server) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = b"POST /predict/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
+    connection.sendall(head + b"Content-Length: 999999999\r\n\r\n")
+    return connection
+
+
+def test_a_text_that_takes_long_to_clean_is_explained_beside_the_event_loop(server: Server) -> None:
+    text = " ".join(["&#60;" * 63] * 62)
+    with _watched(server, len(text)):
+        answer = server.client.post("/explain", json={"text": text})
+    assert answer.status_code == 200
+    assert len(answer.json()["words"]) == 62
+
+
+def test_texts_in_progress_count_with_what_they_weigh_as_objects(model_folder: Path) -> None:
+    text = "\U0001f600" + "oil " * 4000  # four bytes a character
+    with serving(model_folder, seconds_per_token=0.05, max_pending_mb=1) as client:
+        thread = threading.Thread(target=lambda: client.post("/predict", json={"text": text}))
+        thread.start()
+        until(lambda: metric(client, "pending_body_bytes") > 4 * len(text))
+        thread.join()
+        assert metric(client, "pending_body_bytes") == 0
+        refused = client.post("/predict/batch", json={"texts": [text] * 40})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
+        assert metric(client, "pending_body_bytes") == 0
 
 
 def _assert_refused(server: Server, path: str, body: bytes, headers: dict[str, str] | None = None) -> None:
