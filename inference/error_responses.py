@@ -158,6 +158,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    response = error_response(request.scope, error.status_code, http_code(error.status_code), str(error.detail))
+    line = _wrong_method(request, error) if error.status_code == 405 else str(error.detail)
+    response = error_response(request.scope, error.status_code, http_code(error.status_code), line)
     response.headers.update(error.headers or {})
     return response
+
+
+def _wrong_method(request: Request, error: HTTPException) -> str:
+    line = f"this path does not take {request.method}; use {(error.headers or {}).get('Allow')}"
+    example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
+    return f"{line} with JSON such as {example}" if example else line

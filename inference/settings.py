@@ -68,8 +68,8 @@ class Settings(BaseSettings):
     max_pending_mb: float = Field(
         default=64,
         gt=0,
-        description="Bodies held by all requests in progress, in MiB; beyond it requests are refused with 503. "
-        "It bounds the memory that clients can take.",
+        description="Bodies held by all requests in progress and the texts read from them, in MiB; beyond it requests "
+        "are refused with 503. It bounds the memory that clients can take.",
     )
     max_batch_tokens: int = Field(
         default=512,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,10 +25,14 @@ from inference.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 _LARGEST_SECOND_PARSE_BYTES = 4 * 2**20
 # What no int of a request has; the time to read one grows with the square of its digits.
 _MOST_DIGITS = 300
+# Where a field goes that was sent to the wrong route.
+_PATHS = {"texts": "/predict/batch", "text": "/predict", "inputs": "/hub"}
+# Between two chances for others on the event loop.
+_LONGEST_HOLD_S = 0.005
 
 Model = TypeVar("Model", bound=BaseModel)
 Handlers = Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]
-Endpoint = Callable[..., Awaitable[Mapping[str, Any] | list[Any] | Response]]
+Endpoint = Callable[..., Awaitable[Mapping[str, Any] | Response]]
 
 
 class JsonRoute(APIRoute):
@@ -53,11 +59,26 @@ class JsonRoute(APIRoute):
         try:
             body = self.parse(model, await self.read(request), request)
         except ValidationError as error:
-            return error_response(request.scope, 422, "invalid_request", f"body: {describe_invalid(error)}")
+            line = f"body: {describe_invalid(error)}{self._remedy(error)}"
+            return error_response(request.scope, 422, "invalid_request", line)
         content = await endpoint(request=request, body=body, **request.path_params)
         if isinstance(content, Response):
             return content
         return Response(to_json(content), media_type="application/json")
+
+    @property
+    def example(self) -> str:
+        """A body that this route answers, as JSON."""
+        assert self.body_field is not None
+        return json.dumps(self.body_field.field_info.annotation.model_config["json_schema_extra"]["examples"][0])
+
+    def _remedy(self, error: ValidationError) -> str:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        if problems[0]["type"] == "json_invalid":
+            return f"; send JSON such as {self.example}"
+        strange = {problem["loc"][0] for problem in problems if problem["type"] == "extra_forbidden"}
+        path = next((path for field, path in _PATHS.items() if field in strange), None)
+        return f"; such a body goes to {path}" if path else ""
 
     async def read(self, request: Request) -> bytes:
         """Read the whole body; as `read_body`."""
@@ -99,6 +120,18 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
         if not message.get("more_body", False):
             return b"".join(pieces)
         message = await request.receive()
+
+
+async def json_list(items: Iterable[Any]) -> Response:
+    """Answer with a list, made and written an item at a time: all at once, many labels would hold the event loop."""
+    written: list[bytes] = []
+    paused = time.monotonic()
+    for item in items:
+        written.append(to_json(item))
+        if time.monotonic() - paused > _LONGEST_HOLD_S:
+            await asyncio.sleep(0)
+            paused = time.monotonic()
+    return Response(b"[" + b",".join(written) + b"]", media_type="application/json")
 
 
 class ShortCut:

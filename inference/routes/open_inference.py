@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 import inference
 from inference.error_responses import REFUSALS
 from inference.errors import RefusedTextError
-from inference.routes.answers import classify, refuse_many, render
+from inference.routes.answers import classify, decide, refuse_many
 from inference.routes.dependencies import PartsDep, parts_of
 from inference.routes.json_route import JsonRoute, parse_json, read_body
 from inference.routes.open_inference_schemas import (
@@ -147,12 +147,19 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     texts = _texts(body)
     refuse_many("data", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
-    rendered = [render(parts, served, answer) for answer in answers]
-    wanted = [output.name for output in body.outputs] or ["label", "confidence", "probabilities"]
+    labels, confidences = zip(*(decide(parts, served, answer) for answer in answers), strict=True)
+    names = served.model.labels
+    probabilities = [value for answer in answers for _, value in zip(names, answer.probabilities, strict=True)]
+    tensors = {
+        "label": _tensor("label", "BYTES", body.inputs[0].shape, labels),
+        "confidence": _tensor("confidence", "FP32", body.inputs[0].shape, confidences),
+        "probabilities": _tensor("probabilities", "FP32", [len(answers), len(names)], probabilities),
+    }
+    wanted = [output.name for output in body.outputs] or list(tensors)
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
-        "outputs": [_tensor(one, rendered, body.inputs[0].shape) for one in wanted],
+        "outputs": [tensors[one] for one in wanted],
     }
     # Half a character of JSON ("\\ud83d") is none that an answer could carry.
     return response if body.id is None else {**response, "id": body.id.encode("utf-8", "replace").decode()}
@@ -178,13 +185,8 @@ def _texts(body: InferRequest) -> list[str]:
     return texts
 
 
-def _tensor(name: str, rendered: Sequence[dict[str, Any]], shape: list[int]) -> dict[str, Any]:
-    if name == "probabilities":
-        rows = [list(one[name].values()) for one in rendered]
-        shape = [len(rows), len(rows[0])]
-        return {"name": name, "datatype": "FP32", "shape": shape, "data": [value for row in rows for value in row]}
-    datatype = "BYTES" if name == "label" else "FP32"
-    return {"name": name, "datatype": datatype, "shape": shape, "data": [one[name] for one in rendered]}
+def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
 async def infer_by_version(request: Request, body: InferRequest, name: str, version: str) -> dict[str, Any]:

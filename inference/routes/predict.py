@@ -12,7 +12,7 @@ from inference.request_gate import is_stream
 from inference.routes import streams
 from inference.routes.answers import classify, refuse_long, refuse_many, render
 from inference.routes.dependencies import parts_of
-from inference.routes.json_route import Endpoint, JsonRoute
+from inference.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.schemas import BatchRequest, PredictionResponse, PredictRequest
 
 router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
@@ -49,7 +49,7 @@ _STREAM_ANSWER = {
 }
 
 
-async def predict_batch(request: Request, body: BatchRequest) -> list[dict[str, Any]]:
+async def predict_batch(request: Request, body: BatchRequest) -> Response:
     """Classify texts; the answers come in the order of the texts.
 
     With `Content-Type: application/x-ndjson` the body is any number of lines `{"text": ..., "top_k"?: ...}`.
@@ -60,7 +60,7 @@ async def predict_batch(request: Request, body: BatchRequest) -> list[dict[str, 
     refuse_many("texts", body.texts, parts.settings)
     served = parts.served_model.require()
     answers = await classify(request, parts, served, body.texts)
-    return [render(parts, served, answer, body.top_k) for answer in answers]
+    return await json_list(render(parts, served, answer, body.top_k) for answer in answers)
 
 
 router.add_api_route(

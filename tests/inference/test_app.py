@@ -70,6 +70,18 @@ def test_answers_over_http_are_those_of_a_transformers_pipeline(
         assert answer["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=1e-5)
 
 
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "none"])
+def test_scores_of_the_hub_face_are_those_of_a_transformers_pipeline(
+    server: httpx.Client, model_folder: Path, texts: list[str], function: str
+) -> None:
+    pipeline = transformers.pipeline("text-classification", model=str(model_folder), top_k=None, device="cpu")
+    expected = pipeline([clean_text(text) for text in texts], truncation=True, function_to_apply=function)
+    body = {"inputs": texts, "parameters": {"function_to_apply": function}}
+    for found, scores in zip(server.post("/hub", json=body).json(), expected, strict=True):
+        assert [one["label"] for one in found] == [one["label"] for one in scores]
+        assert [one["score"] for one in found] == pytest.approx([one["score"] for one in scores], abs=1e-5)
+
+
 def test_an_answer_tells_its_confidence_its_tokens_and_whether_the_text_was_cut(server: httpx.Client) -> None:
     answer = server.post("/predict", json={"text": "Goal!"}).json()
     assert list(answer) == ["label", "confidence", "probabilities", "truncated", "num_tokens"]
@@ -195,6 +207,18 @@ def test_a_body_too_large_for_the_limits_is_refused_with_413(server: httpx.Clien
 def test_unknown_paths_and_methods_are_refused_in_the_same_shape(server: httpx.Client) -> None:
     _assert_refused(server.get("/nothing"), 404, "not_found")
     _assert_refused(server.get("/predict"), 405, "method_not_allowed")
+
+
+def test_what_is_sent_to_the_wrong_place_is_told_the_right_one(server: httpx.Client) -> None:
+    _assert_refused(server.get("/predict"), 405, "method_not_allowed", 'use POST with JSON such as {"text": "')
+    _assert_refused(server.get("/predict/batch"), 405, "method_not_allowed", 'use POST with JSON such as {"texts": ["')
+    _assert_refused(server.post("/livez"), 405, "method_not_allowed", "this path does not take POST; use GET")
+    form = server.post("/predict", data={"text": "News"})
+    _assert_refused(form, 422, "invalid_request", 'send JSON such as {"text": "')
+    for path in ("/predict", "/explain"):
+        response = server.post(path, json={"texts": ["News"]})
+        _assert_refused(response, 422, "invalid_request", "such a body goes to /predict/batch")
+    _assert_refused(server.post("/predict/batch", json={"text": "News"}), 422, "invalid_request", "goes to /predict")
 
 
 def test_health_answers_while_the_model_works(server: httpx.Client) -> None:

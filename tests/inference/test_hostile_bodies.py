@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.routes.json_route import json_list
 from tests.inference.servers import Server, metric, serving, stand_in_server, until
 
 MIB = 2**20
@@ -177,6 +179,25 @@ def test_texts_in_progress_count_with_what_they_weigh_as_objects(model_folder: P
         refused = client.post("/predict/batch", json={"texts": [text] * 40})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
         assert metric(client, "pending_body_bytes") == 0
+
+
+def test_a_list_of_large_answers_lets_others_get_on_between_them() -> None:
+    async def turns_of_others() -> int:
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.create_task(take_turns())
+        response = await json_list([{"label": float(i)} for i in range(50_000)] for _ in range(20))
+        others.cancel()
+        assert len(json.loads(response.body)) == 20
+        return turns
+
+    assert asyncio.run(turns_of_others()) > 2
 
 
 def _assert_refused(server: Server, path: str, body: bytes, headers: dict[str, str] | None = None) -> None:
