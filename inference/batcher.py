@@ -217,7 +217,10 @@ class Batcher:
             raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
         with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
             probabilities = softmax(logits)
-        rows: list[Outcome] = [tuple(row) for row in probabilities.tolist()]
+            log_totals = logits.max(axis=1) - np.log(probabilities.max(axis=1))
+        rows: list[Outcome] = [
+            Probabilities(row, total) for row, total in zip(probabilities.tolist(), log_totals.tolist(), strict=True)
+        ]
         for i in np.flatnonzero(np.isnan(probabilities).any(axis=1)):
             rows[i] = ForwardError("the model answers this text with NaN")
         return rows

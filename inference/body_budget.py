@@ -1,12 +1,20 @@
-"""Bounds the memory that the bodies of all requests in progress take together."""
+"""Bounds the memory that the bodies of all requests in progress take together, as bytes and as texts."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
+
+# What a text takes on its way beside its characters: a future, a place in the queue, an answer.
+_BYTES_PER_TEXT = 1024
 
 
 class BodyBudget:
     """Counts bytes held; used on the event loop only."""
+
+    # What a request is told that finds no room.
+    BUSY = "the bodies in progress fill the memory set aside for them; try again soon"
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -31,3 +39,8 @@ class BodyBudget:
         while not self.has_room(1):
             self._given_back.clear()
             await self._given_back.wait()
+
+
+def weight_of(texts: Sequence[str]) -> int:
+    """Return the bytes of memory that texts in progress take: up to four for each character, if one is an emoji."""
+    return sum(map(sys.getsizeof, texts)) + _BYTES_PER_TEXT * len(texts)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Iterable
 
-Probabilities = tuple[float, ...]
+
+class Probabilities(tuple[float, ...]):
+    """The probability of every label, by class id.
+
+    Attributes:
+        log_total: Logarithm of the sum of the exponentials of the model's scores, which the softmax divided by.
+    """
+
+    log_total: float
+
+    def __new__(cls, values: Iterable[float], log_total: float) -> Probabilities:
+        """Keep the values with what leads back to the scores."""
+        probabilities = super().__new__(cls, values)
+        probabilities.log_total = log_total
+        return probabilities
+
+    def scores(self) -> list[float]:
+        """Return the model's scores before the softmax (logits)."""
+        return [math.log(one or math.ulp(0.0)) + self.log_total for one in self]
 
 
 class AnswerCache:

@@ -46,6 +46,7 @@ _HTTP_CODES = {
     405: "method_not_allowed",
     408: "body_timeout",
     413: "body_too_large",
+    415: "unsupported_encoding",
     503: "server_busy",
 }
 _RETRY_AFTER_HEADER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
@@ -61,6 +62,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     401: _documented("API_KEY is set and the request does not carry it."),
     408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
     413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
+    415: _documented("The body is compressed (Content-Encoding)."),
     422: _documented("The request cannot be understood or a text cannot be classified."),
     429: _documented("More requests than RATE_LIMIT_PER_S from this address.", headers=_RETRY_AFTER_HEADER),
     500: _documented("The server or the model failed; its log has the request id."),
@@ -124,7 +126,10 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
 
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
     """Say in one line what does not fit the schema, never with the input: it may be huge or private."""
-    problems = error.errors()
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    else:
+        problems = error.errors()
     lines = [_place(problem["loc"]) + problem["msg"] for problem in problems[:3]]
     return "; ".join(lines) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
 
@@ -153,6 +158,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    response = error_response(request.scope, error.status_code, http_code(error.status_code), str(error.detail))
+    line = _wrong_method(request, error) if error.status_code == 405 else str(error.detail)
+    response = error_response(request.scope, error.status_code, http_code(error.status_code), line)
     response.headers.update(error.headers or {})
     return response
+
+
+def _wrong_method(request: Request, error: HTTPException) -> str:
+    line = f"this path does not take {request.method}; use {(error.headers or {}).get('Allow')}"
+    example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
+    return f"{line} with JSON such as {example}" if example else line

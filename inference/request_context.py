@@ -21,6 +21,7 @@ class RequestContext:
     """One request.
 
     Attributes:
+        held_bytes: What the request holds of the memory set aside for bodies.
         request_id: The caller's X-Request-ID where it is a plain word, else one of our own.
         started: When the request arrived, on `time.perf_counter`.
         num_texts: Texts that it asked about.
@@ -30,7 +31,7 @@ class RequestContext:
         is_stream: Whether its body may arrive for as long as it keeps arriving.
     """
 
-    __slots__ = ("error_code", "is_stream", "num_texts", "num_tokens", "request_id", "stages", "started")
+    __slots__ = ("error_code", "held_bytes", "is_stream", "num_texts", "num_tokens", "request_id", "stages", "started")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -40,6 +41,7 @@ class RequestContext:
         self.stages: tuple[float, float, float] | None = None
         self.error_code: str | None = None
         self.is_stream = False
+        self.held_bytes = 0
 
     @classmethod
     def begin(cls, scope: Scope) -> RequestContext:

@@ -20,7 +20,6 @@ from inference.server_parts import Parts
 
 # What nginx logs for a client that left before its answer; never sent.
 CLIENT_GONE = 499
-_BUSY = "the bodies in progress fill the memory set aside for them; try again soon"
 _ADMIN_PREFIX = "/admin/"
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 
@@ -69,7 +68,7 @@ class RequestGate:
         if num_bytes > self.max_body_bytes and not is_stream(headers):
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
-            return 503, "server_busy", _BUSY, RETRY_AFTER_SECONDS
+            return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
         return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
@@ -96,7 +95,6 @@ class _Passage:
     __slots__ = (
         "context",
         "gate",
-        "held_bytes",
         "inner_receive",
         "inner_send",
         "is_answered",
@@ -114,7 +112,6 @@ class _Passage:
         self.inner_send = send
         self.context = RequestContext.begin(scope)
         self.status = CLIENT_GONE
-        self.held_bytes = 0
         self.is_answered = False
         self.is_gone = False
         self.task = asyncio.current_task()
@@ -150,7 +147,7 @@ class _Passage:
         gate, context = self.gate, self.context
         if self.watch is not None:
             self.watch.cancel()
-        gate.body_budget.give_back(self.held_bytes)
+        gate.body_budget.give_back(context.held_bytes)
         gate.metrics.in_progress.dec()
         seconds = time.perf_counter() - context.started
         method = self.scope["method"]
@@ -214,12 +211,12 @@ class _Passage:
             raise HTTPException(408, f"the body did not arrive within {gate.timeout_s:g} s; send it again") from None
         if not self.context.is_stream:
             num_bytes = len(message.get("body", b""))
-            self.held_bytes += num_bytes
+            self.context.held_bytes += num_bytes
             gate.body_budget.take(num_bytes)
-            if self.held_bytes > gate.max_body_bytes:
+            if self.context.held_bytes > gate.max_body_bytes:
                 raise HTTPException(413, gate.too_large)
             if not gate.body_budget.has_room(0):
-                raise HTTPException(503, _BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+                raise HTTPException(503, gate.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
         return message
 
     async def cancel_when_gone(self) -> None:

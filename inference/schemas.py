@@ -16,6 +16,8 @@ _EXAMPLE_ANSWER = {
 }
 
 Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
+# The first entry that does not fit ends the check: an error each would weigh far more than the entries.
+Texts = Annotated[list[str], Field(fail_fast=True)]
 TopK = Annotated[
     int | None,
     Field(default=None, ge=1, description="Give only so many probabilities, the highest first; null gives all."),
@@ -42,7 +44,7 @@ class BatchRequest(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"texts": [_EXAMPLE_TEXT]}]})
 
-    texts: list[str] = Field(min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank.")
+    texts: Texts = Field(min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank.")
     top_k: TopK = None
 
 

@@ -15,6 +15,7 @@ from inference.errors import SettingsError
 _MAX_BYTES_PER_CHAR = 12
 _JSON_OVERHEAD_BYTES = 64 * 1024
 _LINE_OVERHEAD_BYTES = 1024
+_JSON_OVERHEAD_VALUES = 1024
 
 
 class Settings(BaseSettings):
@@ -67,8 +68,8 @@ class Settings(BaseSettings):
     max_pending_mb: float = Field(
         default=64,
         gt=0,
-        description="Bodies held by all requests in progress, in MiB; beyond it requests are refused with 503. "
-        "It bounds the memory that clients can take.",
+        description="Bodies held by all requests in progress and the texts read from them, in MiB; beyond it requests "
+        "are refused with 503. It bounds the memory that clients can take.",
     )
     max_batch_tokens: int = Field(
         default=512,
@@ -167,6 +168,11 @@ class Settings(BaseSettings):
     def max_line_bytes(self) -> int:
         """The longest line of a stream that can hold a text within the limit."""
         return min(self.max_body_bytes, self.max_text_chars * _MAX_BYTES_PER_CHAR + _LINE_OVERHEAD_BYTES)
+
+    @property
+    def max_body_values(self) -> int:
+        """The most JSON values of a body: a text and a list around it for each text, and room for other fields."""
+        return 2 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
 
     @property
     def allowed_origins(self) -> list[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from asyncio import Future
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 
+from inference.body_budget import weight_of
 from inference.classifier import Answer
+from inference.error_responses import RETRY_AFTER_SECONDS
 from inference.errors import RefusedTextError
 from inference.request_context import RequestContext
 from inference.served_model import Served
@@ -30,20 +33,44 @@ async def classify(
 
     Raises:
         RefusedTextError: One is blank.
+        HTTPException: 503, the texts do not fit into the memory set aside for them.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
     """
+    return cast("list[Answer]", await classify_some(request, parts, served, texts, name, num_required=len(texts)))
+
+
+async def classify_some(
+    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str, *, num_required: int
+) -> list[Answer | None]:
+    """Classify texts, of which all but the first `num_required` may be blank: they get None; else as `classify`."""
+    context = RequestContext.of(request.scope)
+    _hold(parts, context, weight_of(texts))
     futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
-    answers: list[Answer] = []
+    answers: list[Answer | None] = []
     try:
         for future in futures:
-            answers.append(await future)  # noqa: PERF401  # how many there are is told below
-    except RefusedTextError as error:
-        place = name.format(len(answers))
-        raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
+            try:
+                answers.append(await future)
+            except RefusedTextError as error:
+                if len(answers) < num_required:
+                    place = name.format(len(answers))
+                    raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
+                answers.append(None)
     finally:
         abandon(futures)  # where one fails or the client is gone, what still waits leaves the queue
-    note(RequestContext.of(request.scope), answers)
+    note(context, [answer for answer in answers if answer is not None])
     return answers
+
+
+def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
+    # The body is gone once its texts are read: the request holds the heavier of the two.
+    more = num_bytes - context.held_bytes
+    if more <= 0:
+        return
+    if not parts.body_budget.has_room(more):
+        raise HTTPException(503, parts.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+    parts.body_budget.take(more)
+    context.held_bytes += more
 
 
 def abandon(futures: Sequence[Future[Answer]]) -> None:

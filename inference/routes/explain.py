@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
+from inference.classifier import Answer
 from inference.error_responses import REFUSALS
-from inference.routes.answers import classify, refuse_long, render
+from inference.routes.answers import classify_some, refuse_long, render
 from inference.routes.dependencies import parts_of
 from inference.routes.json_route import JsonRoute
 from inference.schemas import ExplainRequest, ExplainResponse
-from inference.tokenization import clean_text
 
 router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
 
@@ -33,14 +33,15 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     served = parts.served_model.require()
     spans = [match.span() for match in _WORD.finditer(body.text)]
     shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
-    askable = [text for _, text in shortened if clean_text(text)]
-    whole, *rest = await classify(request, parts, served, [body.text, *askable], "text")
+    texts = [body.text, *(text for _, text in shortened)]
+    # Only the tokenizer's thread cleans texts: those that hold nothing else than markup take it milliseconds each.
+    answers = await classify_some(request, parts, served, texts, "text", num_required=1)
+    whole = cast("Answer", answers[0])
     label = whole.probabilities.index(max(whole.probabilities))
-    answers = iter(rest)
     weights: list[float] = []
-    for num_words, text in shortened:
+    for (num_words, _), answer in zip(shortened, answers[1:], strict=True):
         # Where nothing is left to read, nothing speaks for any label.
-        without = next(answers).probabilities[label] if clean_text(text) else 1 / len(whole.probabilities)
+        without = 1 / len(whole.probabilities) if answer is None else answer.probabilities[label]
         weights += [(whole.probabilities[label] - without) / num_words] * num_words
     weights += [0.0] * (len(spans) - len(weights))
     return {**render(parts, served, whole), "words": _words(body.text, spans, weights)}

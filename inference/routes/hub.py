@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from inference.cache import Probabilities
 from inference.error_responses import REFUSALS
 from inference.routes.answers import classify, decide, refuse_long, refuse_many
 from inference.routes.dependencies import parts_of
-from inference.routes.json_route import JsonRoute
+from inference.routes.json_route import JsonRoute, json_list
+from inference.schemas import Texts
 
 router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
 
@@ -33,9 +35,7 @@ class HubRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
 
-    inputs: str | Annotated[list[str], Field(min_length=1)] = Field(
-        description="One text, or 1 to MAX_BATCH_TEXTS texts."
-    )
+    inputs: str | Annotated[Texts, Field(min_length=1)] = Field(description="One text, or 1 to MAX_BATCH_TEXTS texts.")
     parameters: HubParameters = HubParameters()
 
 
@@ -47,11 +47,8 @@ class HubScore(BaseModel):
 
 
 @router.post("/hub", response_model=list[list[HubScore]])
-async def classify_as_the_hub(request: Request, body: HubRequest) -> list[list[dict[str, Any]]]:
-    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first.
-
-    Scores before the softmax are known up to a constant, which is chosen so that they sum to 0.
-    """
+async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
+    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first."""
     parts = parts_of(request)
     served = parts.served_model.require()
     is_single = isinstance(body.inputs, str)
@@ -65,7 +62,7 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> list[list[d
     labels = served.model.labels
     for answer in answers:
         decide(parts, served, answer)
-    return [_best(labels, function(answer.probabilities), body.parameters.top_k) for answer in answers]
+    return await json_list(_best(labels, function(answer.probabilities), body.parameters.top_k) for answer in answers)
 
 
 def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> list[dict[str, Any]]:
@@ -73,14 +70,9 @@ def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> 
     return [{"label": label, "score": score} for label, score in ordered[:top_k]]
 
 
-def _logits(probabilities: Sequence[float]) -> list[float]:
-    logs = [math.log(max(one, 1e-30)) for one in probabilities]
-    mean = sum(logs) / len(logs)
-    return [one - mean for one in logs]
-
-
-_FUNCTIONS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
+_FUNCTIONS: dict[str, Callable[[Probabilities], Sequence[float]]] = {
     "softmax": lambda probabilities: probabilities,
-    "none": _logits,
-    "sigmoid": lambda probabilities: [1 / (1 + math.exp(-one)) for one in _logits(probabilities)],
+    "none": Probabilities.scores,
+    # 1 / (1 + exp(-score)), which would overflow
+    "sigmoid": lambda probabilities: [(1 + math.tanh(score / 2)) / 2 for score in probabilities.scores()],
 }

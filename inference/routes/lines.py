@@ -1,48 +1,65 @@
-"""Cuts a body that arrives in pieces into lines, and keeps those that wait for their turn."""
+"""Keeps a body that arrives in pieces until its lines are taken."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import re
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from inference.body_budget import BodyBudget
 
+_BLANKS = re.compile(rb"\s*+")
+# Lines that are taken together have no more than this, or are a single one.
+_TAKEN_BYTES = 64 * 1024
 
-class LineSplitter:
-    """Cuts bytes into lines; a line beyond the limit is dropped and reported as None."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._rest = b""
+class LineBuffer:
+    """Holds the bytes of lines and cuts off those that are taken: as a list, tiny lines would weigh thirty times more.
+
+    Blank lines are left out. A line beyond the limit is dropped and reported as None.
+    """
+
+    def __init__(self, max_line_bytes: int) -> None:
+        self._max_line_bytes = max_line_bytes
+        self._bytes = bytearray()
         self._is_skipping = False
 
-    def feed(self, piece: bytes) -> list[bytes | None]:
-        """Return the lines that this piece completes, without those that are blank."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        found: list[bytes | None] = []
-        for line in lines:
-            self._add(found, line)
-        if len(self._rest) > self._max_bytes:
-            self._rest = b""
-            if not self._is_skipping:
-                found.append(None)
-            self._is_skipping = True
-        return found
+    def __len__(self) -> int:
+        return len(self._bytes)
 
-    def end(self) -> list[bytes | None]:
-        """Return the last line, where nothing ends it."""
-        found: list[bytes | None] = []
-        self._add(found, self._rest)
-        return found
+    def feed(self, piece: bytes) -> None:
+        """Add the next piece."""
+        self._bytes += piece
 
-    def _add(self, found: list[bytes | None], line: bytes) -> None:
+    def take(self, most: int, *, is_end: bool = False) -> list[bytes | None]:
+        """Return the next lines that are here; at the end of the body the last line counts even if nothing ends it."""
+        lines: list[bytes | None] = []
+        most_bytes = len(self._bytes) - _TAKEN_BYTES
+        while len(lines) < most and len(self._bytes) > max(0, most_bytes) and self._cut_line(lines, is_end=is_end):
+            pass
+        return lines
+
+    def _cut_line(self, lines: list[bytes | None], *, is_end: bool) -> bool:
+        """Cut off a line and add it to those found; False if no line is complete."""
+        if not self._is_skipping:
+            del self._bytes[: _BLANKS.match(self._bytes).end()]  # type: ignore[union-attr]  # it matches anything
+        length = self._bytes.find(b"\n")
+        is_complete = length >= 0 or is_end
+        if length < 0:
+            length = len(self._bytes)
         if self._is_skipping:
-            self._is_skipping = False  # the end of a line that was reported already
-        elif line.strip():
-            found.append(line if len(line) <= self._max_bytes else None)
+            self._is_skipping = not is_complete  # the rest of a line that was reported already
+        elif length > self._max_line_bytes:
+            lines.append(None)
+            self._is_skipping = not is_complete
+        elif not is_complete:
+            return False
+        elif length:
+            lines.append(bytes(self._bytes[:length]))
+        del self._bytes[: length + 1]
+        return is_complete
 
 
 class LineReader:
@@ -56,31 +73,31 @@ class LineReader:
         self.refusal: HTTPException | None = None
         self._request = request
         self._budget = budget
-        self._splitter = LineSplitter(max_line_bytes)
+        self._buffer = LineBuffer(max_line_bytes)
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting: deque[bytes | None] = deque()
-        self._waiting_bytes = 0
+        self._held_bytes = 0
         self._is_ended = False
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._read())
 
     async def take(self, most: int) -> list[bytes | None]:
         """Return the next lines, at least one, waiting for it if need be; none at the end of the body."""
-        while not self._waiting and not self._is_ended:
-            await self._wait()
-        return self.take_ready(most)
+        while not (lines := self.take_ready(most)) and not self._is_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        return lines
 
     def take_ready(self, most: int) -> list[bytes | None]:
         """Return the next lines that are here."""
-        lines = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-        self._count(-sum(len(line or b"") for line in lines))
+        lines = self._buffer.take(most, is_end=self._is_ended and self.refusal is None)
+        self._hold(len(self._buffer))
         self._changed.set()
         return lines
 
     def close(self) -> None:
         """Stop reading."""
         self._task.cancel()
-        self._count(-self._waiting_bytes)
+        self._hold(0)
 
     async def _read(self) -> None:
         try:
@@ -92,28 +109,22 @@ class LineReader:
         self._changed.set()
 
     async def _read_piece(self) -> bool:
-        while self._waiting_bytes > self._max_waiting_bytes:
-            await self._wait()
+        while len(self._buffer) > self._max_waiting_bytes:
+            self._changed.clear()
+            await self._changed.wait()
         await self._budget.wait_for_room()
         message = await self._request.receive()
         if message["type"] == "http.disconnect":
             return False  # the gate cancels the request
-        lines = self._splitter.feed(message.get("body", b""))
-        has_more = message.get("more_body", False)
-        if not has_more:
-            lines += self._splitter.end()
-        self._waiting += lines
-        self._count(sum(len(line or b"") for line in lines))
+        self._buffer.feed(message.get("body", b""))
+        self._hold(len(self._buffer))
         self._changed.set()
-        return has_more
+        return message.get("more_body", False)
 
-    def _count(self, num_bytes: int) -> None:
-        self._waiting_bytes += num_bytes
-        if num_bytes > 0:
-            self._budget.take(num_bytes)
+    def _hold(self, num_bytes: int) -> None:
+        more = num_bytes - self._held_bytes
+        if more > 0:
+            self._budget.take(more)
         else:
-            self._budget.give_back(-num_bytes)
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+            self._budget.give_back(-more)
+        self._held_bytes = num_bytes

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from inference.errors import RefusedTextError
+from inference.schemas import Texts
 
 # Triton's clients put tensors behind the JSON; this header says where the JSON ends.
 BINARY_HEADER = "inference-header-content-length"
 INPUT_NAME = "text"
+_MAX_UTF8_BYTES = 4  # of one character
 
 
 class TensorMetadata(BaseModel):
@@ -62,10 +66,12 @@ class InputTensor(BaseModel):
     model_config = ConfigDict(strict=True)
 
     name: str
-    shape: list[int] = Field(min_length=1, max_length=2, description="[texts] or [texts, 1].")
+    shape: list[Annotated[int, Field(ge=0, le=2**31)]] = Field(
+        min_length=1, max_length=2, description="[texts] or [texts, 1]."
+    )
     datatype: Literal["BYTES"]
     parameters: dict[str, Any] = {}
-    data: list[str] | list[list[str]] | None = Field(default=None, description="The texts.")
+    data: Texts | Annotated[list[Texts], Field(fail_fast=True)] | None = Field(default=None, description="The texts.")
 
 
 class RequestedOutput(BaseModel):
@@ -87,7 +93,7 @@ class InferRequest(BaseModel):
     id: str | None = None
     parameters: dict[str, Any] = {}
     inputs: list[InputTensor] = Field(min_length=1, max_length=1)
-    outputs: list[RequestedOutput] = Field(default=[], description="Default: all three.")
+    outputs: list[RequestedOutput] = Field(default=[], max_length=3, fail_fast=True, description="Default: all three.")
 
 
 class OutputTensor(TensorMetadata):
@@ -111,20 +117,28 @@ class ProtocolError(BaseModel):
     error: str
 
 
-def read_binary_texts(data: bytes) -> list[str]:
+def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[str]:
     """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes and then UTF-8.
 
     Raises:
-        ValueError: The lengths do not add up, or an element is not UTF-8.
+        UnicodeDecodeError: An element is not UTF-8.
+        RefusedTextError: The lengths do not add up, or there are more texts than the limit or longer ones.
     """
-    texts = []
+    texts: list[str] = []
     place = 0
     while place < len(data):
+        if len(texts) == max_texts:
+            raise RefusedTextError(
+                "too_many_texts", f"data has more entries than the maximum of {max_texts}; send more batches"
+            )
         if place + 4 > len(data):
-            raise ValueError("the tensor ends within the length of an element")
+            raise RefusedTextError("invalid_request", "the tensor ends within the length of an element")
         (length,) = struct.unpack_from("<I", data, place)
         place += 4 + length
         if place > len(data):
-            raise ValueError("the tensor ends within an element")
+            raise RefusedTextError("invalid_request", "the tensor ends within an element")
+        if length > max_text_chars * _MAX_UTF8_BYTES:
+            line = f"data[{len(texts)}] has {length} bytes, more than {max_text_chars} characters can have; shorten it"
+            raise RefusedTextError("text_too_long", line)
         texts.append(data[place - length : place].decode("utf-8"))
     return texts

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
 from inference.error_responses import REFUSALS
 from inference.request_gate import is_stream
 from inference.routes import streams
 from inference.routes.answers import classify, refuse_long, refuse_many, render
 from inference.routes.dependencies import parts_of
-from inference.routes.json_route import JsonRoute
+from inference.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.schemas import BatchRequest, PredictionResponse, PredictRequest
 
 router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
@@ -31,17 +31,11 @@ async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
 class BatchRoute(JsonRoute):
     """A JSON route whose body may also be a stream of lines."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
-        answer_json = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            if is_stream(request.scope["headers"]):
-                return streams.StreamResponse(request)
-            return await answer_json(request)
-
-        self.answer = answer
-        return answer
+    async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
+        """Read and check the body, and answer with what the endpoint makes of it."""
+        if is_stream(request.scope["headers"]):
+            return streams.StreamResponse(request)
+        return await super().respond(request, model, endpoint)
 
 
 _STREAM_BODY = {
@@ -55,7 +49,7 @@ _STREAM_ANSWER = {
 }
 
 
-async def predict_batch(request: Request, body: BatchRequest) -> list[dict[str, Any]]:
+async def predict_batch(request: Request, body: BatchRequest) -> Response:
     """Classify texts; the answers come in the order of the texts.
 
     With `Content-Type: application/x-ndjson` the body is any number of lines `{"text": ..., "top_k"?: ...}`.
@@ -66,7 +60,7 @@ async def predict_batch(request: Request, body: BatchRequest) -> list[dict[str, 
     refuse_many("texts", body.texts, parts.settings)
     served = parts.served_model.require()
     answers = await classify(request, parts, served, body.texts)
-    return [render(parts, served, answer, body.top_k) for answer in answers]
+    return await json_list(render(parts, served, answer, body.top_k) for answer in answers)
 
 
 router.add_api_route(

@@ -16,12 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inference.body_budget import weight_of
 from inference.classifier import Answer
 from inference.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
 from inference.errors import QueueFullError, RefusedTextError
 from inference.request_context import RequestContext
 from inference.routes.answers import abandon, note, refuse_long, render
 from inference.routes.dependencies import parts_of
+from inference.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 from inference.routes.json_route import parse_json
 from inference.routes.lines import LineReader
 from inference.schemas import PredictRequest
@@ -33,6 +35,8 @@ MEDIA_TYPE = "application/x-ndjson"
 _GROUP_LINES = 32
 _GROUPS_AT_ONCE = 2
 _LONGEST_PAUSE_S = 1.0
+# A stream of which so many lines in a row are refused is no stream of texts.
+_MOST_REFUSED_LINES = 1024
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class _Group:
     served: Served
     lines: list[PredictRequest | Exception]
     futures: list[asyncio.Future[Answer]]
+    held_bytes: int
 
 
 class StreamResponse(Response):
@@ -55,6 +60,7 @@ class StreamResponse(Response):
         self._context = RequestContext.of(request.scope)
         self._context.is_stream = True
         self._index = 0
+        self._num_refused = 0  # of the last lines in a row
         self._unsubmitted: list[PredictRequest | Exception] = []
         self._group_lines = _GROUP_LINES
         self._give_up_at = 0.0
@@ -69,14 +75,16 @@ class StreamResponse(Response):
         groups: deque[_Group] = deque()
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while await self._fill(groups):
-                body = await self._answer(groups.popleft())
+            while self._num_refused < _MOST_REFUSED_LINES and await self._fill(groups):
+                body = await self._answer(groups[0])
+                self._leave(groups.popleft())
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                await asyncio.sleep(0)  # lines that are refused wait for nothing that would let others get on
             await send({"type": "http.response.body", "body": self._last_words()})
         finally:
             self._reader.close()
             for group in groups:
-                abandon(group.futures)
+                self._leave(group)
 
     async def _fill(self, groups: deque[_Group]) -> bool:
         """Submit lines until enough are under way; False once there is nothing left to answer."""
@@ -111,6 +119,8 @@ class StreamResponse(Response):
         try:
             if line is None:
                 raise RefusedTextError("text_too_long", f"the line has more than {settings.max_line_bytes} bytes")
+            if len(line) > SMALL_BODY_BYTES:
+                JsonBounds(settings).feed(line)
             request = parse_json(PredictRequest, line)
             refuse_long("text", request.text, settings)
         except (ValidationError, HTTPException, RefusedTextError) as error:
@@ -120,19 +130,23 @@ class StreamResponse(Response):
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
         texts = [line.text for line in lines if isinstance(line, PredictRequest)]
-        return _Group(served, lines, served.classifier.submit(texts, self._timeout_s) if texts else [])
+        futures = served.classifier.submit(texts, self._timeout_s) if texts else []
+        group = _Group(served, lines, futures, weight_of(texts))
+        self._parts.body_budget.take(group.held_bytes)
+        return group
+
+    def _leave(self, group: _Group) -> None:
+        self._parts.body_budget.give_back(group.held_bytes)
+        abandon(group.futures)
 
     async def _answer(self, group: _Group) -> bytes:
         """Wait for a group and render its lines; one that failed is answered with an error of its own."""
         futures = iter(group.futures)
         rendered: list[bytes] = []
-        try:
-            for line in group.lines:
-                content = await self._outcome(group, line, futures)
-                rendered.append(to_json({"index": self._index, **content}))
-                self._index += 1
-        finally:
-            abandon(group.futures)
+        for line in group.lines:
+            content = await self._outcome(group, line, futures)
+            rendered.append(to_json({"index": self._index, **content}))
+            self._index += 1
         return b"\n".join(rendered) + b"\n"
 
     async def _outcome(
@@ -145,9 +159,12 @@ class StreamResponse(Response):
         except FAILURES as error:
             return self._error(error)
         note(self._context, [answer])
+        self._num_refused = 0
         return render(self._parts, group.served, answer, line.top_k)
 
     def _error(self, error: Exception) -> dict[str, Any]:
+        if isinstance(error, ValidationError | HTTPException | RefusedTextError):
+            self._num_refused += 1
         match error:
             case ValidationError():
                 code, message = "invalid_request", f"line: {describe_invalid(error)}"
@@ -158,6 +175,9 @@ class StreamResponse(Response):
         return {"error": error_detail(code, message, self._context.request_id)}
 
     def _last_words(self) -> bytes:
-        # The status is long sent: a body that stopped arriving can only be told here.
-        refusal = self._reader.refusal
+        # The status is long sent: what ends a body early can only be told here.
+        refusal: Exception | None = self._reader.refusal
+        if self._num_refused >= _MOST_REFUSED_LINES:
+            line = f"{self._num_refused} lines in a row were refused, so the rest is not read; correct the lines"
+            refusal = RefusedTextError("too_many_refused", line)
         return b"" if refusal is None else to_json({"index": self._index, **self._error(refusal)}) + b"\n"

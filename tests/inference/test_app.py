@@ -70,6 +70,18 @@ def test_answers_over_http_are_those_of_a_transformers_pipeline(
         assert answer["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=1e-5)
 
 
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "none"])
+def test_scores_of_the_hub_face_are_those_of_a_transformers_pipeline(
+    server: httpx.Client, model_folder: Path, texts: list[str], function: str
+) -> None:
+    pipeline = transformers.pipeline("text-classification", model=str(model_folder), top_k=None, device="cpu")
+    expected = pipeline([clean_text(text) for text in texts], truncation=True, function_to_apply=function)
+    body = {"inputs": texts, "parameters": {"function_to_apply": function}}
+    for found, scores in zip(server.post("/hub", json=body).json(), expected, strict=True):
+        assert [one["label"] for one in found] == [one["label"] for one in scores]
+        assert [one["score"] for one in found] == pytest.approx([one["score"] for one in scores], abs=1e-5)
+
+
 def test_an_answer_tells_its_confidence_its_tokens_and_whether_the_text_was_cut(server: httpx.Client) -> None:
     answer = server.post("/predict", json={"text": "Goal!"}).json()
     assert list(answer) == ["label", "confidence", "probabilities", "truncated", "num_tokens"]
@@ -153,7 +165,7 @@ def test_a_body_that_is_no_request_is_refused_with_422(server: httpx.Client, bod
     _assert_refused(_post_raw(server, body), 422, "invalid_request")
 
 
-@pytest.mark.parametrize("body", [b'{"text": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [b'{"text": "\xff"}', b'\xff\xfe{\x00"\x00', b"[" * 1000])
 def test_a_body_that_cannot_be_read_is_refused_with_400(server: httpx.Client, body: bytes) -> None:
     _assert_refused(_post_raw(server, body), 400, "unreadable_body")
 
@@ -188,13 +200,25 @@ def test_the_largest_request_within_the_limits_is_answered(server: httpx.Client)
 
 def test_a_body_too_large_for_the_limits_is_refused_with_413(server: httpx.Client) -> None:
     _assert_refused(_post_raw(server, b"x" * 400_000), 413, "body_too_large", "more than 257536 bytes")
-    unannounced = server.post("/predict", content=iter([b"x" * 100_000] * 4))
+    unannounced = server.post("/predict", content=iter([b'"' + b"x" * 20_000 + b'",'] * 20))
     _assert_refused(unannounced, 413, "body_too_large", "more than 257536 bytes")
 
 
 def test_unknown_paths_and_methods_are_refused_in_the_same_shape(server: httpx.Client) -> None:
     _assert_refused(server.get("/nothing"), 404, "not_found")
     _assert_refused(server.get("/predict"), 405, "method_not_allowed")
+
+
+def test_what_is_sent_to_the_wrong_place_is_told_the_right_one(server: httpx.Client) -> None:
+    _assert_refused(server.get("/predict"), 405, "method_not_allowed", 'use POST with JSON such as {"text": "')
+    _assert_refused(server.get("/predict/batch"), 405, "method_not_allowed", 'use POST with JSON such as {"texts": ["')
+    _assert_refused(server.post("/livez"), 405, "method_not_allowed", "this path does not take POST; use GET")
+    form = server.post("/predict", data={"text": "News"})
+    _assert_refused(form, 422, "invalid_request", 'send JSON such as {"text": "')
+    for path in ("/predict", "/explain"):
+        response = server.post(path, json={"texts": ["News"]})
+        _assert_refused(response, 422, "invalid_request", "such a body goes to /predict/batch")
+    _assert_refused(server.post("/predict/batch", json={"text": "News"}), 422, "invalid_request", "goes to /predict")
 
 
 def test_health_answers_while_the_model_works(server: httpx.Client) -> None:
@@ -211,7 +235,7 @@ def test_the_documentation_shows_the_error_shape(server: httpx.Client) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     for path in ("/predict", "/predict/batch", "/explain", "/hub"):
         responses = paths[path]["post"]["responses"]
-        assert set(responses) == {"200", "400", "401", "408", "413", "422", "429", "500", "503", "504"}
+        assert set(responses) == {"200", "400", "401", "408", "413", "415", "422", "429", "500", "503", "504"}
         for status in set(responses) - {"200"}:
             schema = responses[status]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}

@@ -112,6 +112,19 @@ def test_triton_s_client_shows_why_it_was_refused(triton: Any, model_folder: Pat
         triton.infer("another", [tensor])
 
 
+def test_triton_s_client_may_name_the_version_that_is_served(triton: Any, model_folder: Path) -> None:
+    name = model_folder.name
+    (version,) = triton.get_model_metadata(name)["versions"]
+    assert triton.is_model_ready(name, version)
+    assert triton.get_model_metadata(name, version)["versions"] == [version]
+    tensor = http.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array(["Goal!"], dtype=object))
+    assert triton.infer(name, [tensor], model_version=version).get_response()["model_version"] == version
+    assert not triton.is_model_ready(name, "another")
+    with pytest.raises(Exception, match=f"no such version of the model; {version} is served"):
+        triton.infer(name, [tensor], model_version="another")
+
+
 def _infer(client: httpx.Client, tail: bytes, headers: dict[str, str], **tensor: Any) -> httpx.Response:
     body = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", **tensor}]}
     content = httpx.Request("POST", "http://x", json=body).read() + tail
@@ -128,6 +141,8 @@ def _infer(client: httpx.Client, tail: bytes, headers: dict[str, str], **tensor:
         ({"data": ["a", "b"]}, 422),
         ({"data": [5]}, 422),
         ({"data": ["a"], "shape": [-1]}, 422),
+        ({"data": ["a"], "shape": [-1, -1]}, 422),
+        ({"data": [[]], "shape": [0]}, 422),
         ({"data": ["a"], "shape": []}, 422),
         ({"data": ["a"], "datatype": "FP32"}, 422),
         ({"data": ["a"] * 9, "shape": [9]}, 422),
@@ -158,6 +173,35 @@ def test_a_binary_tensor_that_does_not_add_up_is_refused(client: httpx.Client, t
     head = httpx.Request("POST", "http://x", json=body).read()
     headers = {"Inference-Header-Content-Length": str(len(head))}
     assert client.post("/v2/models/tiny/infer", content=head + tail, headers=headers).status_code == status
-    for wrong in ("9999", "-1", "x"):
+    for wrong in ("9999", "-1", "x", "9" * 5000):
         headers = {"Inference-Header-Content-Length": wrong}
         assert client.post("/v2/models/tiny/infer", content=head + tail, headers=headers).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ('"shape":[%s]' % ("9" * 5000), 422),
+        ('"shape":[%s,2]' % ("9" * 4000), 422),
+        ('"shape":[1e400]', 422),
+        ('"shape":[1],"parameters":{"a":%s,"b":"\\ud83d"}' % ("9" * 4000), 422),
+        ('"shape":[1],"parameters":{"b":"\\ud83d"}', 200),
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_refused_in_one_short_line(
+    client: httpx.Client, fields: str, status: int
+) -> None:
+    body = f'{{"id":"\\ud83d","inputs":[{{"name":"text","datatype":"BYTES","data":["Goal!"],{fields}}}]}}'
+    response = client.post("/v2/models/tiny/infer", content=body.encode())
+    assert response.status_code == status
+    assert len(response.text) < 500
+
+
+def test_a_compressed_body_is_refused_with_a_line_that_says_so(client: httpx.Client) -> None:
+    for path in ("/predict", "/predict/batch", "/hub", "/v2/models/tiny/infer"):
+        for kind in ("application/json", "application/x-ndjson"):
+            headers = {"content-encoding": "gzip", "content-type": kind}
+            response = client.post(path, content=b"\x1f\x8b\x08", headers=headers)
+            assert response.status_code == 415
+            assert "send it without Content-Encoding" in response.text
+    assert client.post("/hub", json={"inputs": "Goal!"}, headers={"content-encoding": "identity"}).status_code == 200

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from inference.routes.lines import LineSplitter
+from inference.routes.lines import LineBuffer
 from tests.inference.servers import metric, serving, until
 from tests.inference.stand_in_model import text_of
 
@@ -150,6 +150,21 @@ def test_a_stream_whose_client_takes_no_answers_is_ended(model_folder: Path) -> 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_lines_come_out_whole_however_the_body_is_cut(size: int) -> None:
     body = b"one\ntwo\r\n\n   \nthree is too long for it\nfour\nfive"
-    splitter = LineSplitter(max_bytes=10)
-    found = [line for start in range(0, len(body), size) for line in splitter.feed(body[start : start + size])]
-    assert found + splitter.end() == [b"one", b"two\r", None, b"four", b"five"]
+    lines = LineBuffer(max_line_bytes=10)
+    found = []
+    for start in range(0, len(body), size):
+        lines.feed(body[start : start + size])
+        found += lines.take(99)
+    assert found + lines.take(99, is_end=True) == [b"one", b"two\r", None, b"four", b"five"]
+
+
+def test_a_stream_of_refused_lines_is_ended_with_a_line_that_says_so(model_folder: Path) -> None:
+    with serving(model_folder) as client:
+        answers = _post(client, b"{}\n" * 100_000)
+        assert 1000 < len(answers) < 1200
+        assert answers[-1]["error"]["code"] == "too_many_refused"
+        assert "lines in a row were refused" in answers[-1]["error"]["message"]
+        mixed = _post(client, (b"{}\n" * 500 + b'{"text": "Goal!"}\n') * 5)
+        assert [answer["index"] for answer in mixed] == list(range(501 * 5))
+        assert [answer for answer in mixed if "label" in answer][-1]["index"] == len(mixed) - 1
+        assert metric(client, "pending_body_bytes") == 0

@@ -110,7 +110,7 @@ def test_an_error_nobody_expected_is_a_500_whose_id_is_in_the_log(
 
 
 def test_bodies_in_progress_are_bounded_together(model_folder: Path) -> None:
-    megabyte = b" " * 2**20
+    megabyte = (b'"' + b"a" * (2**17 - 3) + b'",') * 8
     with serving(model_folder, max_pending_mb=2.5, max_body_mb=2) as client:
         connections = [_connect(client) for _ in range(2)]
         for connection in connections:
