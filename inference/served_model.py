@@ -69,7 +69,12 @@ class ServedModel:
             return "the worker that runs the model is down and starts again; see the log"
         if classifier.heartbeat_age_s > self._stuck_after_s:
             return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
-        return None
+        return classifier.health.failure
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the model answers nothing until the process is started again."""
+        return self._current is not None and self._current.classifier.health.needs_restart
 
     @property
     def current(self) -> Served | None:

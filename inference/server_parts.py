@@ -39,6 +39,11 @@ class Parts:
         )
 
     @property
+    def dead(self) -> str | None:
+        """Why the process has to be started again, None while it need not."""
+        return self.served_model.error if self.served_model.needs_restart else None
+
+    @property
     def unready(self) -> str | None:
         """Why requests should go elsewhere, None if they should not."""
         return "the server is shutting down" if self.lifecycle.is_draining else self.served_model.error

@@ -19,7 +19,7 @@ import pytest
 from inference.app import create_app
 from inference.settings import Settings
 from tests.inference.servers import REPOSITORY, Server, ThreadedServer, metric, serving, stand_in_server, until
-from tests.inference.stand_in_model import stand_in, text_of
+from tests.inference.stand_in_model import RAISES, stand_in, text_of
 
 SLOW = 0.001  # seconds a token
 
@@ -221,3 +221,46 @@ def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> Non
         assert client.post("/admin/reload").status_code == 200
         assert client.post("/predict", json={"text": "oil"}).status_code == 200
         assert client.get("/readyz").status_code == 200
+
+
+def _break(server: ThreadedServer, error: str | None) -> None:
+    server.parts.served_model.require().model.engine.broken = error
+
+
+def test_a_server_whose_passes_keep_failing_is_not_ready_until_the_model_answers_again(model_folder: Path) -> None:
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), stand_in()))
+    with server.running() as client:
+        _break(server, "out of order")
+        answers = [client.post("/predict", json={"text": text_of(i)}) for i in range(6)]
+        assert {(answer.status_code, answer.headers["retry-after"]) for answer in answers} == {(503, "5")}
+        for path, field in (("/readyz", "reason"), ("/health", "error")):
+            probe = client.get(path)
+            assert probe.status_code == 503
+            assert "the model fails on every text, a known good one included (out of order)" in probe.json()[field]
+        assert client.get("/v2/health/ready").status_code == 503
+        assert client.get("/livez").status_code == 200
+        lines = {"content-type": "application/x-ndjson"}
+        assert client.post("/predict/batch", content='{"text": "oil"}', headers=lines).status_code == 503
+        _break(server, None)
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/predict", json={"text": "oil"}).status_code == 200
+
+
+def test_a_sticky_cuda_error_makes_the_process_look_dead_so_that_it_is_restarted(model_folder: Path) -> None:
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), stand_in()))
+    with server.running() as client:
+        _break(server, "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronous")
+        for i in range(3):
+            client.post("/predict", json={"text": text_of(i)})
+        assert client.get("/readyz").status_code == 503
+        dead = client.get("/livez")
+        assert dead.status_code == 503
+        assert dead.json()["reason"].endswith("only a restart of the server helps")
+        assert client.get("/v2/health/live").json() == {"live": False}
+
+
+def test_a_client_with_a_text_that_the_model_cannot_take_takes_no_server_down(model_folder: Path) -> None:
+    with serving(model_folder) as client:
+        for _ in range(10):
+            assert client.post("/predict", json={"text": RAISES}).status_code == 500
+            assert client.get("/readyz").status_code == 200
