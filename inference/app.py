@@ -86,7 +86,7 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
     add_error_handlers(app)
     for group in _GROUPS:
         app.include_router(group.router)
-    if parts.api_key.is_set:
+    if parts.api_keys.is_set:
         document_api_key(app)
     return app
 

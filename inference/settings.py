@@ -103,13 +103,21 @@ class Settings(BaseSettings):
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
-        description="POST requests a second that one client address may send, with bursts of twice as many; more "
-        "are refused with 429 and Retry-After. 0 is off.",
+        description="Texts per second that may be sent with one API key, or from one client address if no key is "
+        "asked for, with bursts of twice as many; more are refused with 429 and Retry-After. Other requests (pages, "
+        "`/metrics`) are limited to as many per address, but never to fewer than 10 per second; probes are not. 0 is "
+        "off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
         description="When set, every POST needs `Authorization: Bearer KEY` or `X-API-Key: KEY`, else 401. Probes, "
         "metrics and pages stay open.",
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="A file of more keys, one on each line, each with a rate limit of its own if `KEY "
+        "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced without a restart. If "
+        "it becomes missing, damaged or empty, none of its keys is valid.",
     )
     cors_origins: str = Field(
         default="",

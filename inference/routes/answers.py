@@ -30,9 +30,13 @@ async def classify(
 
     Raises:
         RefusedTextError: One is blank.
+        RateLimitedError: The client has sent more texts than it may.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
     """
+    allowance = RequestContext.of(request.scope).allowance
+    allowance.require()
     futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
+    allowance.take(len(texts) - 1)  # the gate took the first
     answers: list[Answer] = []
     try:
         for future in futures:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference.classifier import Answer
 from inference.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
-from inference.errors import QueueFullError, RefusedTextError, WorkerDownError
+from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
 from inference.request_context import RequestContext
 from inference.routes.answers import abandon, note, refuse_long, render
 from inference.routes.dependencies import parts_of
@@ -90,7 +90,7 @@ class StreamResponse(Response):
                 break
             try:
                 groups.append(self._submit(self._unsubmitted[: self._group_lines]))
-            except (QueueFullError, WorkerDownError) as error:
+            except (QueueFullError, RateLimitedError, WorkerDownError) as error:
                 # A stream is in no hurry: it waits for room, where a single request is better refused at once.
                 if groups:
                     break
@@ -101,7 +101,7 @@ class StreamResponse(Response):
                 self._group_lines = _GROUP_LINES
         return bool(groups)
 
-    async def _pause(self, error: QueueFullError | WorkerDownError) -> None:
+    async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
         if time.monotonic() > self._give_up_at:
             self._unsubmitted = [error if isinstance(one, PredictRequest) else one for one in self._unsubmitted]
         else:
@@ -121,7 +121,12 @@ class StreamResponse(Response):
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
         texts = [line.text for line in lines if isinstance(line, PredictRequest)]
-        return _Group(served, lines, served.classifier.submit(texts, self._timeout_s) if texts else [])
+        if not texts:
+            return _Group(served, lines, [])
+        self._context.allowance.require()
+        futures = served.classifier.submit(texts, self._timeout_s)
+        self._context.allowance.take(len(texts))
+        return _Group(served, lines, futures)
 
     async def _answer(self, group: _Group) -> bytes:
         """Wait for a group and render its lines; one that failed is answered with an error of its own."""

@@ -22,6 +22,8 @@ from tests.inference.servers import REPOSITORY, Server, ThreadedServer, metric, 
 from tests.inference.stand_in_model import RAISES, stand_in, text_of
 
 SLOW = 0.001  # seconds a token
+KEY = "open sesame"
+SENDING_KEY = {"X-API-Key": KEY}
 
 
 class _Load:
@@ -46,7 +48,7 @@ class _Load:
             thread.join()
 
     def _ask_on(self, number: int) -> None:
-        with httpx.Client(base_url=self._server.address, timeout=60) as client:
+        with self._server.new_client(KEY) as client:
             for i in range(100_000):
                 try:
                     response = client.post("/predict", json={"text": text_of(1000 * number + i)})
@@ -161,7 +163,7 @@ def _by_signal(server: Server) -> None:
 def test_a_reload_under_load_fails_no_request(
     own_folder: Path, tmp_path: Path, reload: Callable[[Server], None]
 ) -> None:
-    with stand_in_server(own_folder, tmp_path, SLOW) as server:
+    with stand_in_server(own_folder, tmp_path, SLOW, API_KEY=KEY) as server:
         revisions = {server.client.get("/model").json()["revision"]}
         with _Load(server) as load:
             for _ in range(5):
@@ -175,7 +177,7 @@ def test_a_reload_under_load_fails_no_request(
 
 
 def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder: Path, tmp_path: Path) -> None:
-    with stand_in_server(own_folder, tmp_path, SLOW) as server, _Load(server) as load:
+    with stand_in_server(own_folder, tmp_path, SLOW, API_KEY=KEY) as server, _Load(server) as load:
         before = server.client.get("/model").json()
         good = (own_folder / "tokenizer.json").read_bytes()
         (own_folder / "tokenizer.json").unlink()
@@ -196,13 +198,14 @@ def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder
 
 
 def test_a_reload_gives_the_memory_of_the_old_model_back(model_folder: Path) -> None:
-    app = create_app(Settings(model_checkpoint=model_folder), stand_in())
+    app = create_app(Settings(model_checkpoint=model_folder, api_key=KEY), stand_in())
     server = ThreadedServer(app)
     gc.collect()
     gc.disable()
     try:
         with server.running() as client:
             engine = weakref.ref(server.parts.served_model.require().model.engine)
+            client.headers.update(SENDING_KEY)
             assert client.post("/predict", json={"text": "oil"}).status_code == 200
             assert client.post("/admin/reload").status_code == 200
             until(lambda: engine() is None)
@@ -214,7 +217,8 @@ def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> Non
     place = own_folder / "tokenizer.json"
     content = place.read_bytes()
     place.unlink()
-    with serving(own_folder) as client:
+    with serving(own_folder, api_key=KEY) as client:
+        client.headers.update(SENDING_KEY)
         assert client.get("/readyz").json()["reason"].endswith("export the model again")
         assert client.post("/predict", json={"text": "oil"}).status_code == 503
         place.write_bytes(content)
