@@ -85,8 +85,15 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds until a text that is not answered ends in 504, and until a body that does not arrive "
-        "ends in 408. Shorter gives up sooner under overload.",
+        description="Seconds until a text that is not answered ends in 504, until a body that does not arrive "
+        "ends in 408, and until a connection is closed whose headers do not arrive or whose answer is not read. "
+        "Shorter gives up sooner under overload.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
+        "Beyond it, a new one ends the one that has been idle longest; if none is idle, it is refused with 503.",
     )
     cache_entries: int = Field(
         default=0,
