@@ -81,7 +81,7 @@ def load_tokenizer(model: str, train_texts: Sequence[str], max_length: int) -> P
     with model_errors(model):
         # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
         cached_file(model, "config.json")
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")
     tokenizer.model_max_length = max_length

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,3 +278,14 @@ def test_a_head_of_another_size_is_made_anew_and_the_encoder_kept(tmp_path: Path
 
 def test_max_positions_is_the_encoders(tmp_path: Path) -> None:
     assert NewsClassifier(4, str(save_encoder(tmp_path, "bert"))).max_positions == 40
+
+
+def test_no_code_that_a_local_folder_names_runs_when_training_starts_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "encoder"
+    NewsClassifier(pretrained_model="tiny", vocab_size=64).network.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "evil.Config"}, "attn_implementation": "somebody/kernels"}
+    (folder / "config.json").write_text(json.dumps(config | code))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert NewsClassifier(pretrained_model=str(folder)).max_positions == 512
+    assert not (tmp_path / "ran").exists()
