@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,11 @@ class ServedModel:
                 refusal = self._refusal(error)
                 if self._current is None:
                     self._load_error = str(refusal)
+                    logger.error(
+                        "the server runs, but without a model: every request for an answer gets 503. Put the model "
+                        "right and send SIGHUP (kill -HUP %d), or start again with another one",
+                        os.getpid(),
+                    )
                 raise refusal from error
             before, self._current = self._current, served
             self._metrics.reloads.labels("served").inc()
