@@ -114,7 +114,7 @@ def read_keys(file: Path) -> list[Key]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"API_KEYS_FILE: {file} cannot be read ({error})") from None
+        raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})") from None
     keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]
     if not keys:
         raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key on each line")
