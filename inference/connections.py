@@ -12,6 +12,7 @@ import contextlib
 import logging
 import resource
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class ConnectionKeeper:
     """Keeps account of a server's connections."""
 
     def __init__(self, max_connections: int, timeout_s: float) -> None:
-        """Make the keeper; `watch` starts it.
+        """Make the keeper; `watching` starts it.
 
         Args:
             max_connections: Most connections. A new one beyond it ends the one that has been idle longest; if none
@@ -47,7 +48,7 @@ class ConnectionKeeper:
         self._open: set[Any] = set()
 
     @contextlib.asynccontextmanager
-    async def watching(self, server: Server | None) -> Any:
+    async def watching(self, server: Server | None) -> AsyncIterator[None]:
         """Watch the connections of a server that is about to open its port."""
         if server is None:
             yield

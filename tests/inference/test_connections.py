@@ -142,3 +142,24 @@ def _answers(client) -> bool:  # noqa: ANN001
         return client.get("/livez").status_code == 200
     except OSError:
         return False
+
+
+def test_a_connection_beyond_the_limit_is_refused_while_all_others_are_at_work(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    body = b'{"text": "oil prices rise again"}'
+    request = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    with stand_in_server(model_folder, tmp_path, 0.5, MAX_CONNECTIONS="3") as server, ExitStack() as stack:
+        at_work = [stack.enter_context(_connected(server, request)) for _ in range(3)]
+        until(lambda: b"503 Service Unavailable" in _first_line(server))
+        for connection in at_work:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert _first_line(server) == b"HTTP/1.1 200 OK"
+
+
+def _first_line(server: Server) -> bytes:
+    with _connected(server, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        try:
+            return connection.recv(4096).partition(b"\r\n")[0]
+        except ConnectionResetError:  # closed before the request was read, and the answer is lost with it
+            return b""
