@@ -61,7 +61,7 @@ class ApiKeys:
         """Return the key that a request carries, None if it carries no valid one; takes the same time for any guess."""
         self._refresh()
         found = None
-        for given in _given_keys(headers):
+        for given in given_keys(headers):
             digest = _hash(given)
             for key in (*self._fixed, *self._from_file):
                 if hmac.compare_digest(key.name, digest):
@@ -95,7 +95,8 @@ def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Return what a request sends as keys, valid or not."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, credentials = value.partition(b" ")

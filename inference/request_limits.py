@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from inference.api_keys import ApiKeys
+from inference.api_keys import ApiKeys, given_keys
 from inference.errors import RateLimitedError
 from inference.security import RateLimiter, client_name
 
@@ -77,7 +77,9 @@ class RequestLimits:
             return 429, "rate_limited", _USED_UP, wait_s
         key = self._keys.given_by(scope["headers"])
         if key is None:
-            self._guesses.take(address, 1)
+            # Without a limit, a request that carries no key is cheap to refuse, and no guess.
+            if self._is_limited or any(True for _ in given_keys(scope["headers"])):
+                self._guesses.take(address, 1)
             return 401, "unauthorized", "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`", None
         is_limited = self._is_limited or key.per_second is not None
         return self._admit(self._by_key if is_limited else None, key.name, key.per_second)
