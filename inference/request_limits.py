@@ -15,7 +15,7 @@ _PROBES = frozenset(("/livez", "/readyz", "/health", "/v2/health/live", "/v2/hea
 # A page asks for its parts at once, however slowly texts may come.
 _LEAST_PAGES_PER_S = 10.0
 # Wrong keys from one address, where no rate is set.
-_GUESSES_PER_S = 20.0
+_GUESSES_PER_S = 10.0
 _USED_UP = "the rate limit of this key or address is used up; wait as Retry-After says"
 
 Refusal = tuple[int, str, str, float | None]

