@@ -7,12 +7,15 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from inference.connections import ConnectionKeeper
 from inference.error_responses import add_error_handlers
 from inference.errors import SettingsError
+from inference.lifecycle import server_of_process
 from inference.model_loader import ModelLoader
 from inference.request_gate import RequestGate
 from inference.request_log import configure_logging
@@ -31,22 +34,37 @@ _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin,
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     parts: Parts = app.state.parts
     configure_logging(parts.settings.log_level, logging.getLogger("inference"))
+    # Its lines have addresses, which ours leave out, and repeat the rest.
+    logging.getLogger("uvicorn.access").handlers.clear()
+    logging.getLogger("uvicorn.access").propagate = False
     keep_tokenizer_on_one_thread()
+    server = server_of_process()
     tasks: set[asyncio.Task[None]] = set()
 
     def load() -> None:
-        task = asyncio.create_task(parts.served_model.load_or_log())
+        task = asyncio.create_task(_load_once_started(server, parts))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     # The port is open at once: /health tells the truth while the model loads beside the event loop.
     load()
     parts.lifecycle.take_signals(reload=load)
-    yield
+    keeper = ConnectionKeeper(parts.settings.max_connections, parts.settings.request_timeout_s)
+    async with keeper.watching(server):
+        yield
     parts.lifecycle.is_draining = True
     if tasks:
         await asyncio.wait(tasks)
     await parts.served_model.close()
+
+
+async def _load_once_started(server: Any, parts: Parts) -> None:
+    # What the log says of the model comes after uvicorn's own lines, and a port that is taken costs no loading.
+    while server is not None and not server.started:
+        if parts.lifecycle.is_draining:
+            return
+        await asyncio.sleep(0.01)
+    await parts.served_model.load_or_log()
 
 
 def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLoader) -> FastAPI:
@@ -86,7 +104,7 @@ def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLo
     add_error_handlers(app)
     for group in _GROUPS:
         app.include_router(group.router)
-    if parts.api_key.is_set:
+    if parts.api_keys.is_set:
         document_api_key(app)
     return app
 

@@ -13,20 +13,26 @@ from typing import Literal, Protocol
 import numpy as np
 
 from inference.cache import Probabilities
+from inference.engine_health import EngineHealth
 from inference.engines.base import Engine, TokenBatch
-from inference.errors import ForwardError
+from inference.errors import ForwardError, WorkerDownError
 from inference.forward import softmax
 from inference.scheduler import FairQueue, Flow, QueuedText, spread
 from inference.supervision import JOIN_SECONDS, SupervisedThread
 
 logger = logging.getLogger(__name__)
 
+_FAILS_NOW = "the model fails on every text now; ask again"
+
 # What a small CPU does, until passes have been measured.
 ASSUMED_TOKENS_PER_SECOND = 2000.0
 # What a pass still counts in the measured speed after the next one: about the last twenty count.
 _SPEED_MEMORY = 0.95
 
-Outcome = Probabilities | ForwardError
+# A broken engine is asked for a known text so often, until it answers again.
+SECONDS_BETWEEN_TRIALS = 2.0
+
+Outcome = Probabilities | ForwardError | WorkerDownError
 
 
 class Observer(Protocol):
@@ -77,6 +83,8 @@ class Batcher:
         observer: Observer,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
+        good_ids: list[int],
+        seconds_between_trials: float = SECONDS_BETWEEN_TRIALS,
     ) -> None:
         """Start one worker thread a slot.
 
@@ -86,7 +94,11 @@ class Batcher:
             observer: Told of every pass and every failure.
             on_finished: Gets every text that a worker took, once; called from worker threads.
             on_expired: Gets the texts whose deadline passed in the queue; called from worker threads.
+            good_ids: Token ids of a text that the engine answers, as long as it works.
+            seconds_between_trials: How often a broken engine is asked for that text.
         """
+        self.health = EngineHealth(engine, good_ids)
+        self._seconds_between_trials = seconds_between_trials
         self._engine = engine
         self._queue = queue
         self._observer = observer
@@ -160,18 +172,19 @@ class Batcher:
     def _serve_once(self, worker: _Worker) -> bool:
         """Wait for texts, run a pass and report it; False once closed."""
         with self._changed:
-            while not (self._closed or (len(self._queue) and self._free_slots)):
-                self._changed.wait()
-            if self._closed:
+            if not self._wait(worker):
                 return False
             expired = self._queue.expire(time.monotonic())
             self._take(worker)
+        if worker.is_trying:
+            self._try_engine(worker)
+            return True
         if expired:
             self._on_expired(expired)
         if not worker.texts:
             return True
         started = time.monotonic()
-        outcomes = self._outcomes(worker, worker.texts)
+        outcomes = self._answer(worker)
         seconds = time.monotonic() - started
         worker.thread.busy_since = None
         num_texts, num_tokens = len(worker.texts), sum(text.num_tokens for text in worker.texts)
@@ -181,7 +194,29 @@ class Batcher:
         self._observer.batch_done(num_texts, num_tokens, seconds)
         return True
 
+    def _wait(self, worker: _Worker) -> bool:
+        """Wait for texts, or with a broken engine for the time to try it again; False once closed."""
+        while not (self._closed or (len(self._queue) and self._free_slots)):
+            is_broken = self.health.failure is not None
+            is_notified = self._changed.wait(self._seconds_between_trials if is_broken else None)
+            if is_broken and not is_notified and self._free_slots:
+                worker.is_trying = True
+                break
+        return not self._closed
+
+    def _try_engine(self, worker: _Worker) -> None:
+        """Ask a broken engine for the known text: requests are refused meanwhile, so no pass would tell."""
+        started = worker.thread.busy_since = time.monotonic()
+        self.health.works(worker.slots)
+        worker.thread.busy_since = None
+        worker.is_trying = False
+        self._release(worker, 0, time.monotonic() - started)
+
     def _take(self, worker: _Worker) -> None:
+        if worker.is_trying:
+            self._free_slots -= 1
+            worker.slots = 1
+            return
         if not len(self._queue):
             return
         num_parts, worker.slots = spread(len(self._queue), self._free_slots, self._engine.num_slots)
@@ -198,6 +233,19 @@ class Batcher:
             worker.slots = 0
             if len(self._queue):
                 self._changed.notify()  # another worker may begin while this one reports
+
+    def _answer(self, worker: _Worker) -> Sequence[Outcome]:
+        """Run the pass that a worker has taken; if it is the engine that fails, its texts are to be sent again."""
+        if self.health.failure is None:
+            outcomes = self._outcomes(worker, worker.texts)
+            if not all(isinstance(outcome, ForwardError) for outcome in outcomes):
+                self.health.pass_answered()
+                return outcomes
+            if self.health.works(worker.slots):
+                return outcomes
+        elif self.health.works(worker.slots):
+            return self._outcomes(worker, worker.texts)
+        return [WorkerDownError(self.health.failure or _FAILS_NOW)] * len(worker.texts)
 
     def _outcomes(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
         try:
@@ -229,6 +277,8 @@ class Batcher:
         # Beyond what a pass may raise: the worker drops what it has in hand and starts afresh.
         logger.error("A worker failed and starts afresh", exc_info=error)
         texts, worker.texts = worker.texts, []
+        if texts:
+            self.health.works(worker.slots)
         with self._changed:
             self._free_slots += worker.slots
             worker.slots = 0
@@ -241,9 +291,10 @@ class Batcher:
 class _Worker:
     """One worker thread, the texts it has taken, and the slots it holds."""
 
-    __slots__ = ("slots", "texts", "thread")
+    __slots__ = ("is_trying", "slots", "texts", "thread")
 
     def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
         self.slots = 0
+        self.is_trying = False
         self.texts: Sequence[QueuedText] = []
         self.thread = thread_of(self)

@@ -13,6 +13,7 @@ import numpy as np
 from inference.batcher import Batcher, FinishedPass, Observer
 from inference.cache import AnswerCache, Probabilities
 from inference.calls import Answer, Call, Caller, Outcome, deliver
+from inference.engine_health import EngineHealth
 from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
 from inference.model_loader import ModelLoader
 from inference.scheduler import FairQueue, QueuedText
@@ -65,7 +66,8 @@ class Classifier:
         self._on_their_way: dict[bytes, QueuedText] = {}  # by token ids; the payload is the list of callers
         self._cache = AnswerCache(limits.cache_entries)
         queue = FairQueue(budget, pads=model.engine.pads, length_window=limits.length_window)
-        self._batcher = Batcher(model.engine, queue, observer, self._finish, self._expire)
+        good_ids = model.tokenizer.encode(["News"])[0].ids
+        self._batcher = Batcher(model.engine, queue, observer, self._finish, self._expire, good_ids)
         self._tokenizing = TokenizerThread(model.tokenizer, observer, self._enqueue)
 
     @property
@@ -88,6 +90,18 @@ class Classifier:
         """Whether all threads run."""
         return not self._closed and self._tokenizing.thread.is_alive and self._batcher.is_alive
 
+    @property
+    def health(self) -> EngineHealth:
+        """Whether the engine answers."""
+        return self._batcher.health
+
+    def refuse_if_down(self) -> None:
+        """Raise `WorkerDownError` if no text can be answered now."""
+        if not self.is_alive:
+            raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
+        if self.health.failure is not None:
+            raise WorkerDownError(self.health.failure)
+
     def full_error(self) -> QueueFullError | None:
         """What a call would meet now whatever it brings, None while the queue has room for a text of full length."""
         limit = self._limits.max_queue_tokens
@@ -107,10 +121,9 @@ class Classifier:
 
         Raises:
             QueueFullError: Not all of them fit into the queue; none is accepted.
-            WorkerDownError: The classifier is closed.
+            WorkerDownError: The classifier is closed, or its engine fails on every text.
         """
-        if not self.is_alive:
-            raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
+        self.refuse_if_down()
         call = Call(texts, timeout_s, self._max_length)
         if self.queued_tokens + call.reserved_tokens > self._limits.max_queue_tokens:
             raise self._overflow(call.reserved_tokens)

@@ -18,6 +18,7 @@ from inference.errors import (
     ForwardError,
     ModelUnavailableError,
     QueueFullError,
+    RateLimitedError,
     RefusedTextError,
     WorkerDownError,
 )
@@ -34,6 +35,7 @@ _MAX_PLACE_CHARS = 80
 FAILURES = (
     RefusedTextError,
     QueueFullError,
+    RateLimitedError,
     ModelUnavailableError,
     WorkerDownError,
     DeadlineExceededError,
@@ -59,12 +61,12 @@ def _documented(description: str, **more: Any) -> dict[str, Any]:
 # What routes that classify document beside their answer.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
-    401: _documented("API_KEY is set and the request does not carry it."),
+    401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
     408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
     413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
     415: _documented("The body is compressed (Content-Encoding)."),
     422: _documented("The request cannot be understood or a text cannot be classified."),
-    429: _documented("More requests than RATE_LIMIT_PER_S from this address.", headers=_RETRY_AFTER_HEADER),
+    429: _documented("More than RATE_LIMIT_PER_S with this key or from this address.", headers=_RETRY_AFTER_HEADER),
     500: _documented("The server or the model failed; its log has the request id."),
     503: _documented("The queue is full, or no model is loaded; /health says why.", headers=_RETRY_AFTER_HEADER),
     504: _documented("Not answered within REQUEST_TIMEOUT_S."),
@@ -112,6 +114,8 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
             return 422, error.code, str(error), None
         case QueueFullError():
             return 503, "queue_full", str(error), error.retry_after_s
+        case RateLimitedError():
+            return 429, "rate_limited", str(error), error.retry_after_s
         case ModelUnavailableError():
             return 503, "model_unavailable", str(error), RETRY_AFTER_SECONDS
         case WorkerDownError():

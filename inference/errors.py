@@ -44,6 +44,18 @@ class QueueFullError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class RateLimitedError(Exception):
+    """A client has sent more texts than it may.
+
+    Attributes:
+        retry_after_s: Seconds until it may send more.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceededError(Exception):
     """A text was not answered in the time it had."""
 

@@ -15,6 +15,17 @@ from inference.settings import Settings
 logger = logging.getLogger(__name__)
 
 
+def server_of_process() -> Any:
+    """Return the uvicorn.Server that runs in this process, None if there is none: its handler of SIGTERM belongs to it.
+
+    uvicorn tells an application nothing of the server around it, whether it was started by its own command or by ours.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    server = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return server if hasattr(server, "should_exit") else None
+
+
 class Lifecycle:
     """Whether this process is on its way out.
 

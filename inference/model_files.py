@@ -21,6 +21,23 @@ CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "encoder_config": dict,
     "tokenizer_json": str,
 }
+# Through these a config.json makes transformers run code that is not its own: modules beside the model or on the hub,
+# kernels from the hub, packages for quantised weights.
+_CODE_KEYS = frozenset(
+    (
+        "auto_map",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "custom_pipelines",
+        "quantization_config",
+        "trust_remote_code",
+        "use_kernels",
+    )
+)
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
@@ -103,7 +120,7 @@ def _read_folder(folder: Path) -> SavedModel:
     missing = [name for name in wanted if not (folder / name).is_file()]
     if missing:
         raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
-    config = _read_json(folder / "config.json")
+    config = without_code(_read_json(folder / "config.json"))
     metrics = folder / "metrics.json"
     return SavedModel(
         path=folder,
@@ -116,8 +133,22 @@ def _read_folder(folder: Path) -> SavedModel:
     )
 
 
+def without_code(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a configuration, at any depth, what would make transformers run code from elsewhere."""
+    return {
+        key: without_code(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _CODE_KEYS
+    }
+
+
 def _labels(path: Path, config: dict[str, Any]) -> list[str]:
     names = config.get("id2label")
+    if names is None and not any("Classification" in str(name) for name in config.get("architectures") or []):
+        folder = path.parent
+        raise ModelLoadError(
+            folder, "an encoder without classes", f"train it: python -m training.train_single --model {folder}"
+        )
     if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
         raise ModelLoadError(path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}")
     return [str(names[str(i)]) for i in range(len(names))]
@@ -147,14 +178,15 @@ def _read_checkpoint(path: Path) -> SavedModel:
     _check_keys(path, "", checkpoint, CHECKPOINT_KEYS)
     config = checkpoint["config"]
     _check_keys(path, "config.", config, CHECKPOINT_CONFIG_KEYS)
+    encoder_config = without_code(config["encoder_config"])
     state_dict = checkpoint["model_state_dict"]
     return SavedModel(
         path=path,
-        config=config["encoder_config"],
+        config=encoder_config,
         weights={name.removeprefix(_TRAINER_PREFIX): tensor for name, tensor in state_dict.items()},
         tokenizer_json=config["tokenizer_json"],
         labels=config["labels"],
-        max_length=_within_positions(config["max_length"], config["encoder_config"]),
+        max_length=_within_positions(config["max_length"], encoder_config),
         metadata=config.get("metrics", {}),
     )
 

@@ -49,7 +49,9 @@ class ModelLoader:
         Raises:
             ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
         """
-        loaded = load_model(Path(path), engine)
+        path = Path(path)
+        # A link may be pointed elsewhere while its files are read one after another: all are to be of one model.
+        loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine)
         self.labels = loaded.saved.labels
         self.max_length = loaded.saved.max_length
         self.metadata: dict[str, Any] = loaded.saved.metadata
@@ -57,7 +59,7 @@ class ModelLoader:
         self.engine = loaded.engine
         place = loaded.saved.path
         self.info: dict[str, str] = {
-            "name": read_manifest(place).source["name"] if is_artefact(place) else _name(place),
+            "name": read_manifest(place).source["name"] if is_artefact(place) else _name(path),
             "engine": loaded.engine.name,
             "reason": loaded.reason,
             "precision": loaded.precision,

@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from inference.request_limits import Allowance
+
 _KEY = "distrinews.context"
 _PREFIX = secrets.token_hex(4)
 _COUNT = itertools.count(1)
@@ -21,6 +23,7 @@ class RequestContext:
     """One request.
 
     Attributes:
+        allowance: What is left of the client's rate.
         held_bytes: What the request holds of the memory set aside for bodies.
         request_id: The caller's X-Request-ID where it is a plain word, else one of our own.
         started: When the request arrived, on `time.perf_counter`.
@@ -31,7 +34,17 @@ class RequestContext:
         is_stream: Whether its body may arrive for as long as it keeps arriving.
     """
 
-    __slots__ = ("error_code", "held_bytes", "is_stream", "num_texts", "num_tokens", "request_id", "stages", "started")
+    __slots__ = (
+        "allowance",
+        "error_code",
+        "held_bytes",
+        "is_stream",
+        "num_texts",
+        "num_tokens",
+        "request_id",
+        "stages",
+        "started",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -41,6 +54,7 @@ class RequestContext:
         self.stages: tuple[float, float, float] | None = None
         self.error_code: str | None = None
         self.is_stream = False
+        self.allowance = Allowance()
         self.held_bytes = 0
 
     @classmethod

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.error_responses import RETRY_AFTER_SECONDS, error_response
 from inference.request_context import RequestContext
+from inference.request_limits import Allowance, Refusal, RequestLimits
 from inference.request_log import log_failure, log_request
-from inference.security import POLICY_HEADER, SECURITY_HEADERS, RateLimiter
+from inference.security import POLICY_HEADER, SECURITY_HEADERS
 from inference.server_parts import Parts
 
 # What nginx logs for a client that left before its answer; never sent.
@@ -44,8 +45,7 @@ class RequestGate:
         self.served_model = parts.served_model
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
-        self._api_key = parts.api_key
-        self._rate_limiter = RateLimiter(settings.rate_limit_per_s) if settings.rate_limit_per_s else None
+        self._limits = RequestLimits(parts.api_keys, settings.rate_limit_per_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
@@ -54,15 +54,15 @@ class RequestGate:
             return
         await _Passage(self, scope, receive, send).run()
 
-    def refusal(self, scope: Scope) -> tuple[int, str, str, float | None] | None:
-        """Say why a request may not pass, judged by its first lines alone: status, code, line, seconds to wait."""
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Say why a request may not pass, judged by its first lines alone."""
+        allowance = self._limits.judge(scope)
+        if not isinstance(allowance, Allowance):
+            return allowance
+        RequestContext.of(scope).allowance = allowance
         if scope["method"] != "POST":
             return None
         headers = scope["headers"]
-        if not self._api_key.admits(headers):
-            return 401, "unauthorized", "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`", None
-        if self._rate_limiter is not None and (wait_s := self._rate_limiter.wait_s(scope)):
-            return 429, "rate_limited", "too many requests from this address; wait as Retry-After says", wait_s
         announced = next((value for name, value in headers if name == b"content-length"), b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
         if num_bytes > self.max_body_bytes and not is_stream(headers):

@@ -96,8 +96,8 @@ class HealthResponse(BaseModel):
 class ProbeResponse(BaseModel):
     """What a probe asks."""
 
-    status: Literal["alive", "ready", "not_ready"]
-    reason: str | None = Field(default=None, description="Why it is not ready.")
+    status: Literal["alive", "ready", "not_ready", "dead"]
+    reason: str | None = Field(default=None, description="Why it is not ready, or dead.")
 
 
 class ModelResponse(BaseModel):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 # Pages may be shown inside the Space's page, and nowhere else. Nothing is loaded from elsewhere.
@@ -28,73 +25,47 @@ SECURITY_HEADERS = [
 ]
 
 MAX_CLIENTS = 10_000
-_PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
-
-
-class ApiKey:
-    """The one key that requests must carry; without a key everyone may ask."""
-
-    def __init__(self, key: str | None) -> None:
-        self._key = key.encode() if key else None
-
-    @property
-    def is_set(self) -> bool:
-        """Whether requests need it."""
-        return self._key is not None
-
-    def admits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether a request carries the key, or none is needed; takes the same time for any guess."""
-        return self._key is None or any(self._is_key(name, value) for name, value in headers)
-
-    def _is_key(self, name: bytes, value: bytes) -> bool:
-        if name == b"authorization":
-            scheme, _, value = value.partition(b" ")
-            return scheme.lower() == b"bearer" and hmac.compare_digest(value.strip(), self._key or b"")
-        return name == b"x-api-key" and hmac.compare_digest(value, self._key or b"")
-
-
-def is_own_machine(scope: Scope) -> bool:
-    """Whether a request was sent on this very machine, by no proxy and by no foreign page in a browser."""
-    client = scope.get("client")
-    if client is None or not _is_loopback(client[0]):
-        return False
-    headers = Headers(scope=scope)
-    if any(name in _PROXY_HEADERS for name, _ in scope["headers"]):
-        return False
-    origin = headers.get("origin")
-    return origin is None or origin.partition("://")[2] == headers.get("host")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class RateLimiter:
-    """A bucket of requests for every client address, refilled at a steady rate, twice the rate deep."""
+    """A bucket for every client, refilled at a steady rate, twice the rate deep.
+
+    Who finds anything in its bucket may take more than there is, and then waits until the debt is paid off: otherwise a
+    batch of more texts than a bucket holds could never be sent.
+    """
 
     def __init__(self, per_second: float) -> None:
         self._per_second = per_second
-        self._depth = max(1.0, 2 * per_second)
-        # Address: (requests left, when that was so); the longest unseen is forgotten, its bucket being full by then.
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # Client: (what is left, when that was so); the longest unseen is forgotten, its bucket being full by then.
+        self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, scope: Scope) -> float:
-        """Take one request from the client's bucket; return 0, or the seconds until there is one again."""
-        now = time.monotonic()
-        client = _client_name(scope)
-        left, then = self._buckets.pop(client, (self._depth, now))
-        left = min(self._depth, left + (now - then) * self._per_second)
-        is_free = left >= 1
-        self._buckets[client] = (left - 1 if is_free else left, now)
+    def wait_s(self, client: str | bytes, at_least: int, per_second: float | None = None) -> float:
+        """Return the seconds until so much is in the client's bucket, 0 if it is there.
+
+        Args:
+            client: Whom the bucket belongs to.
+            at_least: 1 for who comes anew, 0 for who has taken the first already.
+            per_second: A rate of the client's own.
+        """
+        rate = per_second or self._per_second
+        return max(0.0, (at_least - self._left(client, rate)) / rate)
+
+    def take(self, client: str | bytes, amount: int, per_second: float | None = None) -> None:
+        """Take so much from the client's bucket, whether it is there or not; otherwise as `wait_s`."""
+        left = self._left(client, per_second or self._per_second)
+        self._buckets[client] = (left - amount, time.monotonic())
+        self._buckets.move_to_end(client)
         if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if is_free else (1 - left) / self._per_second
+
+    def _left(self, client: str | bytes, rate: float) -> float:
+        now, depth = time.monotonic(), max(1.0, 2 * rate)
+        left, then = self._buckets.get(client, (depth, now))
+        return min(depth, left + (now - then) * rate)
 
 
-def _client_name(scope: Scope) -> str:
+def client_name(scope: Scope) -> str:
+    """Return what requests without a key are counted by: the address that they come from."""
     client = scope.get("client")
     if client is None:
         return "unknown"

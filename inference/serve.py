@@ -1,9 +1,15 @@
-"""Serve from the terminal: `python -m inference.serve [--host ADDRESS] [--port PORT]`; all else is environment."""
+"""Serve a model over HTTP.
+
+MODEL_CHECKPOINT, LISTEN_HOST and PORT are environment variables, as is all else that can be set: docs/serving.md lists
+them with their defaults.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import socket
 import sys
 from contextlib import suppress
 
@@ -22,18 +28,54 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = Settings.from_environment()
         options = _parse_arguments(arguments, settings)
+        _refuse_taken_port(options.host, options.port)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    os.environ["MODEL_CHECKPOINT"] = options.model  # read by inference.app, which uvicorn imports
     _serve(settings, options.host, options.port)
     return 0
 
 
 def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m inference.serve", description=__doc__)
-    parser.add_argument("--host", default=settings.listen_host, help="address to listen on (default: LISTEN_HOST)")
-    parser.add_argument("--port", type=int, default=settings.port, help="port to listen on (default: PORT)")
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.serve",
+        description=__doc__,
+        epilog="example: python -m inference.serve --model checkpoints/tiny --port 7860",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        default=str(settings.model_checkpoint),
+        help="model folder, .pt file or exported artefact (variable MODEL_CHECKPOINT; now %(default)s)",
+    )
+    parser.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default=settings.listen_host,
+        help="address to listen on (variable LISTEN_HOST; now %(default)s)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=settings.port,
+        help="port to listen on, 0 for a free one (variable PORT; now %(default)s)",
+    )
     return parser.parse_args(arguments)
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    """Raise `SettingsError` if nothing can listen here: uvicorn would say so only between its other lines."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        line = f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop what has it"
+        raise SettingsError(line) from None
 
 
 def _serve(settings: Settings, host: str, port: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,12 @@ class ServedModel:
             return "the worker that runs the model is down and starts again; see the log"
         if classifier.heartbeat_age_s > self._stuck_after_s:
             return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
-        return None
+        return classifier.health.failure
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the model answers nothing until the process is started again."""
+        return self._current is not None and self._current.classifier.health.needs_restart
 
     @property
     def current(self) -> Served | None:
@@ -106,6 +112,11 @@ class ServedModel:
                 refusal = self._refusal(error)
                 if self._current is None:
                     self._load_error = str(refusal)
+                    logger.error(
+                        "the server runs, but without a model: every request for an answer gets 503. Put the model "
+                        "right and send SIGHUP (kill -HUP %d), or start again with another one",
+                        os.getpid(),
+                    )
                 raise refusal from error
             before, self._current = self._current, served
             self._metrics.reloads.labels("served").inc()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inference.api_keys import ApiKeys
 from inference.body_budget import BodyBudget
 from inference.lifecycle import Lifecycle
 from inference.metrics import ServerMetrics
-from inference.security import ApiKey
 from inference.served_model import LoadModel, ServedModel
 from inference.settings import Settings
 
@@ -19,7 +19,7 @@ class Parts:
     settings: Settings
     metrics: ServerMetrics
     lifecycle: Lifecycle
-    api_key: ApiKey
+    api_keys: ApiKeys
     body_budget: BodyBudget
     served_model: ServedModel
 
@@ -33,10 +33,15 @@ class Parts:
             settings=settings,
             metrics=metrics,
             lifecycle=Lifecycle(settings),
-            api_key=ApiKey(settings.api_key.get_secret_value() if settings.api_key else None),
+            api_keys=ApiKeys(settings.api_key.get_secret_value() if settings.api_key else None, settings.api_keys_file),
             body_budget=body_budget,
             served_model=ServedModel(settings, metrics, load_model),
         )
+
+    @property
+    def dead(self) -> str | None:
+        """Why the process has to be started again, None while it need not."""
+        return self.served_model.error if self.served_model.needs_restart else None
 
     @property
     def unready(self) -> str | None:

@@ -86,8 +86,15 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(
         default=30,
         gt=0,
-        description="Seconds until a text that is not answered ends in 504, and until a body that does not arrive "
-        "ends in 408. Shorter gives up sooner under overload.",
+        description="Seconds until a text that is not answered ends in 504, until a body that does not arrive "
+        "ends in 408, and until a connection is closed whose headers do not arrive or whose answer is not read. "
+        "Shorter gives up sooner under overload.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
+        "Beyond it, a new one ends the one that has been idle longest; if none is idle, it is refused with 503.",
     )
     cache_entries: int = Field(
         default=0,
@@ -104,13 +111,21 @@ class Settings(BaseSettings):
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
-        description="POST requests a second that one client address may send, with bursts of twice as many; more "
-        "are refused with 429 and Retry-After. 0 is off.",
+        description="Texts per second that may be sent with one API key, or from one client address if no key is "
+        "asked for, with bursts of twice as many; more are refused with 429 and Retry-After. Other requests (pages, "
+        "`/metrics`) are limited to as many per address, but never to fewer than 10 per second; probes are not. 0 is "
+        "off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
         description="When set, every POST needs `Authorization: Bearer KEY` or `X-API-Key: KEY`, else 401. Probes, "
         "metrics and pages stay open.",
+    )
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="A file of more keys, one on each line, each with a rate limit of its own if `KEY "
+        "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced without a restart. If "
+        "it becomes missing, damaged or empty, none of its keys is valid.",
     )
     cors_origins: str = Field(
         default="",

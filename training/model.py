@@ -212,7 +212,9 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         ignore_mismatched_sizes=True,
         dtype=_stored_dtype(Path(path)),
         use_safetensors=True,
+        # Neither modules beside the weights nor kernels from the hub run, whatever config.json names.
         trust_remote_code=False,
+        attn_implementation="eager",
         output_loading_info=True,
         **labels,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from inference.model_files import DESCRIPTION_FILES, SavedModel, is_artefact
+
+# From linux/fcntl.h and linux/fs.h; Python has no call for it.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
@@ -26,9 +31,10 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.chmod(0o755)  # a temporary folder is its owner's alone, but a server is often another user
-        if target.exists():
-            target.rename(previous)
-        aside.rename(target)
+        if not (target.exists() and _exchanged(aside, target)):
+            if target.exists():
+                target.rename(previous)
+            aside.rename(target)
     except BaseException:
         if previous.exists() and not target.exists():
             previous.rename(target)
@@ -36,6 +42,14 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, so that a server that loads now finds either; False if the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    return libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def write_description(saved: SavedModel, folder: Path) -> None:

@@ -9,7 +9,6 @@ from inference.errors import ModelLoadError
 from inference.routes.dependencies import PartsDep
 from inference.routes.model import get_model
 from inference.schemas import ErrorResponse, ModelResponse
-from inference.security import is_own_machine
 
 router = APIRouter(prefix="/admin", tags=["operations"])
 
@@ -20,7 +19,7 @@ router = APIRouter(prefix="/admin", tags=["operations"])
     response_model_exclude_none=True,
     responses={
         401: REFUSALS[401],
-        403: {"model": ErrorResponse, "description": "No API_KEY is set, and the request is not from this machine."},
+        403: {"model": ErrorResponse, "description": "No key is set, so only SIGHUP reloads."},
         409: {"model": ErrorResponse, "description": "A model is being loaded already."},
         422: {"model": ErrorResponse, "description": "The model does not load; the one served before still is."},
         429: REFUSALS[429],
@@ -29,10 +28,11 @@ router = APIRouter(prefix="/admin", tags=["operations"])
 async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Response:
     """Load what MODEL_CHECKPOINT names now, check it, and serve it; no request fails meanwhile.
 
-    With API_KEY set it needs the key; without, it must be sent on this machine (no proxy, no foreign web page).
+    It needs a key. Without one it could not be told from what a proxy on this machine, or a web page that a browser
+    on this machine shows, passes on; SIGHUP comes from nobody else.
     """
-    if not parts.api_key.is_set and not is_own_machine(request.scope):
-        line = "set API_KEY and send it, or ask on the server's own machine"
+    if not parts.api_keys.is_set:
+        line = "a reload needs a key: set API_KEY and send it, or send the process SIGHUP (kill -HUP PID)"
         return error_response(request.scope, 403, "forbidden", line)
     if parts.served_model.is_loading:
         return error_response(request.scope, 409, "reload_running", "a model is being loaded already; ask /model later")

@@ -33,6 +33,7 @@ async def classify(
 
     Raises:
         RefusedTextError: One is blank.
+        RateLimitedError: The client has sent more texts than it may.
         HTTPException: 503, the texts do not fit into the memory set aside for them.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
     """
@@ -44,8 +45,10 @@ async def classify_some(
 ) -> list[Answer | None]:
     """Classify texts, of which all but the first `num_required` may be blank: they get None; else as `classify`."""
     context = RequestContext.of(request.scope)
+    context.allowance.require()
     _hold(parts, context, weight_of(texts))
     futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
+    context.allowance.take(len(texts) - 1)  # the gate took the first
     answers: list[Answer | None] = []
     try:
         for future in futures:

@@ -36,10 +36,18 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
     )
 
 
-@router.get("/livez", response_model_exclude_none=True)
-async def get_liveness() -> ProbeResponse:
-    """Say that the process answers at all; where this fails, start it again."""
-    return ProbeResponse(status="alive")
+@router.get(
+    "/livez",
+    response_model_exclude_none=True,
+    responses={503: {"model": ProbeResponse, "description": "Start the process again; `reason` says why."}},
+)
+async def get_liveness(parts: PartsDep, response: Response) -> ProbeResponse:
+    """Say that the process answers, and that no error holds it which only a restart ends; if this fails, restart it."""
+    reason = parts.dead
+    if reason is None:
+        return ProbeResponse(status="alive")
+    response.status_code = 503
+    return ProbeResponse(status="dead", reason=reason)
 
 
 @router.get(

@@ -49,10 +49,11 @@ async def get_server_metadata() -> ServerMetadata:
     return ServerMetadata(name="distrinews", version=inference.__version__, extensions=["binary_tensor_data"])
 
 
-@router.get("/health/live")
-async def get_server_liveness() -> Liveness:
-    """Say that the process answers at all."""
-    return Liveness(live=True)
+@router.get("/health/live", responses={503: {"model": Liveness, "description": "Start the process again."}})
+async def get_server_liveness(parts: PartsDep, response: Response) -> Liveness:
+    """Say that the process answers, as `/livez` does."""
+    response.status_code = 200 if parts.dead is None else 503
+    return Liveness(live=parts.dead is None)
 
 
 @router.get("/health/ready", responses={503: {"model": Readiness, "description": "Send requests elsewhere."}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from inference.body_budget import weight_of
 from inference.classifier import Answer
 from inference.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
-from inference.errors import QueueFullError, RefusedTextError
+from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
 from inference.request_context import RequestContext
 from inference.routes.answers import abandon, note, refuse_long, render
 from inference.routes.dependencies import parts_of
@@ -56,7 +57,7 @@ class StreamResponse(Response):
         super().__init__(media_type=MEDIA_TYPE)
         del self.headers["content-length"]
         self._parts: Parts = parts_of(request)
-        self._parts.served_model.require()  # without a model the whole request is refused
+        self._parts.served_model.require().classifier.refuse_if_down()  # then the whole request is refused
         self._context = RequestContext.of(request.scope)
         self._context.is_stream = True
         self._index = 0
@@ -97,7 +98,7 @@ class StreamResponse(Response):
                 break
             try:
                 groups.append(self._submit(self._unsubmitted[: self._group_lines]))
-            except QueueFullError as error:
+            except (QueueFullError, RateLimitedError, WorkerDownError) as error:
                 # A stream is in no hurry: it waits for room, where a single request is better refused at once.
                 if groups:
                     break
@@ -108,11 +109,11 @@ class StreamResponse(Response):
                 self._group_lines = _GROUP_LINES
         return bool(groups)
 
-    async def _pause(self, error: QueueFullError) -> None:
+    async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
         if time.monotonic() > self._give_up_at:
             self._unsubmitted = [error if isinstance(one, PredictRequest) else one for one in self._unsubmitted]
         else:
-            await asyncio.sleep(min(error.retry_after_s, _LONGEST_PAUSE_S))
+            await asyncio.sleep(min(getattr(error, "retry_after_s", math.inf), _LONGEST_PAUSE_S))
 
     def _parsed(self, line: bytes | None) -> PredictRequest | Exception:
         settings = self._parts.settings
@@ -130,7 +131,10 @@ class StreamResponse(Response):
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
         texts = [line.text for line in lines if isinstance(line, PredictRequest)]
+        if texts:
+            self._context.allowance.require()
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
+        self._context.allowance.take(len(texts))
         group = _Group(served, lines, futures, weight_of(texts))
         self._parts.body_budget.take(group.held_bytes)
         return group

@@ -15,6 +15,7 @@ from tests.deployment.documented import REPOSITORY, documented
 from tests.inference.conftest import StartServer
 
 PAGE = "docs/OPERATIONS.md"
+KEY = "open sesame"
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def versions(tmp_path: Path, model_folder: Path) -> Path:
 def run(commands: str, folder: Path, port: int) -> str:
     done = subprocess.run(
         ["bash", "-e", "-c", commands.replace("localhost:7860", f"127.0.0.1:{port}")],
-        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=60,
+        cwd=folder, env=os.environ | {"API_KEY": KEY}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -42,7 +43,7 @@ def run(commands: str, folder: Path, port: int) -> str:
 def test_a_model_is_put_out_and_taken_back_with_the_commands_of_the_page(
     versions: Path, start_server: StartServer
 ) -> None:
-    with start_server(versions / "current") as client:
+    with start_server(versions / "current", API_KEY=KEY) as client:
         port = client.base_url.port
         first = client.get("/model").json()["revision"]
         shown = run(documented(PAGE, "roll-out"), versions.parent, port)
@@ -53,7 +54,7 @@ def test_a_model_is_put_out_and_taken_back_with_the_commands_of_the_page(
 
 
 def test_a_model_that_is_not_sound_leaves_the_old_one_answering(versions: Path, start_server: StartServer) -> None:
-    with start_server(versions / "current") as client:
+    with start_server(versions / "current", API_KEY=KEY) as client:
         first = client.get("/model").json()["revision"]
         (versions / "agnews_v2" / "model.safetensors").write_bytes(b"cut off")
         answer = run(documented(PAGE, "roll-out"), versions.parent, client.base_url.port)

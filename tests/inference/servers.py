@@ -31,12 +31,16 @@ STARTUP_SECONDS = 60
 class Server:
     """A running server process and a client for it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path, api_key: str = "") -> None:
         self.process = process
         self.address = f"http://127.0.0.1:{port}"
         self.port = port
         self.log_path = log
-        self.client = httpx.Client(base_url=self.address, timeout=60)
+        self.client = self.new_client(api_key)
+
+    def new_client(self, api_key: str = "") -> httpx.Client:
+        """Make a client that sends a key, if there is one."""
+        return httpx.Client(base_url=self.address, timeout=60, headers={"X-API-Key": api_key} if api_key else {})
 
     def is_ready(self) -> bool:
         """Whether the ready probe says so."""
@@ -83,7 +87,7 @@ def running(
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, text=True
         )
-    server = Server(process, port, log)
+    server = Server(process, port, log, settings.get("API_KEY", ""))
     try:
         until(lambda: is_up(server), STARTUP_SECONDS)
         yield server

@@ -24,9 +24,14 @@ class Pass:
 
 
 class StandInEngine:
-    """Scores a text by its token ids; keeps account of every pass and of how many ran at once."""
+    """Scores a text by its token ids; keeps account of every pass and of how many ran at once.
+
+    Attributes:
+        broken: What every pass raises, None while the engine works.
+    """
 
     name = "stand-in"
+    broken: str | None = None
 
     def __init__(self, *, num_slots: int = 1, pads: bool = False) -> None:
         self.num_slots = num_slots
@@ -64,6 +69,8 @@ class StandInEngine:
         try:
             if held := self._held:
                 assert held.acquire(timeout=30)
+            if self.broken:
+                raise RuntimeError(self.broken)
             if any(DIES in text for text in texts):
                 raise SystemExit
             if any(RAISES in text for text in texts):

@@ -21,8 +21,13 @@ RAISES, DIES, ANSWERS_NAN = "penalties penalties", "phones phones", "geneva gene
 
 
 class TimedEngine:
-    """Sleeps for its tokens, and answers a text by its token ids."""
+    """Sleeps for its tokens, and answers a text by its token ids.
 
+    Attributes:
+        broken: What every pass raises, None while the engine works.
+    """
+
+    broken: str | None = None
     name = "stand-in"
     num_slots = 1
     pads = False
@@ -35,6 +40,8 @@ class TimedEngine:
         """Run one forward pass; see `inference.engines.base.Engine`."""
         time.sleep(len(batch.ids) * self._seconds_per_token)
         texts = np.split(batch.ids, np.cumsum(batch.lengths)[:-1])
+        if self.broken:
+            raise RuntimeError(self.broken)
         if any(_twice(self._raises, text) for text in texts):
             raise RuntimeError("the secret text broke the model")
         if any(_twice(self._dies, text) for text in texts):

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
-from inference.errors import ForwardError
+from inference.errors import ForwardError, WorkerDownError
 from inference.scheduler import FairQueue, Flow, QueuedText
+from tests.inference.servers import until
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
 
 BUDGET = 64
+GOOD = [1, 2]  # token ids of the text that tells a broken engine from a bad text
 NEVER = float("inf")
 PATIENCE = 30  # seconds; far more than anything here takes
 
@@ -38,12 +40,13 @@ class Counts(Observer):
 class Bench:
     """A batcher with all that it reports, one entry a text."""
 
-    def __init__(self, engine: StandInEngine) -> None:
+    def __init__(self, engine: StandInEngine, seconds_between_trials: float = 60) -> None:
         self.engine = engine
         self.counts = Counts()
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
-        self.batcher = Batcher(engine, waiting, self.counts, self._finished, self._expired)
+        reports = (self._finished, self._expired)
+        self.batcher = Batcher(engine, waiting, self.counts, *reports, GOOD, seconds_between_trials)
 
     def _finished(self, done: FinishedPass) -> None:
         for pair in zip(done.texts, done.outcomes, strict=True):
@@ -67,8 +70,8 @@ class Bench:
 
 
 @contextmanager
-def running(engine: StandInEngine) -> Iterator[Bench]:
-    bench = Bench(engine)
+def running(engine: StandInEngine, seconds_between_trials: float = 60) -> Iterator[Bench]:
+    bench = Bench(engine, seconds_between_trials)
     try:
         yield bench
     finally:
@@ -169,6 +172,47 @@ def test_a_worker_that_dies_fails_its_texts_and_starts_afresh(num_slots: int) ->
         assert bench.batcher.is_alive
         assert bench.counts.failures == 3
         assert bench.engine.passes[-1].threads == num_slots  # the dead ones gave their slots back
+
+
+def test_texts_that_fail_never_make_the_engine_look_broken() -> None:
+    with running(StandInEngine()) as bench:
+        for i in range(10):
+            bench.put_call([(i, RAISES), (i, ANSWERS_NAN)])
+            assert {type(outcome) for outcome in bench.outcomes(2).values()} == {ForwardError}
+        assert bench.batcher.health.failure is None
+
+
+def test_an_engine_that_fails_on_a_good_text_too_is_broken_after_three_passes() -> None:
+    engine = StandInEngine()
+    with running(engine) as bench:
+        engine.broken = "out of order"
+        for i in range(3):
+            assert bench.batcher.health.failure is None
+            bench.put_call([(i,)])
+            assert isinstance(bench.outcomes(1)[i,], WorkerDownError)
+        assert "out of order" in bench.batcher.health.failure
+        assert not bench.batcher.health.needs_restart
+        # What was queued before is tried again, but the known text goes first.
+        engine.broken = None
+        bench.put_call([(5,)])
+        assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))
+        assert bench.batcher.health.failure is None
+
+
+def test_a_broken_engine_is_tried_again_without_any_text() -> None:
+    engine = StandInEngine(num_slots=2)
+    with running(engine, seconds_between_trials=0.01) as bench:
+        engine.broken = "CUDA error: device-side assert triggered"
+        for i in range(3):
+            bench.put_call([(i,)])
+            bench.outcomes(1)
+        assert bench.batcher.health.needs_restart
+        engine.broken = None
+        until(lambda: bench.batcher.health.failure is None)
+        assert not bench.batcher.health.needs_restart
+        bench.put_call([(5,)])
+        assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))
+        assert engine.passes[-1].threads == 2  # the trials gave their slot back
 
 
 def test_a_text_alone_takes_all_slots_and_several_share_them() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -18,10 +19,22 @@ import pytest
 
 from inference.app import create_app
 from inference.settings import Settings
-from tests.inference.servers import REPOSITORY, Server, ThreadedServer, metric, serving, stand_in_server, until
-from tests.inference.stand_in_model import stand_in, text_of
+from tests.inference.servers import (
+    REPOSITORY,
+    Server,
+    ThreadedServer,
+    free_port,
+    metric,
+    running,
+    serving,
+    stand_in_server,
+    until,
+)
+from tests.inference.stand_in_model import RAISES, stand_in, text_of
 
 SLOW = 0.001  # seconds a token
+KEY = "open sesame"
+SENDING_KEY = {"X-API-Key": KEY}
 
 
 class _Load:
@@ -46,7 +59,7 @@ class _Load:
             thread.join()
 
     def _ask_on(self, number: int) -> None:
-        with httpx.Client(base_url=self._server.address, timeout=60) as client:
+        with self._server.new_client(KEY) as client:
             for i in range(100_000):
                 try:
                     response = client.post("/predict", json={"text": text_of(1000 * number + i)})
@@ -130,14 +143,66 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings:
     assert run.stdout == ""
 
 
-def test_a_port_that_is_taken_is_said_in_the_log(model_folder: Path) -> None:
+def _run_server(*arguments: str, command: str = "inference.serve", **settings: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", command, *arguments]
+    return subprocess.run(
+        run, cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_port_that_is_taken_is_one_line_and_exit_code_2(model_folder: Path) -> None:
     with serving(model_folder) as client:
-        command = [sys.executable, "-m", "inference.serve", "--host", "127.0.0.1", "--port", str(client.base_url.port)]
-        environment = {**os.environ, "MODEL_CHECKPOINT": "nowhere"}
-        run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 3  # uvicorn's own for a server that cannot start
-    assert "address already in use" in run.stdout
-    assert "Traceback" not in run.stderr + run.stdout
+        port = str(client.base_url.port)
+        run = _run_server("--host", "127.0.0.1", "--port", port)
+        from_uvicorn = _run_server("inference.app:app", "--port", port, command="uvicorn")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith(
+        f"error: --host 127.0.0.1, --port {port}: cannot listen there (Address already in use)"
+    )
+    assert run.stderr.count("\n") == 1
+    assert "model" not in from_uvicorn.stdout  # none is loaded for a port that is not there
+    assert from_uvicorn.returncode != 0
+
+
+def test_the_help_names_variables_their_values_and_the_page() -> None:
+    run = _run_server("--help", PORT="1234")
+    assert run.returncode == 0
+    for words in ("--model PATH", "MODEL_CHECKPOINT; now checkpoints/", "PORT; now 1234", "docs/serving.md"):
+        assert words in " ".join(run.stdout.split())
+
+
+@pytest.mark.parametrize("command", ["inference.serve", "uvicorn"])
+def test_the_last_word_of_a_server_without_a_model_says_so(command: str, folder_copy: Path, tmp_path: Path) -> None:
+    config = json.loads((folder_copy / "config.json").read_text())
+    encoder = {key: value for key, value in config.items() if not key.endswith(("label2id", "id2label"))}
+    (folder_copy / "config.json").write_text(json.dumps({**encoder, "architectures": ["DistilBertModel"]}))
+    port = free_port()
+    what = ["--model", str(folder_copy)] if command == "inference.serve" else ["inference.app:app"]
+    settings = {"MODEL_CHECKPOINT": str(folder_copy)} if command == "uvicorn" else {}
+    started = [sys.executable, "-m", command, *what, "--host", "127.0.0.1", "--port", str(port)]
+    with running(started, port, tmp_path / "log", Server.has_decided, **settings) as server:
+        until(lambda: "kill -HUP" in server.log())
+        assert server.client.post("/predict", json={"text": "oil"}).status_code == 503
+        lines = [line for line in server.log().splitlines() if '"request"' not in line]
+    assert "Uvicorn running" in lines[-3]
+    assert f"{folder_copy}: an encoder without classes; train it: python -m training.train_single" in lines[-2]
+    assert "the server runs, but without a model: every request for an answer gets 503" in lines[-1]
+    assert f"kill -HUP {server.process.pid}" in lines[-1]
+    assert "127.0.0.1:" not in "".join(
+        line for line in lines if "Uvicorn running" not in line
+    )  # no address of a client
+
+
+def test_odd_metrics_of_a_model_hide_nothing_but_themselves(model_folder: Path) -> None:
+    app = create_app(Settings(model_checkpoint=model_folder, api_key=KEY), stand_in())
+    server = ThreadedServer(app)
+    with server.running() as client:
+        for odd in ({"test": None}, {"test": [1], "dataset": ["a", "b"]}, {"test": {"accuracy": "good"}, "dataset": 1}):
+            server.parts.served_model.require().model.metadata = odd
+            described = client.get("/model")
+            assert described.status_code == 200
+            assert described.json()["metrics"] == odd
 
 
 @pytest.fixture
@@ -161,7 +226,7 @@ def _by_signal(server: Server) -> None:
 def test_a_reload_under_load_fails_no_request(
     own_folder: Path, tmp_path: Path, reload: Callable[[Server], None]
 ) -> None:
-    with stand_in_server(own_folder, tmp_path, SLOW) as server:
+    with stand_in_server(own_folder, tmp_path, SLOW, API_KEY=KEY) as server:
         revisions = {server.client.get("/model").json()["revision"]}
         with _Load(server) as load:
             for _ in range(5):
@@ -175,7 +240,7 @@ def test_a_reload_under_load_fails_no_request(
 
 
 def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder: Path, tmp_path: Path) -> None:
-    with stand_in_server(own_folder, tmp_path, SLOW) as server, _Load(server) as load:
+    with stand_in_server(own_folder, tmp_path, SLOW, API_KEY=KEY) as server, _Load(server) as load:
         before = server.client.get("/model").json()
         good = (own_folder / "tokenizer.json").read_bytes()
         (own_folder / "tokenizer.json").unlink()
@@ -196,13 +261,14 @@ def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder
 
 
 def test_a_reload_gives_the_memory_of_the_old_model_back(model_folder: Path) -> None:
-    app = create_app(Settings(model_checkpoint=model_folder), stand_in())
+    app = create_app(Settings(model_checkpoint=model_folder, api_key=KEY), stand_in())
     server = ThreadedServer(app)
     gc.collect()
     gc.disable()
     try:
         with server.running() as client:
             engine = weakref.ref(server.parts.served_model.require().model.engine)
+            client.headers.update(SENDING_KEY)
             assert client.post("/predict", json={"text": "oil"}).status_code == 200
             assert client.post("/admin/reload").status_code == 200
             until(lambda: engine() is None)
@@ -214,10 +280,54 @@ def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> Non
     place = own_folder / "tokenizer.json"
     content = place.read_bytes()
     place.unlink()
-    with serving(own_folder) as client:
+    with serving(own_folder, api_key=KEY) as client:
+        client.headers.update(SENDING_KEY)
         assert client.get("/readyz").json()["reason"].endswith("export the model again")
         assert client.post("/predict", json={"text": "oil"}).status_code == 503
         place.write_bytes(content)
         assert client.post("/admin/reload").status_code == 200
         assert client.post("/predict", json={"text": "oil"}).status_code == 200
         assert client.get("/readyz").status_code == 200
+
+
+def _break(server: ThreadedServer, error: str | None) -> None:
+    server.parts.served_model.require().model.engine.broken = error
+
+
+def test_a_server_whose_passes_keep_failing_is_not_ready_until_the_model_answers_again(model_folder: Path) -> None:
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), stand_in()))
+    with server.running() as client:
+        _break(server, "out of order")
+        answers = [client.post("/predict", json={"text": text_of(i)}) for i in range(6)]
+        assert {(answer.status_code, answer.headers["retry-after"]) for answer in answers} == {(503, "5")}
+        for path, field in (("/readyz", "reason"), ("/health", "error")):
+            probe = client.get(path)
+            assert probe.status_code == 503
+            assert "the model fails on every text, a known good one included (out of order)" in probe.json()[field]
+        assert client.get("/v2/health/ready").status_code == 503
+        assert client.get("/livez").status_code == 200
+        lines = {"content-type": "application/x-ndjson"}
+        assert client.post("/predict/batch", content='{"text": "oil"}', headers=lines).status_code == 503
+        _break(server, None)
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/predict", json={"text": "oil"}).status_code == 200
+
+
+def test_a_sticky_cuda_error_makes_the_process_look_dead_so_that_it_is_restarted(model_folder: Path) -> None:
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), stand_in()))
+    with server.running() as client:
+        _break(server, "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronous")
+        for i in range(3):
+            client.post("/predict", json={"text": text_of(i)})
+        assert client.get("/readyz").status_code == 503
+        dead = client.get("/livez")
+        assert dead.status_code == 503
+        assert dead.json()["reason"].endswith("only a restart of the server helps")
+        assert client.get("/v2/health/live").json() == {"live": False}
+
+
+def test_a_client_with_a_text_that_the_model_cannot_take_takes_no_server_down(model_folder: Path) -> None:
+    with serving(model_folder) as client:
+        for _ in range(10):
+            assert client.post("/predict", json={"text": RAISES}).status_code == 500
+            assert client.get("/readyz").status_code == 200

@@ -13,6 +13,7 @@ from transformers import pipeline
 
 from inference.errors import ModelLoadError
 from inference.forward import PADDED_TEXTS
+from inference.model_files import read_saved_model
 from inference.model_loader import ModelLoader
 
 
@@ -208,3 +209,48 @@ def test_a_pt_file_with_code_in_it_is_refused_unrun(tmp_path: Path) -> None:
     torch.save({"config": Payload()}, tmp_path / "code.pt")
     _assert_refused(tmp_path / "code.pt", "not a readable .pt file of tensors and plain values")
     assert not (tmp_path / "ran").exists()
+
+
+_CODE = {
+    "auto_map": {"AutoModelForSequenceClassification": "modeling_evil.Evil"},
+    "attn_implementation": "somebody/kernels",
+    "experts_implementation": "somebody/kernels",
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_no_code_that_a_model_names_runs_and_it_answers_as_without(
+    kind: str, folder_copy: Path, checkpoint: Path, tmp_path: Path, model: ModelLoader, texts: list[str]
+) -> None:
+    def name_code(saved: dict[str, Any]) -> None:
+        saved["config"]["encoder_config"] |= {**_CODE, "text_config": dict(_CODE)}
+
+    if kind == "file":
+        path = _changed(checkpoint, tmp_path, name_code)
+    else:
+        path = folder_copy
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **_CODE, "text_config": _CODE}))
+        (path / "modeling_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    loaded = ModelLoader(path, "torch")
+    assert loaded.predict_batch(texts) == model.predict_batch(texts)
+    assert not (tmp_path / "ran").exists()
+    config = read_saved_model(path).config
+    assert not _CODE.keys() & config.keys()
+    assert config["text_config"] == {}
+
+
+def test_a_folder_whose_weights_are_a_pickle_is_refused(folder_copy: Path) -> None:
+    torch.save(load_file(folder_copy / "model.safetensors"), folder_copy / "pytorch_model.bin")
+    (folder_copy / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"lacks model\.safetensors"):
+        ModelLoader(folder_copy, "torch")
+
+
+def test_a_link_is_followed_once_and_gives_the_model_its_name(folder_copy: Path, tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(folder_copy)
+    loaded = ModelLoader(link, "torch")
+    assert loaded.info["name"] == "current"
+    assert loaded.info["path"] == str(folder_copy.resolve())

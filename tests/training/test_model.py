@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -357,3 +358,14 @@ def test_a_family_with_parameters_that_nothing_reads_trains_on_two_ranks(
     losses = run_on_ranks(2, _two_steps, "big_bird")
 
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_no_code_that_a_local_folder_names_runs_when_training_starts_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "encoder"
+    NewsClassifier(pretrained_model="tiny", vocab_size=64).network.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "evil.Config"}, "attn_implementation": "somebody/kernels"}
+    (folder / "config.json").write_text(json.dumps(config | code))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert NewsClassifier(pretrained_model=str(folder)).max_positions == 512
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,140 @@
+"""The keys that admit requests: one from the environment, and any number from a file that may change."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+# A file of keys is looked at so often, at most, to see whether it changed.
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that admits requests.
+
+    Attributes:
+        name: What its requests are counted by: a hash, so that no key lies about in memory that is dumped or logged.
+        per_second: Texts per second that it may send; None for RATE_LIMIT_PER_S.
+    """
+
+    name: bytes
+    per_second: float | None = None
+
+
+class ApiKeys:
+    """The keys of which a request must carry one; if none is configured, everyone may ask."""
+
+    def __init__(self, key: str | None = None, file: Path | None = None) -> None:
+        """Read the keys.
+
+        Args:
+            key: API_KEY.
+            file: API_KEYS_FILE, which is read again when it changes. If it is missing, damaged or empty later, none
+                of its keys is valid until it is repaired.
+
+        Raises:
+            SettingsError: The file cannot be read, or holds no key.
+        """
+        self._fixed = [Key(_hash(key.encode()))] if key else []
+        self._file = file
+        self._version = self._version_now()
+        self._from_file = read_keys(file) if file else []
+        self._looked_at = time.monotonic()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._fixed) or self._file is not None
+
+    def given_by(self, headers: Iterable[tuple[bytes, bytes]]) -> Key | None:
+        """Return the key that a request carries, None if it carries no valid one; takes the same time for any guess."""
+        self._refresh()
+        found = None
+        for given in given_keys(headers):
+            digest = _hash(given)
+            for key in (*self._fixed, *self._from_file):
+                if hmac.compare_digest(key.name, digest):
+                    found = key
+        return found
+
+    def _refresh(self) -> None:
+        if self._file is None or time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at = time.monotonic()
+        version = self._version_now()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._from_file = read_keys(self._file)
+            logger.info("API_KEYS_FILE changed: %d keys are valid", len(self._from_file))
+        except SettingsError as error:
+            self._from_file = []
+            logger.error("%s; no key of this file is valid until it is repaired", error)
+
+    def _version_now(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._file.stat() if self._file else None
+        except OSError:
+            return None
+        return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Return what a request sends as keys, valid or not."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, credentials = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield credentials.strip()
+        elif name == b"x-api-key":
+            yield value
+
+
+def read_keys(file: Path) -> list[Key]:
+    """Read a file of keys: one on each line, with a rate of its own behind it if it has one; lines with # are comments.
+
+    Raises:
+        SettingsError: It cannot be read, a line is wrong, or it holds no key.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})") from None
+    keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]
+    if not keys:
+        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key on each line")
+    return keys
+
+
+def _is_key_line(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _key(file: Path, number: int, words: list[str]) -> Key:
+    # The line itself is not quoted: it is a secret.
+    wrong = SettingsError(f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0")
+    if len(words) > 2:
+        raise wrong
+    try:
+        per_second = float(words[1]) if len(words) == 2 else None
+    except ValueError:
+        raise wrong from None
+    if per_second is not None and not 0 < per_second < math.inf:
+        raise wrong
+    return Key(_hash(words[0].encode()), per_second)

@@ -1,0 +1,154 @@
+"""Ends connections that only hold memory and files: too slow, too many, or with an answer that nobody reads.
+
+uvicorn bounds none of these: a client may open connections and send nothing, send its headers byte by byte, or never
+read its answer. What is done here works with both of uvicorn's HTTP protocols, and so under `uvicorn inference.app:app`
+as well: each connection is made by a subclass of the protocol that uvicorn has chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+logger = logging.getLogger(__name__)
+
+# Of a request's first lines, before they are complete; as much as uvicorn's other parser allows.
+_MAX_HEADER_BYTES = 64 * 1024
+_SECONDS_BETWEEN_LOOKS = 0.5
+# Files that the process opens for other things: a model that is loaded, the log, DNS.
+_SPARE_FILES = 64
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 46\r\n\r\nall connections are in use; try again in 5 s.\n"
+)
+
+
+class ConnectionKeeper:
+    """Keeps account of a server's connections."""
+
+    def __init__(self, max_connections: int, timeout_s: float) -> None:
+        """Make the keeper; `watching` starts it.
+
+        Args:
+            max_connections: Most connections. A new one beyond it ends the one that has been idle longest; if none
+                is idle, the new one is answered with 503.
+            timeout_s: Seconds in which headers must be complete, and in which some of an answer must be taken.
+        """
+        self._max_connections = max_connections
+        self._timeout_s = timeout_s
+        self._open: set[Any] = set()
+
+    @contextlib.asynccontextmanager
+    async def watching(self, server: Server | None) -> AsyncIterator[None]:
+        """Watch the connections of a server that is about to open its port."""
+        if server is None:
+            yield
+            return
+        self._max_connections = _within_file_limit(self._max_connections)
+        protocol = server.config.http_protocol_class
+        server.config.http_protocol_class = self._watched(protocol)
+        task = asyncio.create_task(self._look_around())
+        try:
+            yield
+        finally:
+            task.cancel()
+            server.config.http_protocol_class = protocol
+
+    def _watched(self, protocol: type[Any]) -> type[Any]:
+        keeper = self
+
+        class WatchedProtocol(protocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                super().connection_made(transport)
+                self.idle_since = self.headers_since = time.monotonic()
+                self.header_bytes = 0
+                self.unread_bytes = 0
+                self.unread_since = 0.0
+                keeper._admit(self)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                keeper._open.discard(self)
+                super().connection_lost(exc)
+
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                if not _awaits_headers(self):
+                    self.header_bytes = 0
+                    if _is_at_work(self):  # often over before anybody looks around
+                        self.idle_since = time.monotonic()
+                    return
+                if not self.header_bytes and self.cycle is not None:
+                    self.headers_since = time.monotonic()
+                self.header_bytes += len(data)
+                if self.header_bytes > _MAX_HEADER_BYTES:
+                    self.transport.abort()
+
+        return WatchedProtocol
+
+    def _admit(self, connection: Any) -> None:
+        if len(self._open) >= self._max_connections:
+            idle = [one for one in self._open if not _is_at_work(one)]
+            if not idle:
+                connection.transport.write(_FULL)
+                connection.transport.close()
+                return
+            oldest = min(idle, key=lambda one: one.idle_since)
+            self._open.discard(oldest)
+            oldest.transport.abort()
+        self._open.add(connection)
+
+    async def _look_around(self) -> None:
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            now = time.monotonic()
+            for connection in list(self._open):
+                if _is_at_work(connection):
+                    connection.idle_since = now
+                if self._is_stuck(connection, now):
+                    connection.transport.abort()
+
+    def _is_stuck(self, connection: Any, now: float) -> bool:
+        if _awaits_headers(connection) and now - connection.headers_since > self._timeout_s:
+            return True
+        # uvicorn ends idle connections itself, but stops the clock at the first byte that comes, whatever it is.
+        if now - connection.idle_since > connection.timeout_keep_alive + self._timeout_s:
+            return True
+        unread, before = connection.transport.get_write_buffer_size(), connection.unread_bytes
+        connection.unread_bytes = unread
+        if not unread or not before or unread < before:
+            connection.unread_since = now
+        return now - connection.unread_since > self._timeout_s
+
+
+def _awaits_headers(connection: Any) -> bool:
+    """Whether the first request, or a later one of which something has come, lacks some of its first lines."""
+    # httptools' protocol makes the scope with the first byte of a request, and the cycle with the last of its headers.
+    # h11's makes both at once; it bounds the headers itself, and their time is bounded as idle time.
+    return connection.cycle is None or connection.scope is not connection.cycle.scope
+
+
+def _is_at_work(connection: Any) -> bool:
+    return connection.cycle is not None and not connection.cycle.response_complete
+
+
+def _within_file_limit(max_connections: int) -> int:
+    """Let the process open as many files as its connections need, or lower their number to what it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _SPARE_FILES
+    wanted = max_connections + others
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            max_connections = max(1, soft - others)
+            logger.warning("MAX_CONNECTIONS: %d, as the process may open %d files (ulimit -n)", max_connections, soft)
+    return max_connections

@@ -1,0 +1,80 @@
+"""Tells an engine that is broken from texts that it cannot take."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+
+from inference.engines.base import Engine, TokenBatch
+
+logger = logging.getLogger(__name__)
+
+# So many forward passes in a row have to fail before requests are sent elsewhere.
+FAILED_PASSES = 3
+
+
+class EngineHealth:
+    """Whether an engine answers at all; used from worker threads.
+
+    A client may send texts that a model cannot take, so failed texts prove nothing. After a pass in which every text
+    failed, a text that is known to be good decides: if that one fails too, it is the engine.
+
+    Attributes:
+        failure: Why the engine is taken to be broken, None if it is not.
+        needs_restart: Whether only a new process can help: after most CUDA errors every later call fails as well.
+    """
+
+    def __init__(self, engine: Engine, good_ids: list[int]) -> None:
+        """Start with an engine that works.
+
+        Args:
+            engine: The engine to watch.
+            good_ids: Token ids of the known text.
+        """
+        self._engine = engine
+        self._batch = TokenBatch.of([good_ids])
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self.failure: str | None = None
+        self.needs_restart = False
+
+    def pass_answered(self) -> None:
+        """Note a pass that answered at least one of its texts."""
+        if self._num_failed:
+            with self._lock:
+                self._recover()
+
+    def works(self, threads: int) -> bool:
+        """Ask for the known text; call it from a worker that holds so many slots."""
+        problem = self._problem(threads)
+        with self._lock:
+            if problem is None:
+                self._recover()
+            else:
+                self._num_failed += 1
+                if self._num_failed >= FAILED_PASSES:
+                    self._break(problem)
+        return problem is None
+
+    def _problem(self, threads: int) -> str | None:
+        try:
+            logits = self._engine.logits(self._batch, threads)
+        except BaseException as error:  # whatever it raises, the worker goes on
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None if np.isfinite(logits).all() else "its answer is NaN"
+
+    def _break(self, problem: str) -> None:
+        self.needs_restart = "CUDA error" in problem
+        remedy = "only a restart of the server helps" if self.needs_restart else "it is tried again every few seconds"
+        is_news = self.failure is None
+        self.failure = f"the model fails on every text, a known good one included ({problem}); {remedy}"
+        if is_news:
+            logger.error("not ready: %s", self.failure)
+
+    def _recover(self) -> None:
+        self._num_failed = 0
+        if self.failure is not None:
+            logger.warning("ready again: the model answers")
+            self.failure, self.needs_restart = None, False

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from inference import manifest
+from inference.exporting.artefact import replaced_whole
+
+
+def test_an_artefact_that_is_replaced_is_there_at_every_instant(tmp_path: Path) -> None:
+    target = tmp_path / "onnx"
+    target.mkdir()
+    (target / manifest.FILE_NAME).touch()
+    is_over = threading.Event()
+    missed = []
+
+    def look() -> None:
+        while not is_over.is_set():
+            if not (target / manifest.FILE_NAME).is_file():
+                missed.append(1)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for i in range(300):
+        with replaced_whole(target) as folder:
+            (folder / manifest.FILE_NAME).touch()
+            (folder / str(i)).touch()
+    is_over.set()
+    watcher.join()
+    assert not missed
+    assert (target / "299").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["onnx"]
