@@ -27,6 +27,7 @@ class StandInEngine:
     """Scores a text by its token ids; keeps account of every pass and of how many ran at once."""
 
     name = "stand-in"
+    batch_tokens = 512
 
     def __init__(self, *, num_slots: int = 1, pads: bool = False) -> None:
         self.num_slots = num_slots
