@@ -24,8 +24,9 @@ from benchmarks.batching.passes import ONE_TEXT, lay_out, measure_passes, paddin
 from benchmarks.batching.waits import measure_wait
 from benchmarks.processes import end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, read_results, write_table
-from inference.classifier import QueueLimits
+from inference.classifier import QueueLimits, length_window
 from inference.cpu import cpu_flags
+from inference.engines.base import CPU_BATCH_TOKENS
 from inference.engines.selection import ENGINES
 from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader
@@ -91,7 +92,7 @@ def measure_round(
 def measure_size(model: ModelLoader, token_ids: TokenIds, budget: int, seconds: float) -> dict[str, Any]:
     """Passes of one size: on one slot, on all, and one on each slot at once."""
     engine = model.engine
-    batches = lay_out(token_ids, budget, pads=engine.pads, window=QueueLimits().length_window)
+    batches = lay_out(token_ids, budget, pads=engine.pads, window=length_window(budget))
     found = {"all": measure_passes(engine, batches, engine.num_slots, 1, seconds)}
     if engine.num_slots > 1:
         found["one"] = measure_passes(engine, batches, 1, 1, seconds)
@@ -101,7 +102,7 @@ def measure_size(model: ModelLoader, token_ids: TokenIds, budget: int, seconds: 
 
 def measure_window(model: ModelLoader, token_ids: TokenIds, window: int, seconds: float) -> dict[str, Any]:
     """Passes of the default size, with near lengths looked for among so many texts."""
-    batches = lay_out(token_ids, QueueLimits().max_batch_tokens, pads=True, window=window)
+    batches = lay_out(token_ids, CPU_BATCH_TOKENS, pads=True, window=window)
     slots = model.engine.num_slots
     return measure_passes(model.engine, batches, 1, slots, seconds) | {"padding": padding(batches)}
 
@@ -135,7 +136,7 @@ def _new_section(options: Namespace, model: ModelLoader, token_ids: TokenIds) ->
         "mean_length": sum(lengths) / len(lengths),
         "dataset": Path(options.texts).name,
         "seconds": options.seconds,
-        "defaults": {"max_batch_tokens": QueueLimits().max_batch_tokens, "length_window": QueueLimits().length_window},
+        "defaults": {"max_batch_tokens": CPU_BATCH_TOKENS, "length_window": length_window(CPU_BATCH_TOKENS)},
         # No pass may be smaller than the longest text.
         "budgets": [budget for budget in BUDGETS if budget == ONE_TEXT or budget >= model.max_length],
         "windows": list(WINDOWS) if model.engine.pads else [],

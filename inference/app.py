@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -67,18 +68,18 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
     await parts.served_model.load_or_log()
 
 
-def create_app(settings: Settings | None = None, load_model: LoadModel = ModelLoader) -> FastAPI:
+def create_app(settings: Settings | None = None, load_model: LoadModel | None = None) -> FastAPI:
     """Build the server.
 
     Args:
         settings: Read from the environment where there are none.
-        load_model: From path and engine name to a loaded model.
+        load_model: From path and engine name to a loaded model; by default a `ModelLoader` on the settings' hardware.
 
     Raises:
         SettingsError: A variable of the environment has no valid value, or asks for what is not installed.
     """
     settings = settings or Settings.from_environment()
-    parts = Parts.of(settings, load_model)
+    parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware))
     app = FastAPI(
         title="DistriNews",
         description="Which kind of news is this text?",

@@ -14,20 +14,22 @@ import numpy as np
 
 from inference.cache import Probabilities
 from inference.engine_health import EngineHealth
-from inference.engines.base import Engine, TokenBatch
+from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
 from inference.errors import ForwardError, WorkerDownError
 from inference.forward import softmax
-from inference.scheduler import FairQueue, Flow, QueuedText, spread
+from inference.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.supervision import JOIN_SECONDS, SupervisedThread
 
 logger = logging.getLogger(__name__)
 
 _FAILS_NOW = "the model fails on every text now; ask again"
 
-# What a small CPU does, until passes have been measured.
+# What a small CPU does, for a model whose speed was not measured when it was loaded.
 ASSUMED_TOKENS_PER_SECOND = 2000.0
-# What a pass still counts in the measured speed after the next one: about the last twenty count.
-_SPEED_MEMORY = 0.95
+# The speed before the first pass counts as much as so many seconds of passes.
+_FIRST_SPEED_S = 0.1
+# After a second of work, what was measured before counts half. Time without work makes nothing older.
+_SPEED_HALF_LIFE_S = 1.0
 
 # A broken engine is asked for a known text so often, until it answers again.
 SECONDS_BETWEEN_TRIALS = 2.0
@@ -84,9 +86,10 @@ class Batcher:
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
         good_ids: list[int],
+        tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
         seconds_between_trials: float = SECONDS_BETWEEN_TRIALS,
     ) -> None:
-        """Start one worker thread a slot.
+        """Start the worker threads, one for each pass that may run at the same time.
 
         Args:
             engine: What runs the passes.
@@ -95,6 +98,7 @@ class Batcher:
             on_finished: Gets every text that a worker took, once; called from worker threads.
             on_expired: Gets the texts whose deadline passed in the queue; called from worker threads.
             good_ids: Token ids of a text that the engine answers, as long as it works.
+            tokens_per_second: Speed of the engine, until passes have been measured.
             seconds_between_trials: How often a broken engine is asked for that text.
         """
         self.health = EngineHealth(engine, good_ids)
@@ -107,9 +111,11 @@ class Batcher:
         self._changed = threading.Condition()  # guards everything below, and the queue
         self._closed = False
         self._free_slots = engine.num_slots
-        self._tokens_done = 0.0  # of the last passes, the older the less
-        self._slot_seconds = 0.0  # the same passes' time, on every slot they took
-        self._workers = [_Worker(self._make_thread) for _ in range(engine.num_slots)]
+        self._tokens_in_hand = 0
+        self._tokens_done = tokens_per_second * _FIRST_SPEED_S  # of the last passes, the older the less
+        self._busy_s = _FIRST_SPEED_S  # the same passes' time, as if each had taken all slots
+        self._workers = [_Worker(self._make_thread) for _ in range(min(engine.num_slots, PASSES_AT_ONCE))]
+        self._free_passes = len(self._workers)
         for worker in self._workers:
             worker.thread.start()
 
@@ -119,10 +125,14 @@ class Batcher:
         return self._queue.num_tokens
 
     @property
+    def unanswered_tokens(self) -> int:
+        """Tokens that wait for a pass or are in one."""
+        return self._queue.num_tokens + self._tokens_in_hand
+
+    @property
     def tokens_per_second(self) -> float:
-        """Tokens that all slots together work off in a second, over the last passes."""
-        seconds = self._slot_seconds
-        return self._tokens_done / seconds * self._engine.num_slots if seconds else ASSUMED_TOKENS_PER_SECOND
+        """Tokens that all slots together work off in a second, over the last seconds of work."""
+        return self._tokens_done / self._busy_s
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -187,8 +197,10 @@ class Batcher:
         outcomes = self._answer(worker)
         seconds = time.monotonic() - started
         worker.thread.busy_since = None
-        num_texts, num_tokens = len(worker.texts), sum(text.num_tokens for text in worker.texts)
-        self._release(worker, num_tokens, seconds)
+        num_texts, num_tokens = len(worker.texts), worker.num_tokens
+        if not all(isinstance(outcome, Exception) for outcome in outcomes):  # failing at once is no speed
+            self._measure(worker, seconds)
+        self._release(worker)
         self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
         worker.texts = []
         self._observer.batch_done(num_texts, num_tokens, seconds)
@@ -206,31 +218,44 @@ class Batcher:
 
     def _try_engine(self, worker: _Worker) -> None:
         """Ask a broken engine for the known text: requests are refused meanwhile, so no pass would tell."""
-        started = worker.thread.busy_since = time.monotonic()
+        worker.thread.busy_since = time.monotonic()
         self.health.works(worker.slots)
         worker.thread.busy_since = None
         worker.is_trying = False
-        self._release(worker, 0, time.monotonic() - started)
+        self._release(worker)
 
     def _take(self, worker: _Worker) -> None:
         if worker.is_trying:
             self._free_slots -= 1
+            self._free_passes -= 1
             worker.slots = 1
             return
         if not len(self._queue):
             return
-        num_parts, worker.slots = spread(len(self._queue), self._free_slots, self._engine.num_slots)
+        num_parts, slots = spread(len(self._queue), self._free_slots, self._free_passes, len(self._workers))
+        worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
+        worker.num_tokens = sum(text.num_tokens for text in worker.texts)
+        worker.slots = min(slots, useful_slots(worker.num_tokens))
+        self._tokens_in_hand += worker.num_tokens
         self._free_slots -= worker.slots
-        worker.texts = self._queue.take(num_parts)
+        self._free_passes -= 1
         if self._free_slots and len(self._queue):
             self._changed.notify()
 
-    def _release(self, worker: _Worker, num_tokens: int, seconds: float) -> None:
+    def _measure(self, worker: _Worker, seconds: float) -> None:
+        busy_s = seconds * worker.slots / self._engine.num_slots
         with self._changed:
-            self._tokens_done = self._tokens_done * _SPEED_MEMORY + num_tokens
-            self._slot_seconds = self._slot_seconds * _SPEED_MEMORY + seconds * worker.slots
+            kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
+            self._tokens_done = self._tokens_done * kept + worker.num_tokens
+            self._busy_s = self._busy_s * kept + busy_s
+
+    def _release(self, worker: _Worker) -> None:
+        with self._changed:
+            if worker.slots:
+                self._free_passes += 1
             self._free_slots += worker.slots
-            worker.slots = 0
+            self._tokens_in_hand -= worker.num_tokens
+            worker.slots = worker.num_tokens = 0
             if len(self._queue):
                 self._changed.notify()  # another worker may begin while this one reports
 
@@ -279,9 +304,7 @@ class Batcher:
         texts, worker.texts = worker.texts, []
         if texts:
             self.health.works(worker.slots)
-        with self._changed:
-            self._free_slots += worker.slots
-            worker.slots = 0
+        self._release(worker)
         self._observer.worker_failed()
         if texts:
             failure = ForwardError(f"the worker of this text failed ({type(error).__name__}); the log has more")
@@ -291,10 +314,11 @@ class Batcher:
 class _Worker:
     """One worker thread, the texts it has taken, and the slots it holds."""
 
-    __slots__ = ("is_trying", "slots", "texts", "thread")
+    __slots__ = ("is_trying", "num_tokens", "slots", "texts", "thread")
 
     def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
         self.slots = 0
+        self.num_tokens = 0
         self.is_trying = False
         self.texts: Sequence[QueuedText] = []
         self.thread = thread_of(self)

@@ -40,25 +40,62 @@ class Answer:
 Outcome = Answer | Exception
 
 
+class TextLengths:
+    """How many tokens texts have, by those that were tokenised before; one thread adds, others may ask."""
+
+    # Of English news and WordPiece, until others have been seen; a language without spaces comes near 1 token per
+    # character.
+    _TOKENS_PER_CHAR = 0.25
+    _TOKENS_PER_TEXT = 50.0
+    # What one text moves the averages by.
+    _WEIGHT = 0.01
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.tokens_per_char = self._TOKENS_PER_CHAR
+        self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
+
+    def add(self, text: str, num_tokens: int) -> None:
+        """Learn from a text that was tokenised."""
+        self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, len(text)) - self.tokens_per_char)
+        self.tokens_per_text += self._WEIGHT * (min(num_tokens, self.max_length) - self.tokens_per_text)
+
+    def expected(self, text: str) -> int:
+        """Return how many tokens the model will read of a text, about."""
+        return min(self.max_length, 2 + int(len(text) * self.tokens_per_char))
+
+
 class Call:
     """The texts that one caller handed over together."""
 
-    __slots__ = ("callers", "deadline", "flow", "loop", "num_open", "num_taken", "started", "timeout_s", "timer")
+    __slots__ = (
+        "callers",
+        "deadline",
+        "flow",
+        "loop",
+        "num_open",
+        "num_taken",
+        "promised",
+        "started",
+        "timeout_s",
+        "timer",
+    )
 
-    def __init__(self, texts: Sequence[str], timeout_s: float, max_length: int) -> None:
+    def __init__(self, texts: Sequence[str], timeout_s: float, max_wait_s: float, lengths: TextLengths) -> None:
         self.loop = asyncio.get_running_loop()
         self.started = time.monotonic()
         self.timeout_s = timeout_s
         self.deadline = self.started + timeout_s
+        self.promised = self.started + max_wait_s
         self.flow = Flow(len(texts))
-        self.callers = [Caller(self, text, min(max_length, len(text) + 2)) for text in texts]
+        self.callers = [Caller(self, text, lengths.expected(text)) for text in texts]
         self.num_taken = 0  # by the tokenizer
         self.num_open = len(texts)
         self.timer: asyncio.TimerHandle
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens that the texts may have."""
+        """Tokens that the texts are expected to have."""
         return sum(caller.reserved_tokens for caller in self.callers)
 
     def deadline_error(self) -> DeadlineExceededError:
@@ -71,7 +108,7 @@ class Caller:
     """One text of a call and the future that waits for its answer.
 
     Attributes:
-        reserved_tokens: Room held in the queue until the text is tokenised: a token a character and two special ones.
+        reserved_tokens: What the text counts as until it is tokenised.
         queued: The text in the queue, which equal texts share; None before it is tokenised.
     """
 

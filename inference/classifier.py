@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.batcher import Batcher, FinishedPass, Observer
+from inference.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
 from inference.cache import AnswerCache, Probabilities
-from inference.calls import Answer, Call, Caller, Outcome, deliver
+from inference.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
 from inference.engine_health import EngineHealth
 from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
 from inference.model_loader import ModelLoader
-from inference.scheduler import FairQueue, QueuedText
+from inference.scheduler import FairQueue, QueuedText, overrun_s
 from inference.tokenizing import EncodedText, TokenizerThread
+
+# A stream that waits for room looks again after so long at the earliest.
+_SHORTEST_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -25,23 +28,27 @@ class QueueLimits:
     """What bounds and shapes the queue.
 
     Attributes:
-        max_batch_tokens: Tokens of a forward pass, with padding where the engine pads.
-        max_queue_tokens: Tokens that may wait.
+        max_batch_tokens: Tokens of a forward pass, with padding where the engine pads; 0 leaves it to the engine.
+        max_wait_seconds: A text whose answer would take longer, by the measured speed, is refused.
         cache_entries: Answers that are remembered; 0 remembers none.
-        length_window: How many of the oldest texts an engine that pads looks for near lengths in.
     """
 
-    max_batch_tokens: int = 512
-    max_queue_tokens: int = 32_768
+    max_batch_tokens: int = 0
+    max_wait_seconds: float = 5.0
     cache_entries: int = 0
-    length_window: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_queue_tokens", "length_window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.max_batch_tokens < 0:
+            raise ValueError(f"max_batch_tokens {self.max_batch_tokens}: must be at least 0")
         if self.cache_entries < 0:
             raise ValueError(f"cache_entries {self.cache_entries}: must be at least 0")
+        if self.max_wait_seconds <= 0:
+            raise ValueError(f"max_wait_seconds {self.max_wait_seconds}: must be greater than 0")
+
+
+def length_window(max_batch_tokens: int) -> int:
+    """Return how many of the oldest texts an engine that pads looks for near lengths in: enough to fill a pass."""
+    return max(64, max_batch_tokens // 8)
 
 
 class Classifier:
@@ -53,11 +60,13 @@ class Classifier:
         Raises:
             ValueError: A text of the model's full length would not fit into a forward pass.
         """
-        budget, longest = limits.max_batch_tokens, model.max_length
+        longest = model.max_length
+        budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
         if budget < longest:
             raise ValueError(f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}")
-        self._max_length = model.max_length
-        self._limits = limits
+        self._lengths = TextLengths(model.max_length)
+        self._max_wait_s = limits.max_wait_seconds
+        self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
         self._observer = observer
         self._calls: set[Call] = set()  # accepted and not fully answered; touched on the event loop only
         self._all_answered = asyncio.Event()
@@ -65,15 +74,26 @@ class Classifier:
         self._lock = threading.Lock()  # guards the next two, and the callers of every queued text
         self._on_their_way: dict[bytes, QueuedText] = {}  # by token ids; the payload is the list of callers
         self._cache = AnswerCache(limits.cache_entries)
-        queue = FairQueue(budget, pads=model.engine.pads, length_window=limits.length_window)
+        queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
         good_ids = model.tokenizer.encode(["News"])[0].ids
-        self._batcher = Batcher(model.engine, queue, observer, self._finish, self._expire, good_ids)
-        self._tokenizing = TokenizerThread(model.tokenizer, observer, self._enqueue)
+        self._batcher = Batcher(
+            model.engine, queue, observer, self._finish, self._expire, good_ids, self._first_tokens_per_second
+        )
+        self._tokenizing = TokenizerThread(model.tokenizer, observer, self._lengths, self._enqueue)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for a forward pass; texts not tokenised yet count with what they may have at most."""
+        """Tokens that wait for a forward pass; of texts not tokenised yet, as many as they are expected to have."""
         return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds until all that was accepted will be answered, by the measured speed."""
+        return self._unanswered_tokens / self.tokens_per_second
+
+    @property
+    def _unanswered_tokens(self) -> int:
+        return self._batcher.unanswered_tokens + self._tokenizing.reserved_tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,10 +123,8 @@ class Classifier:
             raise WorkerDownError(self.health.failure)
 
     def full_error(self) -> QueueFullError | None:
-        """What a call would meet now whatever it brings, None while the queue has room for a text of full length."""
-        limit = self._limits.max_queue_tokens
-        is_full = limit - self.queued_tokens < min(self._max_length, limit // 8)
-        return self._overflow(1) if is_full else None
+        """What a single text of usual length would meet now, None while it would be accepted."""
+        return self._refusal(int(self._lengths.tokens_per_text), 1)
 
     def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
@@ -120,13 +138,13 @@ class Classifier:
             `RefusedTextError` (a blank text) and `WorkerDownError`; cancelling it takes the text out of the queue.
 
         Raises:
-            QueueFullError: Not all of them fit into the queue; none is accepted.
+            QueueFullError: The last of them would be answered too late; none is accepted.
             WorkerDownError: The classifier is closed, or its engine fails on every text.
         """
         self.refuse_if_down()
-        call = Call(texts, timeout_s, self._max_length)
-        if self.queued_tokens + call.reserved_tokens > self._limits.max_queue_tokens:
-            raise self._overflow(call.reserved_tokens)
+        call = Call(texts, timeout_s, self._max_wait_s, self._lengths)
+        if (refusal := self._refusal(call.reserved_tokens, len(texts))) is not None:
+            raise refusal
         self._calls.add(call)
         for caller in call.callers:
             caller.future.add_done_callback(functools.partial(self._on_done, caller))
@@ -148,13 +166,23 @@ class Classifier:
         error = WorkerDownError("the classifier was closed before this text was answered")
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
 
-    def _overflow(self, num_tokens: int) -> QueueFullError:
-        waiting, limit = self.queued_tokens, self._limits.max_queue_tokens
-        seconds = waiting / self.tokens_per_second
+    def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
+        waiting, speed = self._unanswered_tokens, self.tokens_per_second
+        if not waiting:
+            # A slow pass by accident must not keep out calls of many texts until others have shown the true speed.
+            speed = max(speed, self._first_tokens_per_second)
+        too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
+        if too_late_s <= 0:
+            return None
+        answered_s = (waiting + num_tokens) / speed
+        limit_s = answered_s - too_late_s
+        would_fit = num_texts == 1 or num_tokens / speed <= limit_s
+        retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
         return QueueFullError(
-            f"{waiting} tokens wait, and up to {num_tokens} more > max_queue_tokens {limit}; "
-            + (f"ask again in {seconds:.1f} s" if num_tokens <= limit else "send fewer texts in one call"),
-            seconds,
+            f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit {limit_s:.2f} s "
+            f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
+            + (f"ask again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
+            retry_after_s,
         )
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
@@ -205,7 +233,9 @@ class Classifier:
                 if known is not None:
                     outcomes.append((caller, caller.answer(known)))
                 elif not self._join(caller, key):
-                    caller.queued = self._on_their_way[key] = QueuedText(ids, caller.call.deadline, payload=[caller])
+                    caller.queued = self._on_their_way[key] = QueuedText(
+                        ids, caller.call.deadline, [caller], caller.call.promised
+                    )
                     fresh.append((caller.call.flow, caller.queued))
             self._batcher.put(fresh)
         deliver(outcomes)

@@ -1,11 +1,13 @@
-"""What this process may use of the processor: threads from the container's limits, and what its cores can do."""
+"""What this process may use of the machine: threads from the container's limits, and what its cores can do."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 _ROOT = Path("/")
 # Instructions that multiply int8 several times faster than float32: x86 and ARM names.
@@ -24,6 +26,25 @@ def usable_cpus(root: Path = _ROOT) -> int:
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a model may run on.
+
+    Attributes:
+        threads: Processors, 0 for all that this process may use.
+        device: ``cuda`` insists on a GPU, ``cpu`` takes none, ``auto`` takes one that PyTorch can use.
+    """
+
+    threads: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def num_threads(self) -> int:
+        """Threads for the model, no more than this process may use: others would only take turns with them."""
+        usable = usable_cpus()
+        return min(self.threads or usable, usable)
 
 
 def cpu_flags(root: Path = _ROOT) -> frozenset[str]:

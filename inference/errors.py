@@ -33,10 +33,10 @@ class SettingsError(ValueError):
 
 
 class QueueFullError(Exception):
-    """The queue cannot take these texts now.
+    """The queue cannot take these texts now: their answers would come too late.
 
     Attributes:
-        retry_after_s: Seconds until there should be room, from the tokens waiting and the measured speed.
+        retry_after_s: Seconds until they would come in time, by the measured speed.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:

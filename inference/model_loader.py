@@ -9,12 +9,15 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.cpu import Hardware
 from inference.engines.selection import load_model
 from inference.errors import RefusedTextError
 from inference.forward import probabilities_of
 from inference.manifest import read_manifest
 from inference.model_files import is_artefact
 from inference.tokenization import clean_text
+
+_ANY_DEVICE = Hardware()
 
 
 class Prediction(TypedDict):
@@ -34,29 +37,34 @@ class ModelLoader:
         metadata: The contents of the model's ``metrics.json``, empty where there is none.
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
+        tokens_per_second: How fast it ran when it was loaded; None where that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
             picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
             ``path``.
     """
 
-    def __init__(self, path: str | Path, engine: str = "auto") -> None:
+    tokens_per_second: float | None = None
+
+    def __init__(self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE) -> None:
         """Load a model folder, a .pt file or an artefact folder.
 
         Args:
             path: Where it lies.
-            engine: One of `inference.engines.selection.ENGINES`; ``auto`` takes the fastest that works here.
+            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what is there and takes the fastest.
+            hardware: What it may run on.
 
         Raises:
             ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
         """
         path = Path(path)
         # A link may be pointed elsewhere while its files are read one after another: all are to be of one model.
-        loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine)
+        loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
         self.labels = loaded.saved.labels
         self.max_length = loaded.saved.max_length
         self.metadata: dict[str, Any] = loaded.saved.metadata
         self.tokenizer = loaded.tokenizer
         self.engine = loaded.engine
+        self.tokens_per_second = loaded.tokens_per_second
         place = loaded.saved.path
         self.info: dict[str, str] = {
             "name": read_manifest(place).source["name"] if is_artefact(place) else _name(path),

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:
     settings = Settings()
-    return ModelLoader(options.model or settings.model_checkpoint, options.engine or settings.engine)
+    return ModelLoader(options.model or settings.model_checkpoint, options.engine or settings.engine, settings.hardware)
 
 
 def _predict_text(options: argparse.Namespace) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.engines.base import TOKENS_PER_THREAD
+
 # A call of many texts counts as up to so many calls: it gets on while single texts keep coming, and what of it may go
 # ahead of a single text still is a part of one forward pass.
 LARGEST_WEIGHT = 4
+# A call of many texts may fill so much of the longest wait. The rest is for single texts that come after it and are
+# answered before its last ones, which still keep their time.
+BULK_SHARE = 0.75
 # Of a padded pass; a text that would bring more waits for others of its length.
 LARGEST_PADDING = 0.25
 
@@ -32,17 +40,32 @@ class QueuedText:
         ids: Its token ids, int32, (tokens,).
         num_tokens: How many they are.
         deadline: Monotonic instant after which no forward pass takes it.
+        promised: Monotonic instant by which it should be answered; texts are put in the order of these.
         payload: What the owner of the text keeps with it.
         is_waiting: Whether it stands in the queue.
         is_expired: Whether it left the queue because of its deadline.
     """
 
-    __slots__ = ("deadline", "finish", "ids", "is_expired", "is_waiting", "num_tokens", "order", "payload", "tag")
+    __slots__ = (
+        "deadline",
+        "finish",
+        "ids",
+        "is_expired",
+        "is_waiting",
+        "num_tokens",
+        "order",
+        "payload",
+        "promised",
+        "tag",
+    )
 
-    def __init__(self, ids: NDArray[np.int32], deadline: float, payload: Any = None) -> None:
+    def __init__(
+        self, ids: NDArray[np.int32], deadline: float, payload: Any = None, promised: float = math.inf
+    ) -> None:
         self.ids = ids
         self.num_tokens = len(ids)
         self.deadline = deadline
+        self.promised = promised
         self.payload = payload
         self.is_waiting = False
         self.is_expired = False
@@ -56,6 +79,10 @@ class FairQueue:
     A call's first text starts at the queue's virtual time, each further one where the text before it ends. Virtual time
     moves to the end of the oldest text of every pass. So a text that comes alone stands before what is left of
     a large call, however much that is; and since later texts start later, whatever waits is reached.
+
+    Texts that come later may so delay the last ones of a large call. If one of those would miss its promised instant,
+    the oldest texts are taken first instead: that order keeps all promises, provided that no more was accepted than
+    can be worked off in the promised time (least laxity first, with two orders to choose from).
 
     Source:
         Goyal, Vin, Cheng, *Start-time Fair Queuing* (1996), with the virtual time of self-clocked fair queueing
@@ -75,6 +102,7 @@ class FairQueue:
         self._pads = pads
         self._length_window = length_window
         self._waiting: list[tuple[float, int, QueuedText]] = []  # sorted
+        self._by_arrival: dict[QueuedText, None] = {}
         self._virtual_time = 0.0
         self._last_order = 0
 
@@ -88,12 +116,15 @@ class FairQueue:
         text.tag = max(flow.next_tag, self._virtual_time)
         text.finish = flow.next_tag = text.tag + text.num_tokens / flow.weight
         self._insert(text)
+        text.is_waiting = True
+        self._by_arrival[text] = None
+        self.num_tokens += text.num_tokens
 
     def hasten(self, flow: Flow, text: QueuedText) -> None:
         """Let a waiting text, which another call wants too, start no later than that call's next text would."""
         tag = max(flow.next_tag, self._virtual_time)
         if tag < text.tag:
-            self.remove(text)
+            self._take_out(text)
             text.finish -= text.tag - tag
             text.tag = tag
             self._insert(text)
@@ -102,8 +133,9 @@ class FairQueue:
         """Take a text out; False where it does not wait any more."""
         if not text.is_waiting:
             return False
-        del self._waiting[bisect_left(self._waiting, (text.tag, text.order))]
+        self._take_out(text)
         text.is_waiting = False
+        del self._by_arrival[text]
         self.num_tokens -= text.num_tokens
         return True
 
@@ -115,32 +147,53 @@ class FairQueue:
             text.is_expired = True
         return expired
 
-    def take(self, num_parts: int = 1) -> list[QueuedText]:
+    def take(self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf) -> list[QueuedText]:
         """Take the texts of the next forward pass; none only where none waits.
 
         Args:
             num_parts: Passes that what waits shall be spread over, of which this is the first.
+            now: Monotonic instant.
+            tokens_per_second: Speed at which what waits is worked off.
         """
         if not self._waiting:
             return []
-        seed = self._waiting[0][2]
-        self._virtual_time = max(self._virtual_time, seed.finish)
         share = self.num_tokens / num_parts
-        taken = self._near_lengths(seed, share) if self._pads else self._oldest(share)
+        pass_end = now + min(share, self.max_batch_tokens) / tokens_per_second
+        if self._would_be_late(pass_end, tokens_per_second):
+            candidates: Iterable[QueuedText] = self._by_arrival
+        else:
+            seed = self._waiting[0][2]
+            self._virtual_time = max(self._virtual_time, seed.finish)
+            candidates = (text for _, _, text in self._waiting)
+        taken = self._near_lengths(candidates, share) if self._pads else self._first_of(candidates, share)
         for text in taken:
             self.remove(text)
         return taken
 
-    def _oldest(self, share: float) -> list[QueuedText]:
-        total = 0
-        for index, (_, _, text) in enumerate(self._waiting):
-            total += text.num_tokens
-            if index and (total > self.max_batch_tokens or _lies_beyond(share, total, text)):
-                return [text for _, _, text in self._waiting[:index]]
-        return [text for _, _, text in self._waiting]
+    def _would_be_late(self, start: float, tokens_per_second: float) -> bool:
+        """Whether a promise would be missed, even if from this instant on the oldest texts came first."""
+        oldest = next(iter(self._by_arrival))
+        if start + self.num_tokens / tokens_per_second <= oldest.promised:
+            return False  # whatever the order
+        num_tokens = 0
+        for text in self._by_arrival:
+            num_tokens += text.num_tokens
+            if start + num_tokens / tokens_per_second > text.promised:
+                return True
+        return False
 
-    def _near_lengths(self, seed: QueuedText, share: float) -> list[QueuedText]:
-        near = [text for _, _, text in self._waiting[1 : self._length_window]]
+    def _first_of(self, candidates: Iterable[QueuedText], share: float) -> list[QueuedText]:
+        taken: list[QueuedText] = []
+        total = 0
+        for text in candidates:
+            total += text.num_tokens
+            if taken and (total > self.max_batch_tokens or _lies_beyond(share, total, text)):
+                break
+            taken.append(text)
+        return taken
+
+    def _near_lengths(self, candidates: Iterable[QueuedText], share: float) -> list[QueuedText]:
+        seed, *near = islice(candidates, self._length_window)
         near.sort(key=lambda text: abs(text.num_tokens - seed.num_tokens))
         taken = [seed]
         total = longest = seed.num_tokens
@@ -157,9 +210,10 @@ class FairQueue:
     def _insert(self, text: QueuedText) -> None:
         self._last_order += 1
         text.order = self._last_order
-        text.is_waiting = True
-        self.num_tokens += text.num_tokens
         insort(self._waiting, (text.tag, text.order, text))
+
+    def _take_out(self, text: QueuedText) -> None:
+        del self._waiting[bisect_left(self._waiting, (text.tag, text.order))]
 
 
 def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
@@ -167,8 +221,14 @@ def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
     return total - last.num_tokens / 2 > share
 
 
-def spread(num_texts: int, free_slots: int, num_slots: int) -> tuple[int, int]:
-    """How to use a free slot for the texts that wait.
+def spread(num_texts: int, free_slots: int, free_passes: int, num_passes: int) -> tuple[int, int]:
+    """How to use the free slots for the texts that wait.
+
+    Args:
+        num_texts: How many wait, at least 1.
+        free_slots: Threads without work, at least 1.
+        free_passes: How many more passes may begin, at least 1.
+        num_passes: How many passes may run at once.
 
     Returns:
         Into how many passes what waits is divided, and the slots of the first: a text alone takes all that are free,
@@ -177,4 +237,29 @@ def spread(num_texts: int, free_slots: int, num_slots: int) -> tuple[int, int]:
     Source:
         Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is left.
     """
-    return min(num_texts, num_slots), free_slots // min(num_texts, free_slots)
+    return min(num_texts, num_passes), -(-free_slots // min(num_texts, free_passes))
+
+
+def useful_slots(num_tokens: int) -> int:
+    """Return how many threads a pass of so many tokens can make use of."""
+    return max(2, -(-num_tokens // TOKENS_PER_THREAD))
+
+
+def overrun_s(
+    waiting_tokens: float, call_tokens: float, num_texts: int, tokens_per_second: float, limit_s: float
+) -> float:
+    """Return by how many seconds a call's last answer would come too late; 0 or less if it may be accepted.
+
+    All that was accepted counts, not only what stands before the call in the fair order: texts that go ahead of others
+    delay them, and those keep their time too.
+
+    Args:
+        waiting_tokens: Of all texts that are accepted and not answered.
+        call_tokens: Of the call's own texts.
+        num_texts: How many those are.
+        tokens_per_second: Speed at which all are worked off.
+        limit_s: Longest time to an answer.
+    """
+    if num_texts == 1 and not waiting_tokens:
+        return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again
+    return (waiting_tokens + call_tokens) / tokens_per_second - limit_s * (BULK_SHARE if num_texts > 1 else 1)

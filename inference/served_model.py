@@ -45,7 +45,8 @@ class ServedModel:
         self._stuck_after_s = settings.request_timeout_s
         self._limits = QueueLimits(
             max_batch_tokens=settings.max_batch_tokens,
-            max_queue_tokens=settings.max_queue_tokens,
+            # Nobody hears of an answer that comes after the request's own time.
+            max_wait_seconds=min(settings.max_wait_seconds, settings.request_timeout_s),
             cache_entries=settings.cache_entries,
         )
         self._metrics = metrics
@@ -54,6 +55,11 @@ class ServedModel:
         self._loading = asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
         metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
+        metrics.watch(
+            "queue_seconds",
+            "Seconds until all that was accepted is answered, by the measured speed.",
+            lambda: self._reading("queue_seconds"),
+        )
         metrics.watch("tokens_per_second", "Measured speed of the model.", lambda: self._reading("tokens_per_second"))
         metrics.watch("model_ready", "Whether texts can be classified.", lambda: float(self.error is None))
 

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from inference.cpu import Hardware
 from inference.errors import SettingsError
 
 # JSON may spell one character as two escapes of six bytes each ("\ud83d\ude00").
@@ -29,8 +30,19 @@ class Settings(BaseSettings):
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
-        description="What runs the model. auto takes the fastest artefact beside the model that this processor "
-        "supports, else torch; another name insists on that one.",
+        description="What runs the model. auto measures the artefacts beside the model and takes the fastest, else "
+        "torch; another name insists on that one.",
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="Processors that the model uses; 0 is all that this process may use (its affinity and the "
+        "container's CPU quota), which is also the most. Set it if other processes serve on the same machine.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="Where PyTorch runs the model. auto takes a GPU if it can use one, and says in the log if it "
+        "cannot; cuda refuses to serve without one.",
     )
     listen_host: str = Field(
         default="0.0.0.0",
@@ -72,16 +84,18 @@ class Settings(BaseSettings):
         "are refused with 503. It bounds the memory that clients can take.",
     )
     max_batch_tokens: int = Field(
-        default=512,
-        ge=1,
+        default=0,
+        ge=0,
         description="Most tokens in one forward pass. Smaller answers single texts sooner under load, larger "
-        "reads the weights less often a text; the default is where the measured curve is flat.",
+        "reads the weights less often per text. 0 is where the measured curve is flat: 512 on a processor, 8192 on a "
+        "GPU, or the longest text that the model reads if that is more.",
     )
-    max_queue_tokens: int = Field(
-        default=32_768,
-        ge=1,
-        description="Most tokens waiting; a request beyond it is refused with 503 and Retry-After. Larger makes "
-        "accepted requests wait longer under overload: at most this divided by the tokens a second.",
+    max_wait_seconds: float = Field(
+        default=5,
+        gt=0,
+        description="A text whose answer would take longer than this, by the measured speed, is refused at once with "
+        "503 and Retry-After. A call of several texts may fill three quarters of it: the rest is for single texts, "
+        "which are answered before the last texts of large calls. A text that finds the server idle is never refused.",
     )
     request_timeout_s: float = Field(
         default=30,
@@ -155,7 +169,7 @@ class Settings(BaseSettings):
         "`otel` extra. Empty: off.",
     )
 
-    @field_validator("engine", "log_level", mode="before")
+    @field_validator("engine", "device", "log_level", mode="before")
     @classmethod
     def _in_small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
@@ -172,6 +186,11 @@ class Settings(BaseSettings):
         except ValidationError as error:
             problems = (f"{str(problem['loc'][0]).upper()}: {problem['msg']}" for problem in error.errors())
             raise SettingsError("; ".join(problems)) from None
+
+    @property
+    def hardware(self) -> Hardware:
+        """What the model may run on: THREADS and DEVICE."""
+        return Hardware(self.threads, self.device)
 
     @property
     def max_body_bytes(self) -> int:

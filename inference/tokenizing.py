@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from inference.batcher import Observer
-from inference.calls import Call, Caller, deliver
+from inference.calls import Call, Caller, TextLengths, deliver
 from inference.errors import ForwardError, RefusedTextError
 from inference.supervision import JOIN_SECONDS, SupervisedThread
 from inference.tokenization import Encoded, TextTokenizer, clean_text
@@ -30,6 +30,7 @@ class TokenizerThread:
         self,
         tokenizer: TextTokenizer,
         observer: Observer,
+        lengths: TextLengths,
         on_encoded: Callable[[Sequence[EncodedText], float], None],
     ) -> None:
         """Start the thread.
@@ -37,11 +38,13 @@ class TokenizerThread:
         Args:
             tokenizer: Cleans and tokenises.
             observer: Told of every round.
+            lengths: Told of every text's length.
             on_encoded: Gets the texts of a round with what came of each, and the round's seconds; called from the
                 thread.
         """
         self._tokenizer = tokenizer
         self._observer = observer
+        self._lengths = lengths
         self._on_encoded = on_encoded
         self._changed = threading.Condition()  # guards everything below
         self._closed = False
@@ -77,6 +80,9 @@ class TokenizerThread:
         encoded = self._encode([caller.text for caller in wanted])
         seconds = time.monotonic() - started
         self.thread.busy_since = None
+        for caller, one in zip(wanted, encoded, strict=True):
+            if isinstance(one, Encoded):
+                self._lengths.add(caller.text, one.num_tokens)
         self._on_encoded(list(zip(wanted, encoded, strict=True)), seconds)
         self._leave_round()
         self._observer.tokenized(len(wanted), seconds)

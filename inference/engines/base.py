@@ -9,6 +9,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+# Where the measured curve of a processor is flat (benchmarks/batching_curve.md).
+CPU_BATCH_TOKENS = 512
+# Passes that run at the same time: on a machine of many processors each gets several of them, since more passes at once
+# would wait for the interpreter's lock instead.
+PASSES_AT_ONCE = 6
+# A thread with fewer tokens reads all weights for almost no work (the tile of kernels.c has six rows); two threads
+# always pay.
+TOKENS_PER_THREAD = 6
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -43,12 +52,14 @@ class Engine(Protocol):
 
     Attributes:
         name: Runtime and precision, such as ``onnx int8``.
-        num_slots: Forward passes that may run at the same time, each on one thread.
+        num_slots: Threads that all forward passes at a time may take together; of the passes `PASSES_AT_ONCE` at most.
+        batch_tokens: Tokens of a forward pass beyond which it gains no more speed.
         pads: Whether a batch costs its longest text times its texts, rather than the sum of its tokens.
     """
 
     name: str
     num_slots: int
+    batch_tokens: int
     pads: bool
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:

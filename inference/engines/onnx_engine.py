@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from inference.engines.base import TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 
 FILE_NAME = "model.onnx"
 
@@ -19,6 +19,7 @@ class OnnxEngine:
     """Runs the graph that `inference.exporting.onnx_writer` wrote; see `inference.engines.base.Engine`."""
 
     num_slots = 1
+    batch_tokens = CPU_BATCH_TOKENS
     pads = True
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8") -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from inference.engines.base import TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 
 FILE_NAME = "model.xml"
 # The plugin keeps memory for every shape that it ever met: at any length DistilBERT-base grows from 190 to 780 MB
@@ -24,6 +24,7 @@ class OpenVinoEngine:
 
     name = "openvino int8"
     num_slots = 1
+    batch_tokens = CPU_BATCH_TOKENS
     pads = True
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:

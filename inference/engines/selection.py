@@ -1,17 +1,19 @@
-"""Picks the engine: the fastest artefact of a model that works here, with the reason in one line."""
+"""Picks the engine: what runs a model fastest here, by measurement, with the reason in one line."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from inference.cpu import has_fast_int8, usable_cpus
+from inference.cpu import Hardware, has_fast_int8
 from inference.engines.base import Engine
+from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
 from inference.errors import ModelLoadError
 from inference.forward import probabilities_of
 from inference.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
@@ -25,11 +27,12 @@ from inference.model_files import (
 )
 from inference.tokenization import TextTokenizer
 
-# Fastest first, as measured in benchmarks/serving.md.
+# The order in which they are tried where nothing was measured.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")
 _TORCH_ENGINES = ("torch", "torch_compiled")
 ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
-_NVIDIA_DEVICE = Path("/dev/nvidia0")
+_DEVICES = Path("/dev")
+_ANY_DEVICE = Hardware()
 _EXPORT = "write it again with python -m inference.export"
 
 
@@ -42,6 +45,7 @@ class LoadedModel:
         precision: Of the arithmetic: ``int8``, ``fp32``, ``bf16`` or ``fp16``.
         revision: The first 12 hex digits of the SHA-256 of the weights that training wrote.
         reason: Why this engine was picked, in one line.
+        tokens_per_second: How fast it runs here; None for a compiled model, whose first passes say nothing.
     """
 
     saved: SavedModel
@@ -50,59 +54,123 @@ class LoadedModel:
     precision: str
     revision: str
     reason: str
+    tokens_per_second: float | None = None
 
 
-def load_model(path: Path, wanted: str = "auto") -> LoadedModel:
+def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
     """Load a model into an engine.
 
     Args:
         path: A model folder, a .pt file, or an artefact folder.
         wanted: ``auto``, or the one engine to use.
+        hardware: What it may run on.
 
     Raises:
         ModelLoadError: The model is missing or damaged, or the wanted engine cannot be used.
     """
     if wanted not in ENGINES:
         raise ModelLoadError(path, f"no engine is called {wanted!r}", f"give one of {', '.join(ENGINES)}")
+    if hardware.device == "cuda" and (wanted in ARTEFACT_ENGINES or is_artefact(path)):
+        raise ModelLoadError(path, "artefacts run on processors, and DEVICE is cuda", "set DEVICE to auto or cpu")
+    loaded = _load(path, wanted, hardware)
+    if loaded.tokens_per_second is None and wanted != "torch_compiled":
+        speed = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length, seconds=0.0)
+        loaded = replace(loaded, tokens_per_second=speed)
+    return loaded
+
+
+def _load(path: Path, wanted: str, hardware: Hardware) -> LoadedModel:
     if is_artefact(path):
-        return _load_given_artefact(path, wanted)
+        return _load_given_artefact(path, wanted, hardware)
     if wanted == "auto":
-        return _load_fastest(path)
+        return _load_fastest(path, hardware)
     if wanted in _TORCH_ENGINES or not path.exists():
-        return _load_torch(path, "it was asked for", compiled=wanted == "torch_compiled")
+        return _load_torch(path, "it was asked for", hardware, compiled=wanted == "torch_compiled")
     folder = artefact_folder(path, wanted)
     if not is_artefact(folder):
         what = f"no {wanted} artefact of this model"
         raise ModelLoadError(folder, what, f"write it with python -m inference.export {path} --engine {wanted}")
-    return _load_artefact(folder, path, "it was asked for")
+    return _load_artefact(folder, path, "it was asked for", hardware)
 
 
-def _load_given_artefact(folder: Path, wanted: str) -> LoadedModel:
+def _load_given_artefact(folder: Path, wanted: str, hardware: Hardware) -> LoadedModel:
     engine = read_manifest(folder).engine
     if wanted not in ("auto", engine):
         what = f"this artefact is for the {engine} engine, not {wanted}"
         raise ModelLoadError(folder, what, f"give engine {engine} or auto, or the model folder itself")
-    return _load_artefact(folder, None, "the artefact itself was given")
+    return _load_artefact(folder, None, "the artefact itself was given", hardware)
 
 
-def _load_fastest(path: Path) -> LoadedModel:
-    if _has_cuda() and weights_file(path).is_file():
-        return _load_torch(path, "a CUDA device is faster than any processor")
+def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
+    if hardware.device == "cuda":
+        return _load_torch(path, "DEVICE is cuda", hardware)
+    engines = [name for name in ARTEFACT_ENGINES if is_artefact(artefact_folder(path, name))]
     skipped: list[str] = []
-    for name in ARTEFACT_ENGINES:
-        folder = artefact_folder(path, name)
-        if not is_artefact(folder):
-            continue
+    if not engines:
+        reason = "no artefact beside the model, python -m inference.export writes a faster one"
+        return _load_torch(path, reason, hardware)
+    if _is_torch_worth_a_try(path, hardware):
+        engines.append("torch")
+    speeds: dict[str, float] = {}
+    when = "at an earlier start"
+    if len(engines) > 1:
+        key = speeds_key(path, engines, hardware.num_threads)
+        speeds = recall_speeds(key)
+        if not speeds:
+            speeds, when = _measure_all(path, engines, hardware, skipped), "just now"
+            engines = list(speeds)
+            if len(speeds) > 1:
+                remember_speeds(key, speeds)
+    for name in sorted(engines, key=lambda name: -speeds.get(name, 0.0)):
+        reason = _comparison(name, speeds, when) if len(speeds) > 1 else f"{name} is the only artefact that works here"
         try:
-            reason = "; ".join([f"{name} is the fastest artefact that works here", *skipped])
-            return _load_artefact(folder, path, reason)
+            loaded = _load_candidate(path, name, "; ".join([reason, *skipped]), hardware)
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
-    if skipped and not weights_file(path).is_file():
+            speeds.pop(name, None)
+        else:
+            return replace(loaded, tokens_per_second=speeds.get(name))
+    if not weights_file(path).is_file():
         what = f"none of its artefacts works here: {'; '.join(skipped)}"
         raise ModelLoadError(path, what, "export the model for another engine")
-    reason = "; ".join(skipped) or "no artefact beside the model, python -m inference.export writes a faster one"
-    return _load_torch(path, reason)
+    return _load_torch(path, "; ".join(skipped), hardware)
+
+
+def _is_torch_worth_a_try(path: Path, hardware: Hardware) -> bool:
+    """Whether the model itself may be faster than its artefacts.
+
+    On a processor that multiplies int8 fast it never is, and to import PyTorch for that would cost every start seconds
+    and hundreds of megabytes.
+    """
+    if not weights_file(path).is_file() or importlib.util.find_spec("torch") is None:
+        return False
+    return not has_fast_int8() or _has_cuda(hardware)
+
+
+def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: list[str]) -> dict[str, float]:
+    """Measure engines one after another, so that only one model is in memory at a time."""
+    speeds = {}
+    for name in engines:
+        try:
+            loaded = _load_candidate(path, name, "it is measured", hardware)
+            speeds[name] = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length)
+        except ModelLoadError as error:
+            skipped.append(f"skipped {name} ({error})")
+        except Exception as error:  # every runtime has its own errors for what it cannot compute
+            skipped.append(f"skipped {name} (fails on its first passes: {_first_line(error)})")
+        loaded = None
+    return speeds
+
+
+def _comparison(name: str, speeds: Mapping[str, float], when: str) -> str:
+    others = ", ".join(f"{other} {speed:,.0f}" for other, speed in speeds.items() if other != name)
+    return f"{name} makes {speeds[name]:,.0f} tokens per second here, {others} (measured {when})"
+
+
+def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> LoadedModel:
+    if name == "torch":
+        return _load_torch(path, reason, hardware)
+    return _load_artefact(artefact_folder(path, name), path, reason, hardware)
 
 
 def verified_manifest(folder: Path, model: Path | None) -> Manifest:
@@ -118,11 +186,11 @@ def verified_manifest(folder: Path, model: Path | None) -> Manifest:
     return manifest
 
 
-def _load_artefact(folder: Path, model: Path | None, reason: str) -> LoadedModel:
+def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hardware) -> LoadedModel:
     manifest = verified_manifest(folder, model)
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
-    engine = _artefact_engine(folder, manifest, saved.config)
+    engine = _artefact_engine(folder, manifest, saved.config, hardware)
     _check_probes(folder, manifest, tokenizer, engine)
     if manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so it gains less than measured"
@@ -141,9 +209,9 @@ def _refuse_stale(folder: Path, manifest: Manifest, model: Path) -> None:
                 raise ModelLoadError(folder, f"was made when {name} was another", _EXPORT)
 
 
-def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]) -> Engine:
+def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware) -> Engine:
     try:
-        return build_engine(manifest.engine, folder, config, manifest.precision)
+        return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
     except ImportError as error:
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
         raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
@@ -151,14 +219,16 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
         raise ModelLoadError(folder, f"does not load ({_first_line(error)})", _EXPORT) from error
 
 
-def build_engine(name: str, folder: Path, config: Mapping[str, Any], precision: str) -> Engine:
+def build_engine(
+    name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware = _ANY_DEVICE
+) -> Engine:
     """Build the engine of an artefact folder.
 
     Raises:
         ImportError: Its runtime is not installed.
         Exception: Whatever the runtime raises for files that it cannot read.
     """
-    threads = usable_cpus()
+    threads = hardware.num_threads
     if name == "native":
         from inference.engines.native import is_supported
         from inference.engines.native.engine import NativeEngine
@@ -189,7 +259,7 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
         raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", _EXPORT)
 
 
-def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedModel:
+def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
@@ -198,15 +268,23 @@ def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedMod
 
         from inference.engines.torch_engine import TorchEngine
 
-        torch.set_num_threads(usable_cpus())
-        engine = TorchEngine(saved.config, saved.weights, compiled=compiled)
+        if hardware.device == "cuda" and not torch.cuda.is_available():
+            raise ModelLoadError(
+                path, f"DEVICE is cuda, and {_why_no_cuda()}", "set DEVICE to auto or cpu, or mend that"
+            )
+        torch.set_num_threads(hardware.num_threads)
+        engine = TorchEngine(saved.config, saved.weights, compiled=compiled, device=hardware.device)
     except ImportError as error:
         what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
         raise ModelLoadError(path, f"{what} ({reason})", "install it, or export the model where it is") from error
+    except ModelLoadError:
+        raise
     except Exception as error:  # every library below has its own error for damaged bytes
         what = f"the weights do not load into the model of its configuration ({_first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     _check_answer(saved, tokenizer, engine)
+    if hardware.device == "auto" and engine.device.type == "cpu":
+        reason += f"; it runs on the processor, since {_why_no_cuda()}"
     return LoadedModel(saved, tokenizer, engine, engine.precision, sha256_of(weights_file(path))[:12], reason)
 
 
@@ -224,12 +302,25 @@ def _check_answer(saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -
         raise ModelLoadError(saved.path, what, "train with a lower learning rate")
 
 
-def _has_cuda() -> bool:
-    if not _NVIDIA_DEVICE.exists() or importlib.util.find_spec("torch") is None:
-        return False
+def _has_cuda(hardware: Hardware) -> bool:
+    if hardware.device == "cpu" or not _has_gpu_files():
+        return False  # and PyTorch, which takes seconds, need not be imported to hear the same
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_gpu_files(folder: Path = _DEVICES) -> bool:
+    """Whether there is an NVIDIA GPU: of any number, since a container may get the sixth alone; dxg is WSL's."""
+    return any(re.fullmatch(r"nvidia\d+|dxg", file.name) for file in folder.iterdir())
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this PyTorch is built for processors only"
+    return "PyTorch cannot use the GPU (driver?)" if _has_gpu_files() else "there is no GPU"
 
 
 def _first_line(error: Exception) -> str:

@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from inference.engines.base import TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 
 # What goes wrong here is raised as an error of one line; progress bars and reports have no place in a log.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
 
+# A GPU is idle most of the time in passes of 512 tokens: it reads all weights for each.
+_GPU_BATCH_TOKENS = 8192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,6 +42,7 @@ class TorchEngine:
         precision: str | None = None,
         *,
         compiled: bool = False,
+        device: str = "auto",
     ) -> None:
         """Build the classifier and fill in its weights.
 
@@ -48,12 +51,15 @@ class TorchEngine:
             weights: A safetensors file, or the state dict itself; names as transformers gives them.
             precision: A key of `_DTYPES`; without it half precision on a GPU and float32 on the CPU.
             compiled: Whether torch.compile fuses the model; the first passes then take a minute.
+            device: ``cpu``, ``cuda``, or ``auto`` for CUDA if PyTorch can use it.
 
         Raises:
             ValueError: No classifier of this configuration is known, or the weights do not fit it.
         """
         state_dict = load_file(weights) if isinstance(weights, Path) else dict(weights)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(found if device == "auto" else device)
+        self.batch_tokens = _GPU_BATCH_TOKENS if self.device.type == "cuda" else CPU_BATCH_TOKENS
         self.precision = precision or _fast_precision(self.device)
         self.name = f"torch {self.device.type} {self.precision}{' compiled' if compiled else ''}"
         self._pad_id: int = config.get("pad_token_id") or 0

@@ -53,7 +53,7 @@ def test_label_values_are_those_that_the_server_has(shown: Shown) -> None:
 
 def test_the_queue_is_near_the_bound_that_the_server_has() -> None:
     [rule] = [rule for rule in RULES if rule["alert"] == "ServerQueueNearBound"]
-    assert f"0.8 * {Settings.model_fields['max_queue_tokens'].default} " in rule["expr"] + " "
+    assert f"0.7 * {Settings.model_fields['max_wait_seconds'].default} " in rule["expr"] + " "
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)

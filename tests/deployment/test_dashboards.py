@@ -105,11 +105,11 @@ def test_panels_have_a_place_of_their_own(name: str) -> None:
 
 
 def test_the_queue_turns_yellow_and_red_where_the_alert_would() -> None:
-    bound = Settings.model_fields["max_queue_tokens"].default
-    panels = [panel for panel in MADE["serving"]["panels"] if panel["title"] == "Tokens waiting"]
+    bound = Settings.model_fields["max_wait_seconds"].default
+    panels = [panel for panel in MADE["serving"]["panels"] if panel["title"] == "Wait in the queue"]
     for panel in panels:
         _, yellow, red = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
-        assert (yellow["value"], red["value"]) == (bound // 2, int(0.8 * bound))
+        assert (yellow["value"], red["value"]) == (0.5 * bound, 0.7 * bound)
     assert len(panels) == 2
 
 

@@ -12,6 +12,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from inference.app import create_app
+from inference.engines.base import CPU_BATCH_TOKENS
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY
 from tests.deployment.manifests import ALL, KUBERNETES, SERVERS, TRAINING, only, pod_templates, rendered
@@ -131,8 +132,7 @@ def test_the_autoscaler_asks_for_the_queue_and_the_processor_as_far_as_the_clust
     kinds = {folder: [metric["type"] for metric in metrics] for folder, metrics in asked.items()}
     assert kinds == {"base": ["Pods", "Resource"], "overlays/gpu": ["Pods"], "overlays/plain": ["Resource"]}
     target = int(asked["base"][0]["pods"]["target"]["averageValue"])
-    assert target == 4 * Settings().max_batch_tokens
-    assert target < Settings().max_queue_tokens
+    assert target == 4 * CPU_BATCH_TOKENS
 
 
 def test_the_metric_of_the_autoscaler_is_made_by_the_adapter_from_one_that_the_server_has(tmp_path: Path) -> None:

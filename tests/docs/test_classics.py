@@ -122,7 +122,7 @@ def test_a_value_out_of_its_limits(flags: list[str]) -> None:
     _assert_quoted("A value out of its limits", _said(lambda: parse_config(flags, {}), UserError))
 
 
-@pytest.mark.parametrize(("name", "value"), [("MAX_QUEUE_TOKENS", "many"), ("MAX_BODY_MB", "0")])
+@pytest.mark.parametrize(("name", "value"), [("MAX_WAIT_SECONDS", "many"), ("MAX_BODY_MB", "0")])
 def test_a_setting_out_of_its_limits(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     _assert_quoted("The server does not start", _said(Settings.from_environment, SettingsError))

@@ -33,13 +33,15 @@ class PickyTokenizer(TextTokenizer):
 class StandInModel:
     """A stand-in engine behind a tokenizer of which each word is one token."""
 
-    max_length = MAX_LENGTH
-
-    def __init__(self, engine: StandInEngine) -> None:
+    def __init__(
+        self, engine: StandInEngine, max_length: int = MAX_LENGTH, tokens_per_second: float | None = None
+    ) -> None:
         self.engine = engine
+        self.max_length = max_length
+        self.tokens_per_second = tokens_per_second
         tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        self.tokenizer = PickyTokenizer(tokenizer, MAX_LENGTH)
+        self.tokenizer = PickyTokenizer(tokenizer, max_length)
 
 
 class Counts(Observer):
@@ -67,11 +69,13 @@ class Counts(Observer):
 
 
 class Bench:
-    def __init__(self, model: Any, **limits: int) -> None:
+    def __init__(self, model: Any, **limits: float) -> None:
         self.engine = model.engine
         self.counts = Counts()
         self.num_submitted = 0
-        self.classifier = Classifier(model, QueueLimits(**{"max_batch_tokens": 64} | limits), self.counts)
+        self.classifier = Classifier(
+            model, QueueLimits(**{"max_batch_tokens": 64, "max_wait_seconds": LONG} | limits), self.counts
+        )
 
     def submit(self, *texts: str, timeout_s: float = LONG) -> list[asyncio.Future[Answer]]:
         futures = self.classifier.submit(texts, timeout_s)
@@ -97,8 +101,10 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(engine: StandInEngine | None = None, **limits: int) -> AsyncIterator[Bench]:
-    bench = Bench(StandInModel(engine or StandInEngine()), **limits)
+async def running(
+    engine: StandInEngine | None = None, model: StandInModel | None = None, **limits: float
+) -> AsyncIterator[Bench]:
+    bench = Bench(model or StandInModel(engine or StandInEngine()), **limits)
     try:
         yield bench
     finally:

@@ -30,6 +30,7 @@ class TimedEngine:
     broken: str | None = None
     name = "stand-in"
     num_slots = 1
+    batch_tokens = 512
     pads = False
 
     def __init__(self, seconds_per_token: float, raises: int, dies: int, answers_nan: int) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
+from inference.engines.base import PASSES_AT_ONCE
 from inference.errors import ForwardError, WorkerDownError
 from inference.scheduler import FairQueue, Flow, QueuedText
 from tests.inference.servers import until
@@ -46,7 +47,9 @@ class Bench:
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
-        self.batcher = Batcher(engine, waiting, self.counts, *reports, GOOD, seconds_between_trials)
+        self.batcher = Batcher(
+            engine, waiting, self.counts, *reports, GOOD, seconds_between_trials=seconds_between_trials
+        )
 
     def _finished(self, done: FinishedPass) -> None:
         for pair in zip(done.texts, done.outcomes, strict=True):
@@ -229,6 +232,25 @@ def test_a_text_alone_takes_all_slots_and_several_share_them() -> None:
         bench.outcomes(5)
     assert [(len(one.texts), one.threads) for one in engine.passes] == [(1, 2), (2, 1), (1, 1), (1, 1)]
     assert engine.most_slots_busy == 2
+
+
+def test_many_processors_mean_wider_passes_not_more_workers() -> None:
+    engine = StandInEngine(num_slots=256)
+    before = threading.active_count()
+    with running(engine) as bench:
+        assert threading.active_count() - before == PASSES_AT_ONCE
+        engine.hold()
+        bench.put_call([(1,) * 50])
+        engine.begun.acquire()
+        bench.put_call([(2,) * 50] * 30)
+        for _ in range(PASSES_AT_ONCE - 1):
+            engine.begun.acquire()
+        # Nine threads share the 50 tokens of a text, six each; the rest is there for others.
+        assert engine.passes[0].threads == 9
+        assert all(one.threads > 40 and len(one.texts) > 4 for one in engine.passes[1:])
+        engine.let_go()
+        bench.outcomes(31)
+    assert engine.most_slots_busy <= 256
 
 
 def test_a_slot_that_is_free_while_another_works_takes_what_waits() -> None:

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from inference.calls import Answer
 from inference.classifier import QueueLimits
+from inference.engines.base import TokenBatch
 from inference.errors import (
     DeadlineExceededError,
     ForwardError,
@@ -130,31 +134,111 @@ def test_a_text_that_fails_fails_alone(bad: str) -> None:
     run(test())
 
 
-def test_a_full_queue_refuses_a_whole_call_and_says_when_to_come_again() -> None:
+def test_a_call_that_would_be_answered_too_late_is_refused_whole_and_told_when_to_come_again() -> None:
     async def test() -> None:
-        async with running(max_queue_tokens=40) as bench:
+        # 10 tokens per second: a single text has 5 s, a call of two 3.75 s.
+        async with running(model=StandInModel(StandInEngine(), tokens_per_second=10), max_wait_seconds=5) as bench:
             await bench.occupy()
             bench.submit("w1 " * 10, "w2 " * 10)
             await bench.all_tokenized()
-            with pytest.raises(
-                QueueFullError, match="20 tokens wait, and up to 32 more > max_queue_tokens 40"
-            ) as caught:
+            with pytest.raises(QueueFullError, match=r"2 more texts .* after 3\.90 s, limit 3\.75 s") as caught:
                 bench.submit("w3 " * 10, "w4 " * 10)
-            assert caught.value.retry_after_s > 0
+            assert "(MAX_WAIT_SECONDS 5); ask again in" in str(caught.value)
+            assert 0 < caught.value.retry_after_s < 1
+            assert bench.classifier.full_error() is None
+            bench.submit("w5 " * 16)
+            await bench.all_tokenized()
+            with pytest.raises(QueueFullError, match=r"1 more texts .* limit 5\.00 s"):
+                bench.submit("w6 " * 16)
             bench.engine.let_go()
             await bench.classifier.drain()
-            await bench.answers("w3 " * 10, "w4 " * 10)
             texts = [text[0] for one in bench.engine.passes for text in one.texts]
-            assert texts == [89, 1, 2, 3, 4]
+            assert sorted(texts) == [1, 2, 5, 89]
 
     run(test())
 
 
 def test_a_call_that_never_fits_is_told_to_become_smaller() -> None:
     async def test() -> None:
-        async with running(max_queue_tokens=40) as bench:
+        async with running(model=StandInModel(StandInEngine(), tokens_per_second=4), max_wait_seconds=5) as bench:
             with pytest.raises(QueueFullError, match="send fewer texts in one call"):
                 bench.submit(*(["w1 " * 16] * 3))
+            assert len(await bench.answers("w1 " * 16)) == 1
+
+    run(test())
+
+
+def test_texts_that_are_not_tokenised_yet_do_not_count_a_token_per_character() -> None:
+    async def test() -> None:
+        model = StandInModel(StandInEngine(), max_length=512, tokens_per_second=10_000)
+        async with running(model=model, max_batch_tokens=512, max_wait_seconds=5) as bench:
+            await bench.occupy()
+            # 16,000 tokens in 64,000 characters, and 37,500 tokens are 3.75 s of work.
+            for call in range(40):
+                bench.submit(*(f"w{call} " + "w12 " * 24 for _ in range(16)))
+            bench.engine.let_go()
+            await bench.classifier.drain()
+            assert bench.classifier.queued_tokens == 0
+
+    run(test())
+
+
+def test_the_length_of_texts_is_learnt_from_those_before() -> None:
+    async def test() -> None:
+        model = StandInModel(StandInEngine(), max_length=512, tokens_per_second=100)
+        async with running(model=model, max_batch_tokens=512, max_wait_seconds=1_000) as bench:
+            one_letter_words = " ".join(["w"] * 100)  # a token for every two characters
+            for _ in range(8):
+                await bench.answers(*(f"w{i % 90} {one_letter_words}" for i in range(64)))
+            await bench.occupy()
+            bench.submit(one_letter_words)
+            assert bench.classifier.queued_tokens == pytest.approx(100, rel=0.1)
+
+    run(test())
+
+
+def test_what_a_slow_engine_accepts_is_answered_in_time() -> None:
+    wait_s = 0.5
+
+    async def test() -> None:
+        async with running(model=StandInModel(SlowEngine()), max_wait_seconds=wait_s) as bench:
+            await bench.answers("w1 w2 w3")  # now its speed is known
+            accepted, refused = [], 0
+            for i in range(200):  # 8 tokens each 8 ms where one takes 4 ms: four times what the engine can do
+                texts = [f"w{i % 90} w{j} " + "w1 " * 6 for j in range(12 if i % 20 == 0 else 1)]
+                try:
+                    accepted += [asyncio.create_task(_seconds_to(future)) for future in bench.submit(*texts)]
+                except QueueFullError:
+                    refused += 1
+                await asyncio.sleep(0.008)
+            longest = max(await asyncio.gather(*accepted))
+            assert refused > 50
+            assert len(accepted) > 20
+            # A pass of 64 tokens takes 0.26 s; unbounded, the last ones would wait for more than 4 s.
+            assert longest < wait_s + 0.26 + 1.0
+
+    run(test())
+
+
+class SlowEngine(StandInEngine):
+    def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        time.sleep(0.004 * len(batch.ids))
+        return super().logits(batch, threads)
+
+
+async def _seconds_to(future: asyncio.Future[Answer]) -> float:
+    started = time.monotonic()
+    await future
+    return time.monotonic() - started
+
+
+def test_a_fast_engine_refuses_nothing() -> None:
+    async def test() -> None:
+        async with running(model=StandInModel(StandInEngine(), tokens_per_second=20_000), max_wait_seconds=5) as bench:
+            for i in range(50):  # 40,000 tokens
+                bench.submit(*(f"w{i} w{j} " + "w1 " * 14 for j in range(50)))
+                await asyncio.sleep(0.001)
+            await bench.classifier.drain()
 
     run(test())
 
@@ -232,8 +316,8 @@ def test_limits_that_cannot_work_are_refused() -> None:
         Bench(StandInModel(StandInEngine()), max_batch_tokens=8)
     with pytest.raises(ValueError, match="cache_entries -1: must be at least 0"):
         QueueLimits(cache_entries=-1)
-    with pytest.raises(ValueError, match="max_queue_tokens 0: must be at least 1"):
-        QueueLimits(max_queue_tokens=0)
+    with pytest.raises(ValueError, match="max_wait_seconds 0: must be greater than 0"):
+        QueueLimits(max_wait_seconds=0)
 
 
 some_text = st.lists(st.sampled_from([*(f"w{i}" for i in range(1, 6)), "raises", "dies", "nan", "unencodable", " "]))

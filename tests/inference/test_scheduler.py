@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.scheduler import LARGEST_PADDING, LARGEST_WEIGHT, FairQueue, Flow, QueuedText, spread
+from inference.scheduler import (
+    LARGEST_PADDING,
+    LARGEST_WEIGHT,
+    FairQueue,
+    Flow,
+    QueuedText,
+    overrun_s,
+    spread,
+)
 
 BUDGET = 64
 NEVER = float("inf")
@@ -183,23 +191,34 @@ def test_each_pass_takes_no_more_than_a_slot_s_share_of_what_waits(
     queue = FairQueue(10_000, pads=False, length_window=16)
     waiting = [data.draw(st.integers(1, 40)) for _ in range(num_texts)]
     put_call(queue, waiting)
+    free = st.integers(1, num_slots).flatmap(lambda slots: st.tuples(st.just(slots), st.integers(1, slots)))
     while len(queue):
         share = queue.num_tokens / min(len(queue), num_slots)
-        num_parts, slots = spread(len(queue), data.draw(st.integers(1, num_slots)), num_slots)
+        num_parts, slots = spread(len(queue), *data.draw(free), num_passes=num_slots)
         assert 1 <= slots <= num_slots
         assert sum(text.num_tokens for text in queue.take(num_parts)) <= share + max(waiting)
 
 
 def test_a_text_alone_takes_all_free_slots_and_texts_enough_take_one_each() -> None:
-    assert spread(1, 4, 4) == (1, 4)
-    assert spread(1, 2, 4) == (1, 2)
-    assert spread(2, 4, 4) == (2, 2)
-    assert spread(9, 4, 4) == (4, 1)
+    assert spread(1, 4, 4, 4) == (1, 4)
+    assert spread(1, 2, 3, 4) == (1, 2)
+    assert spread(2, 4, 4, 4) == (2, 2)
+    assert spread(9, 4, 4, 4) == (4, 1)
+
+
+def test_more_slots_than_passes_are_all_given_out() -> None:
+    free_slots, given = 64, []
+    for free_passes in range(6, 0, -1):
+        num_parts, slots = spread(9, free_slots, free_passes, 6)
+        assert num_parts == 6
+        given.append(slots)
+        free_slots -= slots
+    assert (given, free_slots) == ([11, 11, 11, 11, 10, 10], 0)
 
 
 def test_texts_are_left_for_the_slots_that_are_busy() -> None:
-    assert spread(9, 1, 4) == (4, 1)
-    assert spread(2, 1, 2) == (2, 1)
+    assert spread(9, 1, 1, 4) == (4, 1)
+    assert spread(2, 1, 1, 2) == (2, 1)
 
 
 def test_a_text_that_a_single_call_wants_too_leaves_its_place_at_the_end_of_a_large_call() -> None:
@@ -229,3 +248,80 @@ def test_near_lengths_go_together_when_passes_pad() -> None:
 def test_a_text_larger_than_any_pass_is_refused() -> None:
     with pytest.raises(ValueError, match="text of 65 tokens > max_batch_tokens 64"):
         put_call(make_queue(), [BUDGET + 1])
+
+
+class VirtualServer:
+    """A queue with one engine, in virtual time: a token takes 10 ms, and an answer may take 2 s."""
+
+    speed, wait_s = 100.0, 2.0
+
+    def __init__(self, *, pads: bool = False) -> None:
+        self.queue = make_queue(pads=pads)
+        self.now = self.free_at = 0.0
+        self.tokens_in_hand = 0
+        self.num_refused = 0
+        self.lateness: list[float] = []
+
+    def work_until(self, until: float) -> None:
+        while len(self.queue) and self.free_at <= until:
+            taken = self.queue.take(1, self.free_at, self.speed)
+            self.tokens_in_hand = sum(text.num_tokens for text in taken)
+            self.free_at += self.tokens_in_hand / self.speed
+            self.lateness += [self.free_at - text.promised for text in taken]
+        self.now = until
+        if self.free_at <= until:
+            self.free_at, self.tokens_in_hand = until, 0
+
+    def call(self, call: list[int]) -> None:
+        waiting = self.queue.num_tokens + self.tokens_in_hand
+        if overrun_s(waiting, sum(call), len(call), self.speed, self.wait_s) > 0:
+            self.num_refused += 1
+            return
+        flow = Flow(len(call))
+        for num_tokens in call:
+            self.queue.put(flow, QueuedText(np.zeros(num_tokens, np.int32), NEVER, promised=self.now + self.wait_s))
+
+
+@given(pads=st.booleans(), arrivals=st.lists(st.tuples(st.floats(0, 0.5), lengths), min_size=1, max_size=60))
+@settings(deadline=None, max_examples=200)
+def test_what_is_accepted_is_answered_within_the_wait_and_one_pass(
+    pads: bool, arrivals: list[tuple[float, list[int]]]
+) -> None:
+    server = VirtualServer(pads=pads)
+    for gap, call in arrivals:
+        server.work_until(server.now + gap)
+        server.call(call)
+    server.work_until(1e6)
+    assert max(server.lateness, default=0) <= BUDGET / server.speed + 1e-6
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_the_last_text_of_a_large_call_keeps_its_time_though_single_texts_never_stop_coming(pads: bool) -> None:
+    server = VirtualServer(pads=pads)
+    server.call([10] * 15)
+    for _ in range(200):
+        server.work_until(server.now + 0.03)  # ten tokens each 0.03 s: three times what the engine can do
+        server.call([10])
+    server.work_until(1e6)
+    assert server.num_refused > 100
+    assert len(server.lateness) > 60
+    assert max(server.lateness) <= BUDGET / server.speed + 1e-6
+
+
+def test_a_large_call_leaves_room_in_which_single_texts_go_ahead_of_it() -> None:
+    speed, wait_s = 1000.0, 2.0
+    assert overrun_s(0, 1500, 100, speed, wait_s) <= 0
+    assert overrun_s(0, 1600, 100, speed, wait_s) > 0
+    assert overrun_s(1500, 500, 1, speed, wait_s) <= 0
+    queue = make_queue()
+    flow = Flow(100)
+    for _ in range(100):
+        queue.put(flow, QueuedText(np.zeros(15, np.int32), NEVER, promised=wait_s))
+    single = QueuedText(np.zeros(15, np.int32), NEVER, promised=wait_s)
+    queue.put(Flow(1), single)
+    assert single in queue.take(1, 0.0, speed)
+
+
+def test_a_text_that_finds_nothing_to_wait_for_is_accepted_however_slow_the_model() -> None:
+    assert overrun_s(0, 512, 1, 1.0, 5.0) <= 0
+    assert overrun_s(1, 512, 1, 1.0, 5.0) > 0

@@ -72,7 +72,7 @@ def test_every_operation_of_the_document_says_what_it_does() -> None:
 
 def test_the_queue_has_the_same_defaults_with_and_without_a_server() -> None:
     settings, limits = Settings(), QueueLimits()
-    for name in ("max_batch_tokens", "max_queue_tokens", "cache_entries"):
+    for name in ("max_batch_tokens", "max_wait_seconds", "cache_entries"):
         assert getattr(settings, name) == getattr(limits, name)
 
 

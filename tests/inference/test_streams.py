@@ -84,8 +84,8 @@ def test_a_client_that_reads_nothing_before_it_has_sent_everything_is_answered(m
 
 
 def test_a_stream_waits_for_room_in_the_queue_instead_of_failing(model_folder: Path) -> None:
-    text = "oil prices rise " * 8  # 24 tokens, of 100 in the queue: less than a group of lines has
-    with serving(model_folder, seconds_per_token=0.0002, max_queue_tokens=100) as client:
+    text = "oil prices rise " * 8  # 24 tokens, of 200 in the queue: less than a group of lines has
+    with serving(model_folder, seconds_per_token=0.0002, max_wait_seconds=0.05) as client:
         bodies = [_lines([f"{text_of(i)} {text}" for i in range(start, start + 100)]) for start in (0, 100, 200)]
         found: list[list[dict[str, Any]]] = []
         threads = [threading.Thread(target=lambda body=body: found.append(_post(client, body))) for body in bodies]

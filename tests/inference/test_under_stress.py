@@ -132,6 +132,7 @@ class _OpenLoop:
     def __init__(self, port: int) -> None:
         self.statuses: Counter[int] = Counter()
         self.retry_after: list[int] = []
+        self.seconds_to_answers: list[float] = []
         self._port = port
 
     async def run(self, per_second: float, seconds: float) -> None:
@@ -143,12 +144,15 @@ class _OpenLoop:
 
     async def _ask(self, i: int) -> None:
         body = json.dumps({"text": text_of(i, num_words=12)}).encode()
+        started = time.monotonic()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         writer.write(_head(len(body)) + body)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         writer.close()
         status = int(head.split()[1])
         self.statuses[status] += 1
+        if status == 200:
+            self.seconds_to_answers.append(time.monotonic() - started)
         if status == 503:
             self.retry_after.append(int(re.search(r"retry-after: (\d+)", head)[1]))
 
@@ -162,7 +166,7 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
     model_folder: Path, tmp_path: Path
 ) -> None:
     # 14 tokens a text at 1.8 ms each: about 40 texts a second; 120 come.
-    with stand_in_server(model_folder, tmp_path, 0.0018, LOG_LEVEL="warning", MAX_QUEUE_TOKENS="400") as server:
+    with stand_in_server(model_folder, tmp_path, 0.0018, LOG_LEVEL="warning", MAX_WAIT_SECONDS="0.7") as server:
         asyncio.run(_OpenLoop(server.port).run(20, 1))
         before = _memory_mb(server)
         load = _OpenLoop(server.port)
@@ -172,6 +176,8 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
         assert load.statuses[200] > 80
         assert load.statuses[503] > 80
         assert all(1 <= seconds <= 30 for seconds in load.retry_after)
+        # 0.7 s of waiting and a pass of as much; without a bound the last ones would wait for 8 s.
+        assert max(load.seconds_to_answers) < 4
         assert metric(server.client, "requests_total", route="/predict", status="200") == load.statuses[200] + 20
         assert metric(server.client, "queue_tokens") == 0
         assert _memory_mb(server) < before + 50
@@ -180,7 +186,7 @@ def test_at_three_times_its_capacity_it_refuses_the_rest_and_answers_what_it_too
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_a_long_time_of_everything(model_folder: Path, tmp_path: Path) -> None:
-    settings = {"LOG_LEVEL": "warning", "MAX_QUEUE_TOKENS": "2000", "CACHE_ENTRIES": "1000"}
+    settings = {"LOG_LEVEL": "warning", "MAX_WAIT_SECONDS": "2", "CACHE_ENTRIES": "1000"}
     with stand_in_server(model_folder, tmp_path, 0.0001, **settings) as server:
         _soak(server, 20)
         samples = [_memory_mb(server)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from inference.engines.base import TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 from inference.engines.native.architecture import Architecture
 from inference.engines.native.library import BlockStruct, LinearStruct, ModelStruct, NormStruct, load_library
 from inference.engines.native.quantize import FILE_NAME
@@ -25,6 +26,7 @@ class NativeEngine:
     """Runs a BERT or DistilBERT classifier in int8 on AVX512-VNNI; see `inference.engines.base.Engine`."""
 
     name = "native int8"
+    batch_tokens = CPU_BATCH_TOKENS
     pads = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
@@ -37,6 +39,7 @@ class NativeEngine:
 
         Raises:
             OSError: The compiled kernels or the weights cannot be read.
+            MemoryError: There is too little for the buffers.
             ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
         """
         self.num_slots = threads
@@ -44,14 +47,7 @@ class NativeEngine:
         self._library = load_library()
         self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
         self._model = self._model_struct()
-        self._sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
-        self._opened: list[ctypes.c_void_p] = []
-        for _ in range(threads):
-            session = ctypes.c_void_p(self._library.open_session(ctypes.byref(self._model), threads))
-            if not session:
-                raise OSError(f"the native engine cannot start {threads} threads")
-            self._opened.append(session)
-            self._sessions.put(session)
+        self._threads = _Threads(self._library, self._model, threads)
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         """Run one forward pass; see `inference.engines.base.Engine`."""
@@ -61,7 +57,10 @@ class NativeEngine:
         starts = np.zeros(num_texts + 1, dtype=np.int32)
         np.cumsum(batch.lengths, out=starts[1:])
         logits = np.empty((num_texts, self._architecture.num_labels), dtype=np.float32)
-        session = self._sessions.get()
+        here = self._threads
+        if here.process != os.getpid():  # a fork copies memory, not threads
+            here = self._threads = _Threads(self._library, self._model, self.num_slots)
+        session = here.sessions.get()
         try:
             failed = self._library.forward(
                 session,
@@ -72,14 +71,10 @@ class NativeEngine:
                 logits.ctypes.data,
             )
         finally:
-            self._sessions.put(session)
+            here.sessions.put(session)
         if failed:
             raise MemoryError(f"no memory for a forward pass over {starts[-1]} tokens")
         return logits
-
-    def __del__(self) -> None:
-        for session in getattr(self, "_opened", ()):
-            self._library.close_session(session)
 
     def _check(self, batch: TokenBatch) -> None:
         # The kernels trust their input: what would read outside of a table ends here.
@@ -145,6 +140,30 @@ class NativeEngine:
             found = "nothing" if array is None else f"{array.dtype} {array.shape}"
             raise ValueError(f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}")
         return array.ctypes.data
+
+
+class _Threads:
+    """The helper threads of one model in one process, and the sessions that share them."""
+
+    def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int) -> None:
+        self.process = os.getpid()
+        self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
+        self._library = library
+        self._opened: list[ctypes.c_void_p] = []
+        self._pool = ctypes.c_void_p(library.open_pool(ctypes.byref(model), threads - 1))
+        for _ in range(min(threads, PASSES_AT_ONCE)):
+            session = ctypes.c_void_p(self._pool and library.open_session(self._pool))
+            if not session:
+                raise MemoryError("no memory for the sessions of the native engine")
+            self._opened.append(session)
+            self.sessions.put(session)
+
+    def __del__(self) -> None:
+        # A forked child has a copy of its parent's threads here that nobody can join.
+        if self._pool and self.process == os.getpid():
+            self._library.close_pool(self._pool)
+            for session in self._opened:
+                self._library.close_session(session)
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:

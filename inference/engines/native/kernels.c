@@ -21,7 +21,7 @@ enum { LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4, PANEL = LANES * TILE_VECTORS
 /* Rows that go through a whole block together: their widest activation (rows x 3072 floats) stays in the L2 cache. Up to
  * half as many more, so that a text of 50 tokens does not read all weights a second time for its last two. */
 enum { ROW_BLOCK = 8 * TILE_ROWS, MOST_ROWS = ROW_BLOCK * 3 / 2 };
-enum { SPINS_BEFORE_YIELD = 4000, MAX_THREADS = 64, ALIGNMENT = 64 };
+enum { SPINS_BEFORE_YIELD = 4000, ALIGNMENT = 64 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
@@ -73,14 +73,18 @@ typedef struct {
 
 /* What one thread works on: MOST_ROWS rows of everything. */
 typedef struct {
+    int32_t longest; /* text that fits */
     float *wide, *scores, *keys, *row;
     uint8_t *quantised;
     RowScale *scales;
 } Scratch;
 
+struct Pool;
+
 typedef struct Session {
+    struct Pool *pool;
     const Model *model;
-    int32_t threads, row_capacity, text_capacity, longest;
+    int32_t row_capacity, text_capacity;
     float *hidden;          /* (rows, width) */
     uint8_t *quantised;     /* (rows, width) */
     RowScale *scales;       /* (rows,) */
@@ -89,16 +93,31 @@ typedef struct Session {
     float *first, *pooled;  /* (texts, width) */
     uint8_t *first_quantised;
     RowScale *first_scales;
-    Scratch scratch[MAX_THREADS];
-    /* The helpers: they sleep between calls and spin within one. */
-    pthread_t helper[MAX_THREADS];
-    pthread_mutex_t mutex;
-    pthread_cond_t wake;
-    uint64_t call;
-    int32_t helpers, call_threads, stopping;
-    const Batch *batch;
+    Scratch scratch;        /* of the thread that calls */
     _Atomic int32_t arrived, generation;
 } Session;
+
+/* A thread of the pool. It sleeps until a call takes it, and spins while it waits for the other threads of that call. */
+typedef struct Helper {
+    pthread_t thread;
+    struct Helper *next;  /* in the list of idle helpers, or of the call that has taken it */
+    Scratch scratch;
+    pthread_mutex_t mutex;  /* guards what follows: its share of the call that has taken it */
+    pthread_cond_t wake;
+    uint64_t calls;
+    Session *session;
+    const Batch *batch;
+    int32_t place, threads, stopping;
+} Helper;
+
+/* The helpers that all sessions of a model share: a call takes those that are idle, however few. */
+typedef struct Pool {
+    const Model *model;
+    pthread_mutex_t mutex; /* guards the list of idle helpers; only callers take it */
+    Helper *idle;
+    int32_t helpers;
+    Helper helper[];
+} Pool;
 
 /* ---------------------------------------------------------------- arithmetic */
 
@@ -499,9 +518,8 @@ static void meet(Session *s, int threads) {
     }
 }
 
-static void run_share(Session *s, const Batch *batch, int thread, int threads) {
+static void run_share(Session *s, const Batch *batch, Scratch *scratch, int thread, int threads) {
     const Model *m = s->model;
-    Scratch *scratch = &s->scratch[thread];
     const int rows = batch->starts[batch->texts], width = m->width;
     const int from = (int)((int64_t)rows * thread / threads), to = (int)((int64_t)rows * (thread + 1) / threads);
     embed(s, batch, from, to);
@@ -525,31 +543,6 @@ static void run_share(Session *s, const Batch *batch, int thread, int threads) {
 }
 
 /* ---------------------------------------------------------------- sessions */
-
-typedef struct {
-    Session *session;
-    int thread;
-} HelperStart;
-
-static void *help(void *argument) {
-    HelperStart start = *(HelperStart *)argument;
-    free(argument);
-    Session *s = start.session;
-    uint64_t done = 0;
-    for (;;) {
-        pthread_mutex_lock(&s->mutex);
-        while (!s->stopping && (s->call == done || start.thread >= s->call_threads)) {
-            done = s->call;
-            pthread_cond_wait(&s->wake, &s->mutex);
-        }
-        done = s->call;
-        const int stopping = s->stopping, threads = s->call_threads;
-        const Batch *batch = s->batch;
-        pthread_mutex_unlock(&s->mutex);
-        if (stopping) return NULL;
-        run_share(s, batch, start.thread, threads);
-    }
-}
 
 static void *grown(void *old, size_t bytes) {
     free(old);
@@ -583,81 +576,156 @@ static int reserve_texts(Session *s, int texts) {
     return 1;
 }
 
-static int reserve_scratch(Session *s, int longest) {
-    if (longest <= s->longest) return 1;
-    const size_t width = s->model->width, wide = s->model->wide, padded = (longest + LANES - 1) / LANES * LANES;
-    s->longest = 0;
-    for (int t = 0; t < s->threads; t++) {
-        Scratch *c = &s->scratch[t];
-        c->wide = grown(c->wide, MOST_ROWS * wide * sizeof(float));
-        c->scores = grown(c->scores, MOST_ROWS * padded * sizeof(float));
-        c->keys = grown(c->keys, width / s->model->heads * padded * sizeof(float));
-        c->row = grown(c->row, MOST_ROWS * sizeof(float));
-        c->quantised = grown(c->quantised, MOST_ROWS * (wide > width ? wide : width));
-        c->scales = grown(c->scales, MOST_ROWS * sizeof(RowScale));
-        if (!c->wide || !c->scores || !c->keys || !c->row || !c->quantised || !c->scales) return 0;
-    }
-    s->longest = longest;
+static int reserve_scratch(Scratch *c, const Model *m, int longest) {
+    if (longest <= c->longest) return 1;
+    const size_t width = m->width, wide = m->wide, padded = (longest + LANES - 1) / LANES * LANES;
+    c->longest = 0;
+    c->wide = grown(c->wide, MOST_ROWS * wide * sizeof(float));
+    c->scores = grown(c->scores, MOST_ROWS * padded * sizeof(float));
+    c->keys = grown(c->keys, width / m->heads * padded * sizeof(float));
+    c->row = grown(c->row, MOST_ROWS * sizeof(float));
+    c->quantised = grown(c->quantised, MOST_ROWS * (wide > width ? wide : width));
+    c->scales = grown(c->scales, MOST_ROWS * sizeof(RowScale));
+    if (!c->wide || !c->scores || !c->keys || !c->row || !c->quantised || !c->scales) return 0;
+    c->longest = longest;
     return 1;
 }
 
+static void free_scratch(Scratch *c) {
+    free(c->wide), free(c->scores), free(c->keys), free(c->row), free(c->quantised), free(c->scales);
+}
+
+/* ---------------------------------------------------------------- helpers */
+
+static void *help(void *argument) {
+    Helper *h = argument;
+    for (uint64_t done = 0;;) {
+        pthread_mutex_lock(&h->mutex);
+        while (!h->stopping && h->calls == done) pthread_cond_wait(&h->wake, &h->mutex);
+        done = h->calls;
+        const int stopping = h->stopping;
+        pthread_mutex_unlock(&h->mutex);
+        if (stopping) return NULL;
+        run_share(h->session, h->batch, &h->scratch, h->place, h->threads);
+    }
+}
+
+/* Take up to `wanted` idle helpers for a call. */
+static Helper *take_helpers(Pool *pool, int wanted, int *taken) {
+    Helper *team = NULL;
+    *taken = 0;
+    pthread_mutex_lock(&pool->mutex);
+    while (*taken < wanted && pool->idle) {
+        Helper *h = pool->idle;
+        pool->idle = h->next;
+        h->next = team;
+        team = h;
+        ++*taken;
+    }
+    pthread_mutex_unlock(&pool->mutex);
+    return team;
+}
+
+static void start_helpers(Helper *team, Session *s, const Batch *batch, int threads) {
+    int place = 1;
+    for (Helper *h = team; h; h = h->next) {
+        pthread_mutex_lock(&h->mutex);
+        h->session = s, h->batch = batch, h->place = place++, h->threads = threads;
+        h->calls++;
+        pthread_mutex_unlock(&h->mutex);
+        pthread_cond_signal(&h->wake);
+    }
+}
+
+/* By the caller, after the last meeting of its call: whoever calls next finds them idle, also one that has yet to lie
+ * down to sleep. Such a one sees by the number of its calls that it is wanted again. */
+static void return_helpers(Pool *pool, Helper *team) {
+    if (!team) return;
+    Helper *last = team;
+    while (last->next) last = last->next;
+    pthread_mutex_lock(&pool->mutex);
+    last->next = pool->idle;
+    pool->idle = team;
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+/* Stop the helpers; no call may be under way, and none may follow. Sessions are closed after their pool, since a helper
+ * may still be leaving the last meeting of a call, and are the caller's to close. */
+void close_pool(Pool *pool) {
+    for (int i = 0; i < pool->helpers; i++) {
+        Helper *h = &pool->helper[i];
+        pthread_mutex_lock(&h->mutex);
+        h->stopping = 1;
+        pthread_mutex_unlock(&h->mutex);
+        pthread_cond_signal(&h->wake);
+    }
+    for (int i = 0; i < pool->helpers; i++) {
+        Helper *h = &pool->helper[i];
+        pthread_join(h->thread, NULL);
+        pthread_cond_destroy(&h->wake);
+        pthread_mutex_destroy(&h->mutex);
+        free_scratch(&h->scratch);
+    }
+    pthread_mutex_destroy(&pool->mutex);
+    free(pool);
+}
+
+/* `helpers` threads for the sessions of a model, or as many as the system lets us start; NULL when memory is lacking. */
+Pool *open_pool(const Model *model, int32_t helpers) {
+    Pool *pool = calloc(1, sizeof(Pool) + (size_t)(helpers > 0 ? helpers : 0) * sizeof(Helper));
+    if (!pool) return NULL;
+    pool->model = model;
+    pthread_mutex_init(&pool->mutex, NULL);
+    for (int i = 0; i < helpers; i++) {
+        Helper *h = &pool->helper[i];
+        pthread_mutex_init(&h->mutex, NULL);
+        pthread_cond_init(&h->wake, NULL);
+        if (pthread_create(&h->thread, NULL, help, h)) break;
+        h->next = pool->idle;
+        pool->idle = h;
+        pool->helpers = i + 1;
+    }
+    return pool;
+}
+
+/* ---------------------------------------------------------------- calls */
+
 void close_session(Session *s) {
-    pthread_mutex_lock(&s->mutex);
-    s->stopping = 1;
-    pthread_cond_broadcast(&s->wake);
-    pthread_mutex_unlock(&s->mutex);
-    for (int t = 1; t <= s->helpers; t++) pthread_join(s->helper[t], NULL);
-    pthread_cond_destroy(&s->wake);
-    pthread_mutex_destroy(&s->mutex);
     free(s->hidden), free(s->quantised), free(s->scales), free(s->query), free(s->key_value[0]), free(s->key_value[1]);
     free(s->first), free(s->pooled), free(s->first_quantised), free(s->first_scales);
-    for (int t = 0; t < s->threads; t++) {
-        Scratch *c = &s->scratch[t];
-        free(c->wide), free(c->scores), free(c->keys), free(c->row), free(c->quantised), free(c->scales);
-    }
+    free_scratch(&s->scratch);
     free(s);
 }
 
 /* For the Python side, to see that both mean the same structures. */
 int32_t model_bytes(void) { return sizeof(Model); }
 
-/* A session serves one call at a time, on up to `threads` threads; NULL when memory or threads are lacking. */
-Session *open_session(const Model *model, int32_t threads) {
-    if (threads < 1 || threads > MAX_THREADS) return NULL;
+/* A session serves one call at a time; NULL when memory is lacking. */
+Session *open_session(Pool *pool) {
     Session *s = calloc(1, sizeof(Session));
     if (!s) return NULL;
-    s->model = model;
-    s->threads = threads;
-    pthread_mutex_init(&s->mutex, NULL);
-    pthread_cond_init(&s->wake, NULL);
-    for (int t = 1; t < threads; t++) {
-        HelperStart *start = malloc(sizeof(HelperStart));
-        if (start) *start = (HelperStart){s, t};
-        if (!start || pthread_create(&s->helper[t], NULL, help, start)) {
-            free(start);
-            close_session(s);
-            return NULL;
-        }
-        s->helpers = t;
-    }
+    s->pool = pool;
+    s->model = pool->model;
     return s;
 }
 
 /* Fills logits (texts, labels); returns 0, or 1 when memory is lacking. ids and starts are trusted: checked above. */
 int32_t forward(Session *s, const int32_t *ids, const int32_t *starts, int32_t texts, int32_t threads, float *logits) {
+    const int rows = starts[texts];
     int longest = 0;
     for (int t = 0; t < texts; t++)
         if (starts[t + 1] - starts[t] > longest) longest = starts[t + 1] - starts[t];
-    if (!reserve_rows(s, starts[texts]) || !reserve_texts(s, texts) || !reserve_scratch(s, longest)) return 1;
-    const Batch batch = {ids, starts, texts, logits};
-    if (threads > 1) {
-        pthread_mutex_lock(&s->mutex);
-        s->batch = &batch;
-        s->call_threads = threads;
-        s->call++;
-        pthread_cond_broadcast(&s->wake);
-        pthread_mutex_unlock(&s->mutex);
+    if (!reserve_rows(s, rows) || !reserve_texts(s, texts) || !reserve_scratch(&s->scratch, s->model, longest)) return 1;
+    /* Every thread reads all weights, whatever its rows: beyond one thread a tile of rows more threads only read more. */
+    const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, useful = tiles > 2 ? tiles : 2;
+    int helpers = 0, fits = 1;
+    Helper *team = threads > 1 ? take_helpers(s->pool, (threads < useful ? threads : useful) - 1, &helpers) : NULL;
+    for (Helper *h = team; h; h = h->next) fits = fits && reserve_scratch(&h->scratch, s->model, longest);
+    if (fits) {
+        const Batch batch = {ids, starts, texts, logits};
+        if (team) start_helpers(team, s, &batch, helpers + 1);
+        run_share(s, &batch, &s->scratch, 0, helpers + 1);
     }
-    run_share(s, &batch, 0, threads);
-    return 0;
+    return_helpers(s->pool, team);
+    return !fits;
 }

@@ -85,9 +85,13 @@ def load_library() -> ctypes.CDLL:
     if path is None:
         raise OSError("the native kernels are not compiled here; install again where a C compiler is at hand")
     library = ctypes.CDLL(str(path))
-    if library.model_bytes() != ctypes.sizeof(ModelStruct):
+    if library.model_bytes() != ctypes.sizeof(ModelStruct) or not hasattr(library, "open_pool"):
         raise OSError("the native kernels were compiled from another version; install again")
-    library.open_session.argtypes = [ctypes.POINTER(ModelStruct), _INT]
+    library.open_pool.argtypes = [ctypes.POINTER(ModelStruct), _INT]
+    library.open_pool.restype = _POINTER
+    library.close_pool.argtypes = [_POINTER]
+    library.close_pool.restype = None
+    library.open_session.argtypes = [_POINTER]
     library.open_session.restype = _POINTER
     library.close_session.argtypes = [_POINTER]
     library.close_session.restype = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -158,3 +160,73 @@ def test_weights_of_another_shape_are_refused_by_name(make_engine: MakeEngine, t
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ValueError, match=r"block\.1\.wide\.bias must be float32 \(208,\), found float32 \(7,\)"):
         NativeEngine(tmp_path, config, 1)
+
+
+def _num_threads() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _data_bytes() -> int:
+    """Memory that this process has asked for, used or not."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmData:")[2].split()[0])
+
+
+@pytest.mark.parametrize("processors", [1, 2, 8, 64, 96, 128, 256])
+def test_threads_are_as_many_as_processors_on_a_machine_of_any_size(make_engine: MakeEngine, processors: int) -> None:
+    engine, _ = make_engine(_distilbert(n_layers=1), threads=processors)
+    batch = TokenBatch.of(_random_texts([50, 160, 3, 97]))
+    alone = engine.logits(batch)
+    np.testing.assert_array_equal(engine.logits(batch, processors), alone)
+    with_engine = _num_threads()
+    del engine
+    assert with_engine - _num_threads() == processors - 1
+
+
+def test_buffers_grow_with_the_processors_not_with_their_square(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(_distilbert(n_layers=1), threads=64)
+    batch = TokenBatch.of(_random_texts([POSITIONS] * 2))
+    before = _data_bytes()
+    for _ in range(64):  # every session in turn
+        engine.logits(batch, 64)
+    assert _data_bytes() - before < 64 * 2**20  # a thread's buffers take 0.15 MiB
+
+
+def test_passes_together_may_ask_for_more_threads_than_there_are(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(_distilbert(), threads=3)
+    batches = [TokenBatch.of(_random_texts(LENGTHS[i % 9 :], seed=i)) for i in range(24)]
+    alone = [engine.logits(batch) for batch in batches]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda batch: engine.logits(batch, 3), batches))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_forked_child_answers_on_threads_of_its_own(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(_distilbert(), threads=2)
+    batch = TokenBatch.of(_random_texts(LENGTHS))
+    expected = engine.logits(batch, 2)
+    child = os.fork()
+    if child == 0:  # whatever happens here, pytest must not go on in this process
+        try:
+            is_equal = np.array_equal(engine.logits(batch, 2), expected)
+            has_helper = _num_threads() == 2
+            del engine
+            os._exit(0 if is_equal and has_helper and _num_threads() == 1 else 1)
+        finally:
+            os._exit(2)
+    assert _exit_code(child, seconds=20) == 0
+    np.testing.assert_array_equal(engine.logits(batch, 2), expected)
+
+
+def _exit_code(child: int, seconds: float) -> int | None:
+    """Wait for a child; one that does not end in time is killed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None

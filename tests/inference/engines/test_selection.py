@@ -10,12 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from inference import export
 from inference import manifest as manifests
-from inference.engines.selection import load_model
+from inference.cpu import Hardware, usable_cpus
+from inference.engines.native import is_supported
+from inference.engines.probe import measure_speed
+from inference.engines.selection import _has_gpu_files, load_model
 from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader
+from inference.settings import Settings
+from tests.inference.stand_in_model import StandInModel
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -47,7 +54,7 @@ def test_auto_picks_the_artefact_and_says_why(exported_folder: Path) -> None:
     info = ModelLoader(exported_folder).info
     weights = manifests.sha256_of(exported_folder / "model.safetensors")
     assert (info["engine"], info["precision"], info["revision"]) == ("onnx int8", "int8", weights[:12])
-    assert "onnx is the fastest artefact" in info["reason"]
+    assert "onnx is the only artefact that works here" in info["reason"]
     assert ModelLoader(exported_folder, "torch").info["revision"] == weights[:12]
 
 
@@ -177,3 +184,118 @@ def test_a_named_engine_that_is_not_there_is_refused_with_the_command_that_makes
 def test_an_artefact_of_another_engine_is_refused(exported_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="for the onnx engine, not torch"):
         load_model(exported_folder / "onnx", "torch")
+
+
+@pytest.fixture(scope="module")
+def two_artefacts(exported_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with an artefact for ONNX Runtime and one for our kernels."""
+    if not is_supported()[0]:
+        pytest.skip(is_supported()[1])
+    folder = Path(shutil.copytree(exported_folder, tmp_path_factory.mktemp("two") / "tiny"))
+    assert export.main([str(folder), "--engine", "native", "--rows", str(rows_file), "--max_drop", "100"]) == 0
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of a user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "distrinews" / "engine_speeds"
+
+
+def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path, cache: Path) -> None:
+    loaded = load_model(two_artefacts)
+    [file] = cache.iterdir()
+    speeds = json.loads(file.read_text())
+    assert speeds.keys() == {"native", "onnx"}
+    fastest = max(speeds, key=speeds.get)
+    assert loaded.engine.name == f"{fastest} int8"
+    assert loaded.tokens_per_second == speeds[fastest]
+    assert loaded.reason.startswith(f"{fastest} makes {speeds[fastest]:,.0f} tokens per second here, ")
+    assert "(measured just now)" in loaded.reason
+
+
+def test_what_was_measured_is_remembered_and_decides_whatever_the_engine(two_artefacts: Path, cache: Path) -> None:
+    load_model(two_artefacts)
+    [file] = cache.iterdir()
+    for speeds, expected in (
+        ({"native": 1.0, "onnx": 2.0}, "onnx int8"),
+        ({"native": 2.0, "onnx": 1.0}, "native int8"),
+    ):
+        file.write_text(json.dumps(speeds))
+        loaded = load_model(two_artefacts)
+        assert loaded.engine.name == expected
+        assert "(measured at an earlier start)" in loaded.reason
+    # Other threads are another machine.
+    load_model(two_artefacts, hardware=Hardware(threads=1))
+    assert len(list(cache.iterdir())) == (2 if usable_cpus() > 1 else 1)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", '{"native": "fast"}'])
+def test_a_broken_cache_means_to_measure_again(two_artefacts: Path, cache: Path, content: str) -> None:
+    load_model(two_artefacts)
+    [file] = cache.iterdir()
+    file.write_text(content)
+    assert "(measured just now)" in load_model(two_artefacts).reason
+    assert json.loads(file.read_text()).keys() == {"native", "onnx"}
+
+
+def test_a_cache_that_cannot_be_written_stops_no_start(two_artefacts: Path, cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    assert "(measured just now)" in load_model(two_artefacts).reason
+
+
+def test_an_artefact_that_does_not_load_is_left_out_of_the_comparison(
+    two_artefacts: Path, cache: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(two_artefacts, tmp_path / "damaged"))
+    (folder / "native" / "model_int8.safetensors").write_bytes(b"x")
+    loaded = load_model(folder)
+    assert loaded.engine.name == "onnx int8"
+    assert loaded.reason.startswith("onnx is the only artefact that works here; skipped native (")
+    assert loaded.reason.count("skipped") == 1
+    assert not cache.exists()
+
+
+def test_a_single_artefact_is_not_compared_but_its_speed_is_known(exported_folder: Path, cache: Path) -> None:
+    loaded = load_model(exported_folder)
+    assert not cache.exists()
+    assert loaded.tokens_per_second > 0
+
+
+def test_a_slower_engine_measures_slower(model_folder: Path) -> None:
+    slow, fast = (StandInModel(model_folder, seconds) for seconds in (0.0005, 0.0001))
+    speeds = [measure_speed(one.engine, one.tokenizer, one.max_length, seconds=0.05) for one in (slow, fast)]
+    assert speeds[0] < 2000
+    assert speeds[0] < speeds[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_gpu"),
+    [("nvidia0", True), ("nvidia5", True), ("dxg", True), ("nvidiactl", False), ("nvidia-uvm", False), ("null", False)],
+)
+def test_a_gpu_is_found_by_any_number_and_under_wsl(tmp_path: Path, name: str, is_gpu: bool) -> None:
+    (tmp_path / name).touch()
+    assert _has_gpu_files(tmp_path) == is_gpu
+
+
+def test_torch_without_a_gpu_says_so_and_cuda_that_was_asked_for_is_an_error(
+    model_folder: Path, exported_folder: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "; it runs on the processor, since " in load_model(model_folder, "torch").reason
+    assert "processor" not in load_model(model_folder, "torch", Hardware(device="cpu")).reason
+    for wanted in ("auto", "torch"):
+        with pytest.raises(ModelLoadError, match=r"DEVICE is cuda, and .*; set DEVICE to auto or cpu"):
+            load_model(exported_folder, wanted, Hardware(device="cuda"))
+    with pytest.raises(ModelLoadError, match="artefacts run on processors, and DEVICE is cuda"):
+        load_model(exported_folder, "onnx", Hardware(device="cuda"))
+
+
+def test_threads_are_those_of_the_setting_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Hardware().num_threads == Hardware(threads=10_000).num_threads == usable_cpus()
+    monkeypatch.setenv("THREADS", "1")
+    monkeypatch.setenv("DEVICE", "CPU")
+    assert Settings().hardware == Hardware(threads=1, device="cpu")
+    assert Settings().hardware.num_threads == 1
