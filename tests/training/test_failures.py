@@ -87,8 +87,11 @@ def _damaged_checkpoint(folder: Path) -> Sequence[str | Path]:
 
 
 USER_ERRORS: dict[str, tuple[Inputs, str]] = {
-    "no such dataset": (lambda _: ("--dataset", "agnews"), r"--dataset agnews: no such dataset; use ag_news, sample"),
-    "no such model": (lambda folder: ("--model", folder / "none"), r"--model .*none: no such folder"),
+    "no such dataset": (
+        lambda _: ("--dataset", "agnews"),
+        r"--dataset agnews: no such dataset; did you mean ag_news\?; use",
+    ),
+    "no such model": (lambda folder: ("--model", folder / "none"), r"--model .*none: no folder of that name"),
     "malformed row": (_malformed_row, r"data/train\.csv line 7: one field"),
     "one class only": (_one_class, r"--dataset .*data: all training rows have the label 'Sports'"),
     "label out of range": (_label_out_of_range, r"data/train\.csv line 10: label 5 is out of range 1 to 4"),

@@ -434,7 +434,7 @@ def test_machines_that_share_a_cache_download_once(
         assert [machine.wait() for machine in machines] == [0, 0], [machine.err for machine in machines]
 
     assert machines[0].out.splitlines()[-1] == machines[1].out.splitlines()[-1]
-    for name in ("config.json", "model.safetensors", "data/train-"):
+    for name in ("/config.json", "model.safetensors", "data/train-"):
         downloads = [line for line in asked if line.startswith('"GET') and "/resolve/" in line and name in line]
         assert len(downloads) == (1 if shared else 2), downloads
     assert not list(tmp_path.rglob(".shared_*"))
