@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -205,12 +207,26 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    generator = torch.get_rng_state()
+    generator, dtype = torch.get_rng_state(), stored_dtype(path)
+    network, fresh = _read_network(path, dtype, num_labels, labels)
+    if (now := stored_dtype(path)) != dtype:  # the first or a newer one has come from the hub meanwhile
+        torch.set_rng_state(generator)
+        network, fresh = _read_network(path, now, num_labels, labels)
+    if network.dtype != torch.float32:
+        torch.set_rng_state(generator)
+        _draw_anew(network, fresh)
+    return network
+
+
+def _read_network(
+    path: str, dtype: torch.dtype, num_labels: int, labels: dict[str, Any]
+) -> tuple[PreTrainedModel, list[str]]:
+    """A network, and the names of what its file lacks or has in another shape."""
     network, found = AutoModelForSequenceClassification.from_pretrained(
         path,
         num_labels=num_labels,
         ignore_mismatched_sizes=True,
-        dtype=_stored_dtype(Path(path)),
+        dtype=dtype,
         use_safetensors=True,
         # Neither modules beside the weights nor kernels from the hub run, whatever config.json names.
         trust_remote_code=False,
@@ -218,10 +234,7 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         output_loading_info=True,
         **labels,
     )
-    if network.dtype != torch.float32:
-        torch.set_rng_state(generator)
-        _draw_anew(network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])])
-    return network
+    return network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
 
 
 def widen(module: nn.Module) -> None:
@@ -238,10 +251,17 @@ def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             widen(module)
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The half precision that all weights in a local folder are stored in, else fp32."""
+def stored_dtype(name: str) -> torch.dtype:
+    """The half precision that all weights of a local folder, or of the hub's model in the cache, have, else fp32."""
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            config = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # said better when it is loaded
+            config = None
+        folder = Path(config).parent if isinstance(config, str) else folder
     kinds = set()
-    for path in folder.glob("*.safetensors") if folder.is_dir() else ():
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as weights:
             kinds |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     return {("F16",): torch.float16, ("BF16",): torch.bfloat16}.get(tuple(kinds), torch.float32)

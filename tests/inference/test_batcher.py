@@ -245,9 +245,8 @@ def test_many_processors_mean_wider_passes_not_more_workers() -> None:
         bench.put_call([(2,) * 50] * 30)
         for _ in range(PASSES_AT_ONCE - 1):
             engine.begun.acquire()
-        # Nine threads share the 50 tokens of a text, six each; the rest is there for others.
-        assert engine.passes[0].threads == 9
-        assert all(one.threads > 40 and len(one.texts) > 4 for one in engine.passes[1:])
+        # Nine threads share the 50 tokens of a text, about six each; the rest is there for others.
+        assert [one.threads for one in engine.passes] == [9] * PASSES_AT_ONCE
         engine.let_go()
         bench.outcomes(31)
     assert engine.most_slots_busy <= 256

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from training.planning.answer import Answer
+from training.planning.host_memory import estimate_host_memory
 from training.planning.plan import Plan
 from training.planning.sections import DryRuns
 
@@ -21,6 +22,7 @@ def as_record(answer: Answer, dry_runs: DryRuns) -> dict[str, Any]:
         "dry_runs": {str(place): run if isinstance(run, str) else asdict(run) for place, run in dry_runs.items()},
         "scaling": {str(gpus): plan and _plan(answer, plan) for gpus, plan in answer.scaling.items()},
         "checkpoint": asdict(answer.checkpoint) | {"seconds": answer.checkpoint.seconds},
+        "host_memory": asdict(estimate_host_memory(answer.shape, answer.cluster)),
         "target_tokens": answer.target_tokens,
     }
 

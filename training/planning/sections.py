@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from training.planning.answer import Answer, describe
 from training.planning.dry_run import DryRun
 from training.planning.hardware import GIB
+from training.planning.host_memory import estimate_host_memory
 from training.planning.launch import cautions
 from training.planning.plan import Plan
 from training.planning.shapes import MemoryEstimate
@@ -251,6 +252,10 @@ def _running(answer: Answer) -> Section:
     rows.append(("seconds that training waits for it", f"{saved.copy:,.1f}, for the copy"))
     parts = f"then {saved.write:,.0f} to write, {saved.hash:,.0f} to hash"
     rows.append(("seconds until it is complete", f"{saved.seconds:,.0f} ({parts})"))
+    host = estimate_host_memory(answer.shape, answer.cluster)
+    loading, saving = f"{host.loading / 1e9:,.0f} GB", f"{host.saving / 1e9:,.0f} GB"
+    rows.append(("memory of a machine while loading", f"{loading}, the model's file once for all ranks"))
+    rows.append(("memory of a machine while saving", f"{saving}, with the finished model on rank 0's"))
     return Section("A whole run", ("what", "simulated"), rows)
 
 

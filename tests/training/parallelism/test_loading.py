@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from tests.training.parallelism.ranks import here
-from training.model import NewsClassifier
+from training.model import NewsClassifier, stored_dtype
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
@@ -63,6 +64,19 @@ def test_weights_in_half_precision_and_the_new_head_are_those_of_an_fp32_load(st
 
     assert _same(model.state_dict(), expected)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_model_in_the_hubs_cache_is_mapped_as_a_local_folder_is(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "models--me--encoder"
+    shutil.copytree(stored, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    assert stored_dtype(str(stored)) == stored_dtype("me/encoder") == torch.float16
+    assert stored_dtype("me/not-there") == stored_dtype("no/name/at all") == torch.float32
 
 
 def _laid_out(folder: Path, how: str) -> nn.Module:

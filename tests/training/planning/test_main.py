@@ -12,6 +12,7 @@ from tests.deployment.documented import documented
 from training.errors import UserError
 from training.planning.__main__ import ask, dry_runs_of, main
 from training.planning.answer import Answer, nothing_fits
+from training.planning.host_memory import estimate_host_memory
 from training.planning.text import BEGIN, END, markdown, write_page
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -47,6 +48,17 @@ def test_a_whole_copy_of_13_billion_parameters_fits_no_gpu_of_80_gib(founding: A
 
     assert re.fullmatch(r"needs 2\d\d\.\d GiB of 74\.1, 97\.0 of them for the optimizer", reasons["ddp"])
     assert reasons["zero3"] == ""
+
+
+def test_a_machine_holds_one_copy_of_the_model_while_its_ranks_load_it(founding: Answer) -> None:
+    host = estimate_host_memory(founding.shape, founding.cluster)
+
+    file = 4 * founding.shape.num_parameters
+    assert file < host.loading < 1.3 * file  # not one for each of the 8 ranks
+    assert host.saving == pytest.approx(file + 3 * file / 4)
+    table = markdown(founding, {})
+    assert f"| memory of a machine while loading | {host.loading / 1e9:,.0f} GB, " in table
+    assert f"| memory of a machine while saving | {host.saving / 1e9:,.0f} GB, " in table
 
 
 def test_no_layout_is_faster_than_ideal_gpus(founding: Answer) -> None:
@@ -253,6 +265,7 @@ def test_formulas_need_no_torch() -> None:
     program = f"""
 import sys
 from training.planning.__main__ import ask
+from training.planning.host_memory import estimate_host_memory
 from training.planning.text import markdown
 print(markdown(ask({SMALL!r}), {{}}))
 sys.exit("torch" in sys.modules or "transformers" in sys.modules)
