@@ -12,7 +12,7 @@ import numpy as np
 
 from inference.cpu import has_fast_int8, usable_cpus
 from inference.engines.base import Engine
-from inference.errors import ModelLoadError
+from inference.errors import ModelLoadError, first_line
 from inference.forward import probabilities_of
 from inference.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
 from inference.model_files import (
@@ -23,6 +23,7 @@ from inference.model_files import (
     read_saved_model,
     weights_file,
 )
+from inference.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
 from inference.tokenization import TextTokenizer
 
 # Fastest first, as measured in benchmarks/serving.md.
@@ -123,6 +124,8 @@ def _load_artefact(folder: Path, model: Path | None, reason: str) -> LoadedModel
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config)
+    tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
+    check_engine(folder, engine, tokenizer, saved.labels, tolerance)
     _check_probes(folder, manifest, tokenizer, engine)
     if manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so it gains less than measured"
@@ -148,7 +151,7 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
         raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
     except Exception as error:  # every runtime has its own errors for what it cannot read
-        raise ModelLoadError(folder, f"does not load ({_first_line(error)})", _EXPORT) from error
+        raise ModelLoadError(folder, f"does not load ({first_line(error)})", _EXPORT) from error
 
 
 def build_engine(name: str, folder: Path, config: Mapping[str, Any], precision: str) -> Engine:
@@ -204,24 +207,11 @@ def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedMod
         what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
         raise ModelLoadError(path, f"{what} ({reason})", "install it, or export the model where it is") from error
     except Exception as error:  # every library below has its own error for damaged bytes
-        what = f"the weights do not load into the model of its configuration ({_first_line(error)})"
+        what = f"the weights do not load into the model of its configuration ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
-    _check_answer(saved, tokenizer, engine)
+    tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
+    check_engine(saved.path, engine, tokenizer, saved.labels, tolerance)
     return LoadedModel(saved, tokenizer, engine, engine.precision, sha256_of(weights_file(path))[:12], reason)
-
-
-def _check_answer(saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
-    # One text through the whole model: faults show now, not in a request, and the first request is fast.
-    try:
-        probabilities = probabilities_of(engine, [tokenizer.encode(["News"])[0].ids])[0]
-    except Exception as error:  # no compiler for torch_compiled, no memory left on the device
-        what = f"the {engine.name} engine fails on its first text ({_first_line(error)})"
-        raise ModelLoadError(saved.path, what, "serve it with another engine") from error
-    if len(probabilities) != len(saved.labels):
-        raise ModelLoadError(saved.path, f"{len(probabilities)} classes in the weights, {len(saved.labels)} labels")
-    if not np.isfinite(probabilities).all():
-        what = "the model answers with NaN, its training diverged"
-        raise ModelLoadError(saved.path, what, "train with a lower learning rate")
 
 
 def _has_cuda() -> bool:
@@ -230,7 +220,3 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

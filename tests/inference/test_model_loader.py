@@ -179,7 +179,7 @@ def _changed(checkpoint: Path, tmp_path: Path, change: Callable[[dict[str, Any]]
             lambda saved: saved["config"].update(max_length="24"),
             "config.max_length must be of type int, got str",
         ),
-        (lambda saved: saved["config"].update(labels=["one"]), "4 classes in the weights, 1 labels"),
+        (lambda saved: saved["config"].update(labels=["one", "two"]), "4 classes in the weights, 2 labels"),
         (lambda saved: saved["model_state_dict"].pop("network.classifier.bias"), "1 missing keys"),
     ],
 )
