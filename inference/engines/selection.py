@@ -193,6 +193,8 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
 
 
 def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedModel:
+    weights = weights_file(path)
+    before = _version_of(weights)
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
@@ -211,7 +213,18 @@ def _load_torch(path: Path, reason: str, *, compiled: bool = False) -> LoadedMod
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
     check_engine(saved.path, engine, tokenizer, saved.labels, tolerance)
-    return LoadedModel(saved, tokenizer, engine, engine.precision, sha256_of(weights_file(path))[:12], reason)
+    revision = sha256_of(weights)[:12]
+    if _version_of(weights) != before:  # else the bytes that were hashed are not those that answer
+        raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")
+    return LoadedModel(saved, tokenizer, engine, engine.precision, revision, reason)
+
+
+def _version_of(file: Path) -> tuple[int, int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _has_cuda() -> bool:

@@ -52,7 +52,7 @@ class TorchEngine:
         Raises:
             ValueError: No classifier of this configuration is known, or the weights do not fit it.
         """
-        state_dict = load_file(weights) if isinstance(weights, Path) else dict(weights)
+        state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision = precision or _fast_precision(self.device)
         self.name = f"torch {self.device.type} {self.precision}{' compiled' if compiled else ''}"
@@ -75,6 +75,14 @@ class TorchEngine:
             attention_mask=torch.from_numpy(attention_mask).to(self.device),
         )
         return output.logits.float().cpu().numpy()
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file into memory.
+
+    `load_file` only maps it: overwriting the file would then change the answers, and cutting it end the process.
+    """
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _fast_precision(device: torch.device) -> str:

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from inference.cpu import cpu_name, usable_cpus
 from inference.engines.base import Engine
 from inference.engines.selection import build_engine, load_model
-from inference.engines.torch_engine import TorchEngine
+from inference.engines.torch_engine import TorchEngine, read_weights
 from inference.errors import ExportRefusedError
 from inference.exporting.artefact import replaced_whole, write_description
 from inference.exporting.comparison import Comparison, compare
@@ -120,7 +119,7 @@ def export(
 
 
 def _load_weights(saved: SavedModel) -> dict[str, Tensor]:
-    weights = load_file(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
+    weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 

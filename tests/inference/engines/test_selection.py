@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def test_an_artefact_folder_serves_without_torch_and_without_the_weights(
     code = f"""
 import json
 import sys
+import threading
 from inference.model_loader import ModelLoader
 model = ModelLoader({str(artefact)!r})
 assert not {{"torch", "transformers"}} & set(sys.modules)
@@ -177,3 +179,22 @@ def test_a_named_engine_that_is_not_there_is_refused_with_the_command_that_makes
 def test_an_artefact_of_another_engine_is_refused(exported_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="for the onnx engine, not torch"):
         load_model(exported_folder / "onnx", "torch")
+
+
+def test_a_weights_file_that_changes_while_it_is_read_is_refused(model_folder: Path, folder_copy: Path) -> None:
+    weights = folder_copy / "model.safetensors"
+    stop = threading.Event()
+
+    def keep_writing() -> None:
+        while not stop.wait(0.001):
+            weights.touch()
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    try:
+        with pytest.raises(ModelLoadError, match="changed while it was read; load it again when the copy is complete"):
+            load_model(folder_copy)
+    finally:
+        stop.set()
+        writer.join()
+    assert load_model(folder_copy).revision == load_model(model_folder).revision
