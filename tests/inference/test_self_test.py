@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,11 @@ from inference.engines.base import TokenBatch
 from inference.errors import ModelLoadError
 from inference.model_loader import ModelLoader
 from inference.self_test import check_engine
+from tests.inference.conftest import MakeFolder
 
-LABELS = ["A", "B", "C", "D"]
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
 XLNET_SIZES = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
 GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 2, "eos_token_id": 3}
-
-MakeFolder = Callable[..., Path]
-
-
-@pytest.fixture
-def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
-    """Write a model of any family with random weights and the tiny tokenizer."""
-
-    def make(family: str, max_length: int = 24, labels: list[str] = LABELS, **config: Any) -> Path:
-        torch.manual_seed(0)
-        folder = tmp_path / "model"
-        vocab_size = len(json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"])
-        names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-        config_class = getattr(transformers, f"{family}Config")
-        settings = config_class(vocab_size=vocab_size, initializer_range=0.25, **config, **names)
-        getattr(transformers, f"{family}ForSequenceClassification")(settings).save_pretrained(folder)
-        shutil.copy(model_folder / "tokenizer.json", folder)
-        tokenizer_config = json.loads((model_folder / "tokenizer_config.json").read_text())
-        tokenizer_config["model_max_length"] = max_length
-        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-        return folder
-
-    return make
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:
