@@ -10,7 +10,7 @@ from typing import Any
 
 from inference import manifest
 from inference.errors import ModelLoadError
-from inference.tokenization import TextTokenizer
+from inference.tokenization import CLEANINGS, TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 # What a model folder has besides its weights; an artefact folder has a copy of each.
@@ -22,6 +22,8 @@ CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "encoder_config": dict,
     "tokenizer_json": str,
 }
+# Where training writes into config.json how texts were cleaned, one of `CLEANINGS`.
+CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
 # They count positions from behind the padding id (`create_position_ids_from_input_ids` in transformers).
@@ -55,6 +57,13 @@ class SavedModel:
     max_length: int
     metadata: dict[str, Any]
 
+    @property
+    def cleaning(self) -> str:
+        """What the model's texts went through in training and go through before every answer, one of `CLEANINGS`."""
+        # Until it was a choice, training always cleaned as for news; a model from elsewhere takes texts as they are.
+        written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
+        return self.config.get(CLEANING_KEY, "news" if written_here else "none")
+
     def tokenizer(self) -> TextTokenizer:
         """Build the model's tokenizer.
 
@@ -62,7 +71,7 @@ class SavedModel:
             ModelLoadError: It is damaged, or knows more words than the model.
         """
         try:
-            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length)
+            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
@@ -95,9 +104,9 @@ def read_saved_model(path: Path) -> SavedModel:
             several for a text.
     """
     if path.is_dir():
-        return _one_label_of_several(_read_folder(path))
+        return _checked(_read_folder(path))
     if path.is_file():
-        return _one_label_of_several(_read_checkpoint(path))
+        return _checked(_read_checkpoint(path))
     raise ModelLoadError(
         path,
         "no such model",
@@ -162,7 +171,7 @@ def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> in
     return max_length
 
 
-def _one_label_of_several(saved: SavedModel) -> SavedModel:
+def _checked(saved: SavedModel) -> SavedModel:
     # Softmax over the labels is what every answer here is made of: for these it would be wrong without a word.
     problem_type = saved.config.get("problem_type")
     if problem_type not in (None, "single_label_classification"):
@@ -175,6 +184,9 @@ def _one_label_of_several(saved: SavedModel) -> SavedModel:
     if twice is not None:
         what = f"two classes are named {twice!r}"
         raise ModelLoadError(saved.path, what, "give each class a name of its own in id2label of config.json")
+    if saved.cleaning not in CLEANINGS:
+        what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
+        raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
     return saved
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from training.errors import UserError, first_line
-from training.row_files import AG_NEWS_LABELS, FORMATS, BadRows, FoundRow, UsableRow, read_file
+from training.row_files import AG_NEWS_LABELS, FORMATS, BadRows, FoundRow, UsableRow, in_ag_news_layout, read_file
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
@@ -77,6 +77,23 @@ def load_news(dataset: str, seed: int = 0, bad_rows: str = "stop") -> NewsData:
         f"--dataset {dataset}: no such dataset; use ag_news, sample, a hub name owner/data, "
         "or an existing folder or file"
     )
+
+
+def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
+    """How the texts of a dataset are cleaned unless it is said: AG News has markup of its feeds in it, other data may
+    mean what looks like it.
+
+    Args:
+        dataset: as for :func:`load_news`.
+        label_names: of the dataset.
+
+    Returns:
+        ``news`` or ``none``.
+    """
+    path = Path(dataset).expanduser()
+    file = _find_split(path, "train") if path.is_dir() else path
+    is_ag_news = dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS
+    return "news" if is_ag_news or (file and in_ag_news_layout(file)) else "none"
 
 
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

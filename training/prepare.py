@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from inference.tokenization import TextTokenizer
 from training.config import TINY, TrainConfig
-from training.dataset import NewsData, load_news, split_rows
+from training.dataset import NewsData, default_cleaning, load_news, split_rows
 from training.distributed import Ranks
 from training.errors import UserError
 from training.model import NewsClassifier
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 class PreparedNews:
     """Tokens, and which training rows are trained on and which validate.
 
-    ``train_index``, ``validation_index``: row numbers of the training split, rising. ``texts`` and ``tokenizer`` are
-    on the first rank of each machine only.
+    ``train_index``, ``validation_index``: row numbers of the training split, rising. ``cleaning``: how texts were
+    cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are on the first rank of each machine only.
     """
 
     tokens: TokenizedNews
     train_index: np.ndarray
     validation_index: np.ndarray
+    cleaning: str
     texts: NewsData | None
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -51,26 +53,28 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
 
-    def read() -> str:
+    def read() -> tuple[str, str]:
         nonlocal loaded
         if ranks.local_rank != 0:
-            return ""
+            return "", ""
         say(f"Reading {config.dataset} ...")
         data = load_news(config.dataset, config.seed, config.bad_rows)
         if data.left_out:
             say(data.notes[-1])
-        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length)
+        is_chosen = config.clean != "auto"
+        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
+        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, cleaning)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
-        key = cache_key(data, tokenizer_json, config.max_length)
-        write_tokens(cache_dir, key, data, tokenizer_json, config.max_length, say)
+        key = cache_key(data, tokenizer_json, config.max_length, cleaning)
+        write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
         loaded = data, tokenizer
-        return key
+        return key, cleaning
 
-    key = ranks.broadcast(ranks.together(read))
+    key, cleaning = ranks.broadcast(ranks.together(read))
     tokens = read_tokens(cache_dir, key)
     train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
-    return PreparedNews(tokens, train, validation, texts, tokenizer)
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
 
 
 def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:

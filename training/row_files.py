@@ -165,6 +165,18 @@ def _records(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
             bad.reject(f"{path} line {start}", f"not valid CSV ({error})")
 
 
+def in_ag_news_layout(path: Path) -> bool:
+    """Whether a file begins as AG News' own do: no header, but a class number and what it belongs to."""
+    if path.suffix != ".csv":
+        return False
+    try:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+            fields = next(csv.reader(lines), [])
+    except (OSError, csv.Error):
+        return False
+    return len(fields) > 1 and fields[0].strip().isdecimal()
+
+
 def _header(fields: list[str]) -> tuple[int, int] | None:
     names = [name.strip().lower() for name in fields]
     return (names.index("text"), names.index("label")) if {"text", "label"} <= set(names) else None

@@ -14,7 +14,6 @@ from inference.routes.answers import classify, refuse_long, render
 from inference.routes.dependencies import parts_of
 from inference.routes.json_route import JsonRoute
 from inference.schemas import ExplainRequest, ExplainResponse
-from inference.tokenization import clean_text
 
 router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
 
@@ -33,14 +32,15 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     served = parts.served_model.require()
     spans = [match.span() for match in _WORD.finditer(body.text)]
     shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
-    askable = [text for _, text in shortened if clean_text(text)]
+    clean = served.model.tokenizer.clean
+    askable = [text for _, text in shortened if clean(text)]
     whole, *rest = await classify(request, parts, served, [body.text, *askable], "text")
     label = whole.probabilities.index(max(whole.probabilities))
     answers = iter(rest)
     weights: list[float] = []
     for num_words, text in shortened:
         # Where nothing is left to read, nothing speaks for any label.
-        without = next(answers).probabilities[label] if clean_text(text) else 1 / len(whole.probabilities)
+        without = next(answers).probabilities[label] if clean(text) else 1 / len(whole.probabilities)
         weights += [(whole.probabilities[label] - without) / num_words] * num_words
     weights += [0.0] * (len(spans) - len(weights))
     return {**render(parts, served, whole), "words": _words(body.text, spans, weights)}
