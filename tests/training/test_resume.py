@@ -383,6 +383,7 @@ def _make_older(checkpoint: Path) -> None:
     manifest_file.write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_a_run_from_before_cleaning_was_a_choice_goes_on_and_cleans_as_it_began(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
