@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from inference.tokenization import TextTokenizer
 from training.config import TINY
 from training.dataset import NewsData, load_news
 from training.errors import UserError
@@ -115,7 +116,7 @@ def make_workload(
     chosen = NewsData(Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup))
     spelled = spoken.backend_tokenizer.to_str()
     key = cache_key(chosen, spelled, MAX_LENGTH)
-    write_tokens(folder, key, chosen, spelled, MAX_LENGTH, lambda text: None)
+    write_tokens(folder, key, chosen, TextTokenizer.from_json(spelled, MAX_LENGTH), lambda text: None)
     spoken.save_pretrained(folder / "tokenizer")
     write_weights(folder / "model", size, len(data.label_names))
     (folder / "workload.json").write_text(json.dumps({"size": size, "key": key}))

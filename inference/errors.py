@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ModelLoadError(Exception):
     """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inference import manifest
 from inference.errors import ModelLoadError
-from inference.tokenization import TextTokenizer
+from inference.tokenization import CLEANINGS, TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 # What a model folder has besides its weights; an artefact folder has a copy of each.
@@ -38,8 +39,16 @@ _CODE_KEYS = frozenset(
         "use_kernels",
     )
 )
+# Where training writes into config.json how texts were cleaned, one of `CLEANINGS`.
+CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
+# They count positions from behind the padding id (`create_position_ids_from_input_ids` in transformers).
+_POSITIONS_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
 
 
@@ -65,6 +74,13 @@ class SavedModel:
     max_length: int
     metadata: dict[str, Any]
 
+    @property
+    def cleaning(self) -> str:
+        """What the model's texts went through in training and go through before every answer, one of `CLEANINGS`."""
+        # Until it was a choice, training always cleaned as for news; a model from elsewhere takes texts as they are.
+        written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
+        return self.config.get(CLEANING_KEY, "news" if written_here else "none")
+
     def tokenizer(self) -> TextTokenizer:
         """Build the model's tokenizer.
 
@@ -72,7 +88,7 @@ class SavedModel:
             ModelLoadError: It is damaged, or knows more words than the model.
         """
         try:
-            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length)
+            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
@@ -101,12 +117,13 @@ def read_saved_model(path: Path) -> SavedModel:
     """Read a model folder, a .pt file or an artefact folder.
 
     Raises:
-        ModelLoadError: Nothing is there, or something is missing or damaged.
+        ModelLoadError: Nothing is there, something is missing or damaged, or the model does not choose one label of
+            several for a text.
     """
     if path.is_dir():
-        return _read_folder(path)
+        return _checked(_read_folder(path))
     if path.is_file():
-        return _read_checkpoint(path)
+        return _checked(_read_checkpoint(path))
     raise ModelLoadError(
         path,
         "no such model",
@@ -121,14 +138,15 @@ def _read_folder(folder: Path) -> SavedModel:
     if missing:
         raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
     config = without_code(_read_json(folder / "config.json"))
+    labels = _labels(folder / "config.json", config)
     metrics = folder / "metrics.json"
     return SavedModel(
         path=folder,
-        config=config,
+        config={**config, "id2label": {str(class_id): label for class_id, label in enumerate(labels)}},
         weights=weights,
         tokenizer_json=_read_text(folder / "tokenizer.json"),
-        labels=_labels(folder / "config.json", config),
-        max_length=_within_positions(_max_length(folder / "tokenizer_config.json"), config),
+        labels=labels,
+        max_length=_within_positions(folder, _max_length(folder / "tokenizer_config.json"), config),
         metadata=_read_json(metrics) if metrics.is_file() else {},
     )
 
@@ -143,12 +161,13 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _labels(path: Path, config: dict[str, Any]) -> list[str]:
-    names = config.get("id2label")
-    if names is None and not any("Classification" in str(name) for name in config.get("architectures") or []):
-        folder = path.parent
-        raise ModelLoadError(
-            folder, "an encoder without classes", f"train it: python -m training.train_single --model {folder}"
-        )
+    if "id2label" not in config:
+        if not any("Classification" in str(name) for name in config.get("architectures") or []):
+            remedy = f"train it: python -m training.train_single --model {path.parent}"
+            raise ModelLoadError(path.parent, "an encoder without classes", remedy)
+        # transformers leaves its own default names out, and two is its default number of labels.
+        return [f"LABEL_{i}" for i in range(config.get("num_labels", 2))]
+    names = config["id2label"]
     if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
         raise ModelLoadError(path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}")
     return [str(names[str(i)]) for i in range(len(names))]
@@ -165,9 +184,39 @@ def _max_length(path: Path) -> int:
     return max_length
 
 
-def _within_positions(max_length: int, config: dict[str, Any]) -> int:
-    # Tokenizers that know no limit are saved with 1e30; the position table is the limit then.
-    return min(max_length, config.get("max_position_embeddings") or max_length)
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
+        positions -= config.get("pad_token_id", 1) + 1
+    return positions
+
+
+def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> int:
+    max_length = min(max_length, max_positions(config) or max_length)
+    if max_length > _UNLIMITED:
+        what = f"model_max_length {max_length:g}: no limit, and config.json has no max_position_embeddings"
+        raise ModelLoadError(path, what, "set it to the number of tokens that a text may have")
+    return max_length
+
+
+def _checked(saved: SavedModel) -> SavedModel:
+    # Softmax over the labels is what every answer here is made of: for these it would be wrong without a word.
+    problem_type = saved.config.get("problem_type")
+    if problem_type not in (None, "single_label_classification"):
+        what = f"problem_type {problem_type!r}: only models that choose one label for a text are served"
+        raise ModelLoadError(saved.path, what, "train it with single_label_classification")
+    if len(saved.labels) < 2:
+        what = "a model with one label says the same of every text"
+        raise ModelLoadError(saved.path, what, "train it with two labels or more")
+    twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
+    if twice is not None:
+        what = f"two classes are named {twice!r}"
+        raise ModelLoadError(saved.path, what, "give each class a name of its own in id2label of config.json")
+    if saved.cleaning not in CLEANINGS:
+        what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
+        raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
+    return saved
 
 
 def _read_checkpoint(path: Path) -> SavedModel:
@@ -186,7 +235,7 @@ def _read_checkpoint(path: Path) -> SavedModel:
         weights={name.removeprefix(_TRAINER_PREFIX): tensor for name, tensor in state_dict.items()},
         tokenizer_json=config["tokenizer_json"],
         labels=config["labels"],
-        max_length=_within_positions(config["max_length"], encoder_config),
+        max_length=_within_positions(path, config["max_length"], encoder_config),
         metadata=config.get("metrics", {}),
     )
 

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from inference.cpu import Hardware
 from inference.engines.selection import load_model
-from inference.errors import RefusedTextError
+from inference.errors import ForwardError, RefusedTextError
 from inference.forward import probabilities_of
 from inference.manifest import read_manifest
 from inference.model_files import is_artefact
-from inference.tokenization import clean_text
 
 _ANY_DEVICE = Hardware()
 
@@ -79,19 +78,21 @@ class ModelLoader:
         """Classify one text.
 
         Raises:
+            ForwardError: The model answers with NaN.
             ValueError: The text is blank.
         """
-        _refuse_blank("text", text)
+        self._refuse_blank("text", text)
         return self._classify([text])[0]
 
     def predict_batch(self, texts: Sequence[str]) -> list[Prediction]:
         """Classify texts; the answers come in the order of the texts.
 
         Raises:
+            ForwardError: The model answers one of them with NaN.
             ValueError: A text is blank; the line names its place.
         """
         for position, text in enumerate(texts):
-            _refuse_blank(f"texts[{position}]", text)
+            self._refuse_blank(f"texts[{position}]", text)
         return self._classify(texts)
 
     def _classify(self, texts: Sequence[str]) -> list[Prediction]:
@@ -99,6 +100,8 @@ class ModelLoader:
         return [self._prediction(row) for row in probabilities_of(self.engine, token_ids)]
 
     def _prediction(self, probabilities: NDArray[np.float64]) -> Prediction:
+        if not np.isfinite(probabilities).all():
+            raise ForwardError("the model answers this text with NaN")
         best = int(probabilities.argmax())
         return {
             "label": self.labels[best],
@@ -106,12 +109,11 @@ class ModelLoader:
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
         }
 
+    def _refuse_blank(self, name: str, text: str) -> None:
+        if not self.tokenizer.clean(text):
+            raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
+
 
 def _name(path: Path) -> str:
     path = path.absolute()
     return path.name if path.is_dir() else path.stem
-
-
-def _refuse_blank(name: str, text: str) -> None:
-    if not clean_text(text):
-        raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")

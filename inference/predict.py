@@ -15,10 +15,9 @@ from typing import BinaryIO, NoReturn
 from pydantic import ValidationError
 
 from inference.engines.selection import ENGINES
-from inference.errors import ModelLoadError
+from inference.errors import ForwardError, ModelLoadError
 from inference.model_loader import ModelLoader, Prediction
 from inference.settings import Settings
-from inference.tokenization import clean_text
 
 _BAR_WIDTH = 30
 # Texts classified before their answers are printed: enough to fill batches of like length.
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has seen enough (`| head`); without this Python complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ModelLoadError, OSError, ValueError) as error:
+    except (ForwardError, ModelLoadError, OSError, ValueError) as error:
         print(f"predict: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
@@ -70,7 +69,7 @@ def _load_model(options: argparse.Namespace) -> ModelLoader:
 
 
 def _predict_text(options: argparse.Namespace) -> None:
-    if not clean_text(options.text):
+    if not options.text.strip():  # what cleaning leaves nothing of is known when the model is loaded
         raise ValueError("the text is blank: there is nothing to classify")
     prediction = _load_model(options).predict(options.text)
     print(json.dumps(prediction) if options.json else _chart(prediction))
@@ -95,13 +94,14 @@ def _predict_file(options: argparse.Namespace) -> None:
             raise ValueError(f"{options.file}: holds no text to classify")
         model = _load_model(options)
         while chunk:
-            _print_lines(zip(chunk, model.predict_batch(chunk), strict=True), as_json=options.json)
+            readable = [text for text in chunk if model.tokenizer.clean(text)]
+            _print_lines(zip(readable, model.predict_batch(readable), strict=True), as_json=options.json)
             chunk = list(islice(texts, _LINES_AT_ONCE))
 
 
 def _texts(source: BinaryIO) -> Iterator[str]:
     lines = (line.decode("utf-8", errors="replace") for line in source)
-    return (line for line in lines if clean_text(line))
+    return (line for line in lines if line.strip())
 
 
 def _print_lines(answers: Iterable[tuple[str, Prediction]], *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.classifier import Classifier, QueueLimits
-from inference.errors import ModelLoadError, ModelUnavailableError
+from inference.errors import ModelLoadError, ModelUnavailableError, first_line
 from inference.metrics import ServerMetrics
 from inference.model_loader import ModelLoader
 from inference.settings import Settings
@@ -112,6 +112,10 @@ class ServedModel:
         async with self._loading:
             try:
                 model = await asyncio.to_thread(self._load_model, self.path, self._engine)
+                budget, longest = self._limits.max_batch_tokens, model.max_length
+                if budget < longest:
+                    what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
+                    raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
                 served = Served(model, Classifier(model, self._limits, self._metrics))
             except Exception as error:
                 self._metrics.reloads.labels("refused").inc()
@@ -144,7 +148,8 @@ class ServedModel:
             logger.error("the model is refused: %s", error)
             return error
         logger.error("the model does not load", exc_info=error)
-        return ModelLoadError(self.path, f"the model does not load ({type(error).__name__})", "see the server's log")
+        what = f"the model does not load ({type(error).__name__}: {first_line(error)})"
+        return ModelLoadError(self.path, what, "see the traceback in the server's log, or export the model again")
 
     def _retire(self, served: Served) -> None:
         task = asyncio.create_task(_drain(served.classifier))

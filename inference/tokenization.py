@@ -1,10 +1,10 @@
-"""Text in, token ids out: the one cleaning function and the one tokenizer that training and serving share."""
+"""Text in, token ids out: the ways of cleaning and the one tokenizer that training and serving share."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html.entities import html5
 from pathlib import Path
@@ -36,7 +36,11 @@ _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069"
     r"\ud800-\udfff\ufdd0-\ufdef\ufeff\ufffe\uffff]"
 )
+_LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 _MAX_ROUNDS = 4
+
+# What a model's texts go through before they are tokenised: chosen in training, kept in the model folder.
+CLEANINGS = ("news", "none")
 
 
 def clean_text(text: str) -> str:
@@ -87,6 +91,16 @@ def _drop_tag(match: re.Match[str]) -> str:
     return " " if "=" in attributes or not attributes.strip(" /") else match[0]
 
 
+def _as_it_is(text: str) -> str:
+    # Half a character ("\\ud83d" in JSON) is all that no tokenizer takes.
+    return _LONE_SURROGATES.sub("\ufffd", text) if text.strip() else ""
+
+
+def cleaner(cleaning: str) -> Callable[[str], str]:
+    """Return what texts go through for one of `CLEANINGS`; it gives an empty text where there is nothing to read."""
+    return clean_text if cleaning == "news" else _as_it_is
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """One text as token ids.
@@ -103,39 +117,46 @@ class Encoded:
 
 
 class TextTokenizer:
-    """Cleans and tokenises texts; may be shared by threads."""
+    """Cleans and tokenises texts; may be shared by threads.
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+    Attributes:
+        clean: What a text goes through first, from `cleaner`.
+        max_length: Token ids a text may have, special tokens included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int, cleaning: str = "news") -> None:
         if max_length < 3:
             raise ValueError(f"max_length {max_length}: must be at least 3 (two special tokens and one word)")
         self.max_length = max_length
+        self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
         # A saved tokenizer.json may carry the cutting and padding of whoever saved it.
         self._tokenizer.enable_truncation(max_length)
         self._tokenizer.no_padding()
 
     @classmethod
-    def from_file(cls, path: str | Path, max_length: int) -> TextTokenizer:
+    def from_file(cls, path: str | Path, max_length: int, cleaning: str = "news") -> TextTokenizer:
         """Read a ``tokenizer.json``.
 
         Args:
             path: The file.
             max_length: Token ids a text may have, special tokens included.
+            cleaning: One of `CLEANINGS`: ``news`` cleans with `clean_text`, ``none`` takes texts as they are.
 
         Raises:
             OSError: The file cannot be read.
             ValueError: It holds no tokenizer, or ``max_length`` is below 3.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), max_length)
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), max_length, cleaning)
 
     @classmethod
-    def from_json(cls, text: str, max_length: int) -> TextTokenizer:
+    def from_json(cls, text: str, max_length: int, cleaning: str = "news") -> TextTokenizer:
         """Build the tokenizer from the contents of a ``tokenizer.json``; else as `from_file`."""
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the Rust side raises bare Exception
             raise ValueError(f"not a tokenizer.json: {error}") from error
-        return cls(tokenizer, max_length)
+        return cls(tokenizer, max_length, cleaning)
 
     @property
     def vocab_size(self) -> int:
@@ -144,10 +165,10 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Clean and tokenise texts, in order; each is cut at ``max_length`` on its own."""
-        return self.encode_cleaned([clean_text(text) for text in texts])
+        return self.encode_cleaned([self.clean(text) for text in texts])
 
     def encode_cleaned(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokenise texts that `clean_text` gave; else as `encode`."""
+        """Tokenise texts that `clean` gave; else as `encode`."""
         # "Fast" leaves out the places in the text, which nobody asks for.
         return [_encoded(encoding) for encoding in self._tokenizer.encode_batch_fast(texts)]
 

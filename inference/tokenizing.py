@@ -12,7 +12,7 @@ from inference.batcher import Observer
 from inference.calls import Call, Caller, TextLengths, deliver
 from inference.errors import ForwardError, RefusedTextError
 from inference.supervision import JOIN_SECONDS, SupervisedThread
-from inference.tokenization import Encoded, TextTokenizer, clean_text
+from inference.tokenization import Encoded, TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class TokenizerThread:
 
     def _encode(self, texts: Sequence[str]) -> list[Encoded | Exception]:
         try:
-            cleaned = [clean_text(text) for text in texts]
+            cleaned = [self._tokenizer.clean(text) for text in texts]
             encoded = self._tokenizer.encode_cleaned(cleaned)
         except Exception as error:
             self._observer.worker_failed()

@@ -80,6 +80,7 @@ class TrainConfig(BaseModel):
     text_column: str = _field("text", "data", "column of the text, in data whose columns have names; in any case of letters", min_length=1)
     label_column: str = _field("label", "data", "column of the label", min_length=1)
     max_length: int = _field(128, "data", "tokens a text may have; longer ones are cut, which the report counts", ge=8, le=8192)
+    clean: Literal["auto", "news", "none"] = _field("auto", "data", "what texts go through before they are tokenised, in training and in serving: news = character references decoded, HTML tags and backslashes dropped, white space collapsed; none = nothing; auto = news for AG News (by its name, its CSV layout or its four labels) and sample, else none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept")

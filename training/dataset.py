@@ -15,7 +15,7 @@ import numpy as np
 from inference.delimited import Columns
 from training.errors import ForeseenError, UserError, first_line
 from training.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
-from training.row_files import AG_NEWS_LABELS, FORMATS, FoundRow, Reading, UsableRow, read_file
+from training.row_files import AG_NEWS_LABELS, FORMATS, FoundRow, Reading, UsableRow, in_ag_news_layout, read_file
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
@@ -104,6 +104,23 @@ def load_news(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
         "a hub name owner/data, or an existing folder or file"
     )
+
+
+def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
+    """How the texts of a dataset are cleaned unless it is said: AG News has markup of its feeds in it, other data may
+    mean what looks like it.
+
+    Args:
+        dataset: as for :func:`load_news`.
+        label_names: of the dataset.
+
+    Returns:
+        ``news`` or ``none``.
+    """
+    path = Path(dataset).expanduser()
+    file = _find_split(path, "train") if path.is_dir() else path
+    is_ag_news = dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS
+    return "news" if is_ag_news or (file and in_ag_news_layout(file)) else "none"
 
 
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -91,7 +91,7 @@ def evaluate_saved(
 
     saved, data = mine.together(read)
     rows = _relabelled(data, saved.labels)
-    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length), rows)
+    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
     model = NewsClassifier.from_saved(saved).to(mine.device).eval()
     show = mine.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)

@@ -75,6 +75,7 @@ def finish_run(trainer: Trainer) -> Path:
                 metrics,
                 config.output_dir,
                 config.checkpoint_file,
+                config.clean,
             )
             report = write_report(config.run_dir, _report_data(trainer, test, logits))
         except OSError as error:

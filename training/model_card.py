@@ -18,12 +18,13 @@ _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
 _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 
 
-def model_card(metrics: dict[str, Any], name: str) -> str:
+def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     """Write a model's card.
 
     Args:
         metrics: the contents of ``metrics.json``.
         name: by which the model is loaded.
+        cleaning: what texts went through in training, ``news`` or ``none``.
     """
     base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
     classes = "\n".join(
@@ -40,11 +41,7 @@ A news classifier: `{base}` fine-tuned on `{dataset}` with DistriNews.
 
 Labels: {", ".join(test["labels"])}. Texts are cut at {metrics["max_length"]} tokens.
 
-```python
-from transformers import pipeline
-classify = pipeline("text-classification", model="{name}")
-classify("Oil prices climb to a record as refineries close")
-```
+{_use(name, cleaning)}
 
 ## Test results
 
@@ -59,6 +56,29 @@ accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration er
 
 {_limits(metrics)}
 """
+
+
+def _use(name: str, cleaning: str) -> str:
+    load = f'classify = pipeline("text-classification", model="{name}")'
+    text = '"Oil prices climb to a record as refineries close"'
+    if cleaning == "none":
+        return f"""Texts are read as they are (`--clean none`).
+
+```python
+from transformers import pipeline
+{load}
+classify({text})
+```"""
+    return f"""Texts are cleaned before they are read (`--clean news`): character references are decoded, HTML tags and
+backslashes dropped, white space collapsed. DistriNews' server does so by itself; `transformers.pipeline` needs the
+same, or it reads other tokens than the model was trained and tested on:
+
+```python
+from inference.tokenization import clean_text  # of DistriNews
+from transformers import pipeline
+{load}
+classify(clean_text({text}))
+```"""
 
 
 def _limits(metrics: dict[str, Any]) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from inference.tokenization import TextTokenizer
 from training.config import TINY, TrainConfig
-from training.dataset import SAMPLE, NewsData, load_news, split_rows
+from training.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
 from training.distributed import Ranks
 from training.errors import UserError
 from training.hub_access import cache_is_shared, download_once
@@ -36,12 +37,14 @@ class PreparedNews:
     """Tokens, and which training rows are trained on and which validate.
 
     ``train_index``: row numbers of the training split, rising; ``validation_index``: of :attr:`validation_rows`.
-    ``texts`` and ``tokenizer`` are on the first rank of each machine only.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first rank of
+    each machine.
     """
 
     tokens: TokenizedNews
     train_index: np.ndarray
     validation_index: np.ndarray
+    cleaning: str
     texts: NewsData | None
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -60,32 +63,34 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
 
-    def read() -> str:
+    def read() -> tuple[str, str]:
         nonlocal loaded
         if ranks.local_rank != 0:
-            return ""
+            return "", ""
         check_model_name(config.model)
         say(f"Reading {config.dataset} ...")
         data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say)
         for note in data.notes:
             say(note[0].upper() + note[1:])
-        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say)
+        is_chosen = config.clean != "auto"
+        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
+        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say, cleaning)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
-        key = cache_key(data, tokenizer_json, config.max_length)
-        write_tokens(cache_dir, key, data, tokenizer_json, config.max_length, say)
+        key = cache_key(data, tokenizer_json, config.max_length, cleaning)
+        write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
         loaded = data, tokenizer
-        return key
+        return key, cleaning
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning = ranks.broadcast(download_once(ranks, read, shared=shared))
     tokens = read_tokens(cache_dir, key)
     train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
     if texts and (repeated := _repeated_rows(texts, train, validation)):
         say(repeated)
         tokens = replace(tokens, notes=[*tokens.notes, repeated])
-    return PreparedNews(tokens, train, validation, texts, tokenizer)
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
 
 
 def _is_local(name: str) -> bool:

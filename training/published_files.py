@@ -115,7 +115,7 @@ def _new_card(model: Path) -> str:
     metrics = _read(path) if path.is_file() else {}
     if "test" not in metrics:
         raise UserError(f"{model}: has neither a {_CARD} nor a {_METRICS} with test results to write one from; add one")
-    return model_card(metrics, model.name)
+    return model_card(metrics, model.name, read_saved_model(model).cleaning)
 
 
 def _is_of_a_machine(path: re.Match[str]) -> bool:

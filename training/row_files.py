@@ -199,6 +199,18 @@ def _records(
             reading.reject(f"{path} line {start}", f"not valid CSV ({error})")
 
 
+def in_ag_news_layout(path: Path) -> bool:
+    """Whether a file begins as AG News' own do: no header, but a class number and what it belongs to."""
+    if path.suffix != ".csv":
+        return False
+    try:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+            fields = next(csv.reader(lines), [])
+    except (OSError, csv.Error):
+        return False
+    return len(fields) > 1 and fields[0].strip().isdecimal()
+
+
 def _headed_row(fields: list[str], columns: tuple[int, int]) -> tuple[str, str]:
     if len(fields) <= max(columns):
         raise UnusableRow(f"{len(fields)} fields, but the header names text and label further right")

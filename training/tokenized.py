@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from inference import tokenization
-from inference.tokenization import TextTokenizer, clean_text
+from inference.tokenization import TextTokenizer, cleaner
 from training.config import TINY
 from training.dataset import NewsData, Rows
 from training.errors import ForeseenError, UserError, first_line
@@ -100,7 +100,11 @@ def check_model_name(model: str) -> None:
 
 
 def load_tokenizer(
-    model: str, train_texts: Sequence[str], max_length: int, say: Callable[[str], None] = print
+    model: str,
+    train_texts: Sequence[str],
+    max_length: int,
+    say: Callable[[str], None] = print,
+    cleaning: str = "news",
 ) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, or for ``tiny`` a WordPiece one trained on the training texts.
 
@@ -112,7 +116,7 @@ def load_tokenizer(
     from transformers.utils import cached_file
 
     if model == TINY:
-        return _train_wordpiece(train_texts, max_length)
+        return _train_wordpiece(map(cleaner(cleaning), train_texts), max_length)
 
     def ask() -> PreTrainedTokenizerBase:
         # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
@@ -156,10 +160,10 @@ def _why_not_loaded(model: str, error: Exception) -> str:
     )
 
 
-def cache_key(data: NewsData, tokenizer_json: str, max_length: int) -> str:
+def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news") -> str:
     """A name for exactly these texts, labels, tokenizer, length and way of cleaning."""
     digest = hashlib.sha256(Path(tokenization.__file__).read_bytes())
-    digest.update(json.dumps([data.name, data.label_names, data.notes, max_length]).encode())
+    digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
         digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
@@ -167,9 +171,7 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int) -> str:
     return digest.hexdigest()[:24]
 
 
-def write_tokens(
-    folder: Path, key: str, data: NewsData, tokenizer_json: str, max_length: int, say: Callable[[str], None]
-) -> None:
+def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenizer, say: Callable[[str], None]) -> None:
     """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
     file = _file(folder, key)
     if file.exists():
@@ -179,7 +181,6 @@ def write_tokens(
         say(f"The cached tokens {file} are damaged ({damage}): made anew")
     started = time.perf_counter()
     say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
-    tokenizer = TextTokenizer.from_json(tokenizer_json, max_length)
     tensors: dict[str, np.ndarray] = {}
     cut: dict[str, int] = {}
     for split, rows in data.splits.items():
@@ -252,15 +253,13 @@ def _file(folder: Path, key: str) -> Path:
     return folder / f"{key}.safetensors"
 
 
-def _train_wordpiece(texts: Sequence[str], max_length: int) -> PreTrainedTokenizerBase:
+def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    words = Counter(
-        word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(clean_text(text)))
-    )
+    words = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

@@ -14,7 +14,7 @@ from training.balance import Balance
 from training.batching import LengthBucketSampler, rank_share
 from training.checkpointing import SaveSchedule, check_storage, open_storage
 from training.checkpointing.export import check_output, check_shared
-from training.checkpointing.resume import Resumed, find_resume_point, global_batch_size
+from training.checkpointing.resume import Resumed, cleaning_of_run, find_resume_point, global_batch_size
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.describe import describe_run
@@ -75,7 +75,9 @@ class Trainer:
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)
+        config = config.model_copy(update={"clean": cleaning_of_run(config, ranks, self.storage)})
         self.news = prepare_news(config, ranks, self.say)
+        config = self.config = config.model_copy(update={"clean": self.news.cleaning})
         model = prepare_model(config, ranks, self.news.tokens, self.say)
         self.architecture, self.num_parameters = model.network.config, model.network.num_parameters()
         with explained(ranks, step=1):

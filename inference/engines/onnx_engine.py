@@ -41,7 +41,7 @@ class OnnxEngine:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Patterns are kept for every shape that was ever seen, and hardly two batches have the same.
         options.enable_mem_pattern = False
-        onnxruntime.set_default_logger_severity(3)
+        onnxruntime.set_default_logger_severity(4)  # what fails is raised, and need not be printed too
         self.name = f"onnx {precision}"
         self._pad_id: int = config.get("pad_token_id") or 0
         self._session = onnxruntime.InferenceSession(folder / FILE_NAME, options, providers=["CPUExecutionProvider"])

@@ -14,7 +14,7 @@ import numpy as np
 from inference.cpu import Hardware, has_fast_int8
 from inference.engines.base import Engine
 from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
-from inference.errors import ModelLoadError
+from inference.errors import ModelLoadError, first_line
 from inference.forward import probabilities_of
 from inference.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
 from inference.model_files import (
@@ -25,6 +25,7 @@ from inference.model_files import (
     read_saved_model,
     weights_file,
 )
+from inference.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
 from inference.tokenization import TextTokenizer
 
 # The order in which they are tried where nothing was measured.
@@ -157,7 +158,7 @@ def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: li
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
         except Exception as error:  # every runtime has its own errors for what it cannot compute
-            skipped.append(f"skipped {name} (fails on its first passes: {_first_line(error)})")
+            skipped.append(f"skipped {name} (fails on its first passes: {first_line(error)})")
         loaded = None
     return speeds
 
@@ -191,6 +192,8 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
+    tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
+    check_engine(folder, engine, tokenizer, saved.labels, tolerance)
     _check_probes(folder, manifest, tokenizer, engine)
     if manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so it gains less than measured"
@@ -216,7 +219,7 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
         raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
     except Exception as error:  # every runtime has its own errors for what it cannot read
-        raise ModelLoadError(folder, f"does not load ({_first_line(error)})", _EXPORT) from error
+        raise ModelLoadError(folder, f"does not load ({first_line(error)})", _EXPORT) from error
 
 
 def build_engine(
@@ -260,6 +263,8 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
 
 
 def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
+    weights = weights_file(path)
+    before = _version_of(weights)
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
@@ -280,26 +285,24 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
     except ModelLoadError:
         raise
     except Exception as error:  # every library below has its own error for damaged bytes
-        what = f"the weights do not load into the model of its configuration ({_first_line(error)})"
+        what = f"the weights do not load into the model of its configuration ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
-    _check_answer(saved, tokenizer, engine)
+    tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
+    check_engine(saved.path, engine, tokenizer, saved.labels, tolerance)
+    revision = sha256_of(weights)[:12]
+    if _version_of(weights) != before:  # else the bytes that were hashed are not those that answer
+        raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")
     if hardware.device == "auto" and engine.device.type == "cpu":
         reason += f"; it runs on the processor, since {_why_no_cuda()}"
-    return LoadedModel(saved, tokenizer, engine, engine.precision, sha256_of(weights_file(path))[:12], reason)
+    return LoadedModel(saved, tokenizer, engine, engine.precision, revision, reason)
 
 
-def _check_answer(saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
-    # One text through the whole model: faults show now, not in a request, and the first request is fast.
+def _version_of(file: Path) -> tuple[int, int, int] | None:
     try:
-        probabilities = probabilities_of(engine, [tokenizer.encode(["News"])[0].ids])[0]
-    except Exception as error:  # no compiler for torch_compiled, no memory left on the device
-        what = f"the {engine.name} engine fails on its first text ({_first_line(error)})"
-        raise ModelLoadError(saved.path, what, "serve it with another engine") from error
-    if len(probabilities) != len(saved.labels):
-        raise ModelLoadError(saved.path, f"{len(probabilities)} classes in the weights, {len(saved.labels)} labels")
-    if not np.isfinite(probabilities).all():
-        what = "the model answers with NaN, its training diverged"
-        raise ModelLoadError(saved.path, what, "train with a lower learning rate")
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _has_cuda(hardware: Hardware) -> bool:
@@ -321,7 +324,3 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "this PyTorch is built for processors only"
     return "PyTorch cannot use the GPU (driver?)" if _has_gpu_files() else "there is no GPU"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -56,25 +56,39 @@ class TorchEngine:
         Raises:
             ValueError: No classifier of this configuration is known, or the weights do not fit it.
         """
-        state_dict = load_file(weights) if isinstance(weights, Path) else dict(weights)
+        state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
         found = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(found if device == "auto" else device)
         self.batch_tokens = _GPU_BATCH_TOKENS if self.device.type == "cuda" else CPU_BATCH_TOKENS
         self.precision = precision or _fast_precision(self.device)
         self.name = f"torch {self.device.type} {self.precision}{' compiled' if compiled else ''}"
-        self._pad_id: int = config.get("pad_token_id") or 0
+        self._pad_id: int | None = config.get("pad_token_id")
         model = build_model(config, state_dict).to(self.device, _DTYPES[self.precision]).eval()
+        self._config = model.config.get_text_config()
         self._model = torch.compile(model, dynamic=True) if compiled else model
 
     @torch.inference_mode()
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         """Run one forward pass; see `inference.engines.base.Engine`."""
-        input_ids, attention_mask = batch.padded(self._pad_id)
+        pad_id = self._pad_id
+        if pad_id is None:
+            # A decoder reads the last token that is not padding, so padding must be an id that no text here has.
+            unused = np.setdiff1d(np.arange(len(batch.ids) + 1), batch.ids)[0]
+            pad_id = self._config.pad_token_id = min(int(unused), self._config.vocab_size - 1)
+        input_ids, attention_mask = batch.padded(pad_id)
         output = self._model(
             input_ids=torch.from_numpy(input_ids).to(self.device),
             attention_mask=torch.from_numpy(attention_mask).to(self.device),
         )
         return output.logits.float().cpu().numpy()
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file into memory.
+
+    `load_file` only maps it: overwriting the file would then change the answers, and cutting it end the process.
+    """
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _fast_precision(device: torch.device) -> str:

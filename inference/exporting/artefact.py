@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inference.model_files import DESCRIPTION_FILES, SavedModel, is_artefact
+from inference.model_files import CLEANING_KEY, DESCRIPTION_FILES, SavedModel, is_artefact
 
 # From linux/fcntl.h and linux/fs.h; Python has no call for it.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -61,7 +61,7 @@ def write_description(saved: SavedModel, folder: Path) -> None:
         return
     # A .pt file keeps the same facts in a dict.
     names = {str(class_id): label for class_id, label in enumerate(saved.labels)}
-    _write_json(folder / "config.json", {**saved.config, "id2label": names})
+    _write_json(folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning})
     (folder / "tokenizer.json").write_text(saved.tokenizer_json, encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", {"model_max_length": saved.max_length})
     if saved.metadata:

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from inference.cpu import cpu_name, usable_cpus
 from inference.engines.base import Engine
 from inference.engines.selection import build_engine, load_model
-from inference.engines.torch_engine import TorchEngine
+from inference.engines.torch_engine import TorchEngine, read_weights
 from inference.errors import ExportRefusedError
 from inference.exporting.artefact import replaced_whole, write_description
 from inference.exporting.comparison import Comparison, compare
@@ -26,6 +25,7 @@ from inference.forward import probabilities_of
 from inference.labelled_rows import LabelledRows, evenly_spread
 from inference.manifest import Manifest, describe_files, describe_source, write_manifest
 from inference.model_files import SavedModel, artefact_folder, weights_file
+from inference.self_test import FLOAT_TOLERANCE, check_engine
 from inference.tokenization import TextTokenizer
 
 SHOWN_CHANGES = 10
@@ -40,6 +40,8 @@ _PROBES = (
 )
 # Added to what the probes differ by where the artefact is written: another processor may round otherwise.
 _PROBE_MARGIN = 0.1
+# An artefact that answers further from its reference is another model, whatever its accuracy.
+MAX_TOLERANCE = 0.25
 
 
 class Progress(Protocol):
@@ -76,8 +78,10 @@ def export(
         progress: Told of stages and rows.
 
     Raises:
-        ExportRefusedError: It loses more; whatever artefact was there stays.
+        ExportRefusedError: It loses more, or a probability lies too far from the reference's; whatever artefact was
+            there stays.
         ImportError: A package that the engine needs is not installed.
+        ModelLoadError: The model or the artefact fails what every model is tried on when it is loaded.
         ValueError: The engine does not run this model, or something is in the way.
     """
     torch.set_num_threads(usable_cpus())
@@ -85,13 +89,17 @@ def export(
     with progress.stage("Load the reference (PyTorch, float32)"):
         weights = _load_weights(saved)
         reference = TorchEngine(saved.config, weights, "fp32")
-    with replaced_whole(artefact_folder(saved.path, engine)) as folder:
+        expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE)
+    target = artefact_folder(saved.path, engine)
+    with replaced_whole(target) as folder:
         with progress.stage(f"Write the {engine} {precision} files"):
             chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
             calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
             options = write_engine_files(engine, precision, saved.config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
+            found = check_engine(target, artefact, tokenizer, saved.labels, MAX_TOLERANCE)
+            _refuse_distance(float(np.abs(found - expected).max()))
         token_ids = _encode(tokenizer, rows.texts)
         with progress.stage(f"Compare both on {len(token_ids)} rows"):
             comparison = compare(reference, artefact, token_ids, rows.class_ids, progress.advance)
@@ -116,11 +124,11 @@ def export(
             )
             write_manifest(folder, manifest)
             load_model(folder)
-    return Exported(artefact_folder(saved.path, engine), manifest)
+    return Exported(target, manifest)
 
 
 def _load_weights(saved: SavedModel) -> dict[str, Tensor]:
-    weights = load_file(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
+    weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
@@ -142,11 +150,21 @@ def _refuse_drop(comparison: Comparison, rows: LabelledRows, labels: Sequence[st
 def _probes(tokenizer: TextTokenizer, reference: Engine, artefact: Engine) -> tuple[list[dict[str, Any]], float]:
     token_ids = _encode(tokenizer, _PROBES)
     expected = probabilities_of(reference, token_ids)
-    difference = np.abs(probabilities_of(artefact, token_ids) - expected).max()
+    difference = float(np.abs(probabilities_of(artefact, token_ids) - expected).max())
+    _refuse_distance(difference)
     probes = [
         {"text": text, "probabilities": row.round(6).tolist()} for text, row in zip(_PROBES, expected, strict=True)
     ]
-    return probes, round(float(difference) + _PROBE_MARGIN, 3)
+    return probes, round(min(difference + _PROBE_MARGIN, MAX_TOLERANCE), 3)
+
+
+def _refuse_distance(difference: float) -> None:
+    if not difference <= MAX_TOLERANCE:
+        raise ExportRefusedError(
+            f"a probability of the artefact lies {difference:.2f} from the reference's, more than {MAX_TOLERANCE:.2f}; "
+            "nothing was written, export for another engine",
+            [],
+        )
 
 
 def _speed(comparison: Comparison) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -32,6 +34,7 @@ TEXTS = [
     "Shares in the software maker rose three percent.",
 ]
 
+MakeFolder = Callable[..., Path]
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]
 
 
@@ -73,6 +76,27 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).save_pretrained(folder)
     (folder / "metrics.json").write_text(json.dumps({"dataset": "tiny", "max_length": MAX_LENGTH}))
     return folder
+
+
+@pytest.fixture
+def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
+    """Write a model of any family with random weights and the tiny tokenizer."""
+
+    def make(family: str, max_length: int = 24, labels: Sequence[str] = LABELS, **config: Any) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path / "model"
+        vocab_size = len(json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"])
+        names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+        config_class = getattr(transformers, f"{family}Config")
+        settings = config_class(vocab_size=vocab_size, initializer_range=0.25, **config, **names)
+        getattr(transformers, f"{family}ForSequenceClassification")(settings).save_pretrained(folder)
+        shutil.copy(model_folder / "tokenizer.json", folder)
+        tokenizer_config = json.loads((model_folder / "tokenizer_config.json").read_text())
+        tokenizer_config["model_max_length"] = max_length
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        return folder
+
+    return make
 
 
 def _train_tokenizer() -> Tokenizer:

@@ -1,21 +1,28 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from inference import export
+from inference.engines.base import TokenBatch
 from inference.manifest import read_manifest, sha256_of, verify_files
 from inference.model_loader import ModelLoader
+from tests.inference.conftest import MAX_LENGTH, MakeFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
 pytest.importorskip("onnx", reason="exporting needs onnx")
+
+from inference.engines.onnx_engine import OnnxEngine  # noqa: E402
 
 
 def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -117,3 +124,45 @@ def test_bad_input_is_one_line_and_exit_code_2(exported_folder: Path, arguments:
     assert run.stderr.count("\n") == 1
     assert run.stderr.startswith("export: ")
     assert message in run.stderr
+
+
+LONGFORMER = {"attention_window": [4, 4], "max_position_embeddings": 66, "pad_token_id": 1, "sep_token_id": 3}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "what"),
+    [
+        ("Longformer", SIZES | LONGFORMER, "the onnx fp32 engine fails on a text of 3 tokens"),
+        ("XLNet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "answers a text differently among longer"),
+    ],
+)
+def test_a_model_that_would_answer_wrongly_or_not_at_all_is_not_written(
+    make_folder: MakeFolder, rows_file: Path, capfd: pytest.CaptureFixture[str], family: str, config: dict, what: str
+) -> None:
+    folder = make_folder(family, **config)
+    arguments = ["--engine", "onnx", "--precision", "fp32", "--rows", str(rows_file), "--limit", "10"]
+    assert export.main([str(folder), *arguments, "--max_drop", "100"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert what in line
+    assert not [name for name in _names(folder) if "onnx" in name]
+
+
+@pytest.mark.parametrize("changed", ["probes", "a text at its full length"])
+def test_an_artefact_far_from_its_reference_is_refused_whatever_its_accuracy(
+    folder_copy: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changed: str
+) -> None:
+    """The runtime is real but for what it answers some texts, as a kernel with a fault on this processor would."""
+
+    def faulty(engine: OnnxEngine, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
+        logits = right(engine, batch)
+        wrong = batch.lengths == MAX_LENGTH if changed != "probes" else np.full(len(logits), len(logits) == 5)
+        return np.where(wrong[:, None], np.roll(logits, 1, axis=1), logits)
+
+    right = OnnxEngine.logits
+    monkeypatch.setattr(OnnxEngine, "logits", faulty)
+    arguments = ["--engine", "onnx", "--rows", str(rows_file), "--limit", "3", "--max_drop", "100"]
+    assert export.main([str(folder_copy), *arguments]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(r"a probability of the artefact lies 0\.\d\d from the reference's, more than 0\.25", line)
+    assert not (folder_copy / "onnx").exists()

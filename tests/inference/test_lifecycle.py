@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -18,6 +19,10 @@ import httpx
 import pytest
 
 from inference.app import create_app
+from inference.errors import ModelLoadError
+from inference.metrics import ServerMetrics
+from inference.model_loader import ModelLoader
+from inference.served_model import ServedModel
 from inference.settings import Settings
 from tests.inference.servers import (
     REPOSITORY,
@@ -30,7 +35,7 @@ from tests.inference.servers import (
     stand_in_server,
     until,
 )
-from tests.inference.stand_in_model import RAISES, stand_in, text_of
+from tests.inference.stand_in_model import RAISES, StandInModel, stand_in, text_of
 
 SLOW = 0.001  # seconds a token
 KEY = "open sesame"
@@ -331,3 +336,24 @@ def test_a_client_with_a_text_that_the_model_cannot_take_takes_no_server_down(mo
         for _ in range(10):
             assert client.post("/predict", json={"text": RAISES}).status_code == 500
             assert client.get("/readyz").status_code == 200
+
+
+def _refusal(load_model: Callable[[Path, str], ModelLoader], **settings: int) -> str:
+    served = ServedModel(Settings(**settings), ServerMetrics(), load_model)
+    with pytest.raises(ModelLoadError, match=r"^[^\n]+; [^\n]+$") as refusal:
+        asyncio.run(served.load())
+    assert served.error == str(refusal.value)
+    return str(refusal.value)
+
+
+def test_a_model_that_reads_more_than_a_pass_may_hold_is_refused_with_the_setting_to_change(model_folder: Path) -> None:
+    line = _refusal(lambda path, engine: StandInModel(model_folder), max_batch_tokens=16)
+    assert "MAX_BATCH_TOKENS 16: one text of this model has up to 24 tokens" in line
+    assert "set MAX_BATCH_TOKENS to at least 24" in line
+
+
+def test_a_model_that_fails_to_load_in_an_unforeseen_way_is_refused_with_the_reason() -> None:
+    def fail(path: Path, engine: str) -> ModelLoader:
+        raise OverflowError("int too big to convert\nand more")
+
+    assert "the model does not load (OverflowError: int too big to convert)" in _refusal(fail)

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
+from inference.app import create_app
 from inference.errors import ModelLoadError
 from inference.forward import PADDED_TEXTS
 from inference.model_files import read_saved_model
 from inference.model_loader import ModelLoader
+from inference.settings import Settings
+from inference.tokenization import clean_text
+from tests.inference.servers import until
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +185,7 @@ def _changed(checkpoint: Path, tmp_path: Path, change: Callable[[dict[str, Any]]
             lambda saved: saved["config"].update(max_length="24"),
             "config.max_length must be of type int, got str",
         ),
-        (lambda saved: saved["config"].update(labels=["one"]), "4 classes in the weights, 1 labels"),
+        (lambda saved: saved["config"].update(labels=["one", "two"]), "4 classes in the weights, 2 labels"),
         (lambda saved: saved["model_state_dict"].pop("network.classifier.bias"), "1 missing keys"),
     ],
 )
@@ -254,3 +259,52 @@ def test_a_link_is_followed_once_and_gives_the_model_its_name(folder_copy: Path,
     loaded = ModelLoader(link, "torch")
     assert loaded.info["name"] == "current"
     assert loaded.info["path"] == str(folder_copy.resolve())
+
+
+MARKUP = [
+    "return <b>Oil</b> prices",
+    r"\frac{oil}{prices} rise",
+    "Stocks &amp; markets #39;s",
+    "caf\u00e9 \u200b news  ",
+]
+
+
+def _pipeline_answers(folder: Path, texts: list[str]) -> list[Any]:
+    found = pipeline("text-classification", model=str(folder), top_k=None)(texts, truncation=True)
+    return [{one["label"]: pytest.approx(one["score"], abs=1e-5) for one in scores} for scores in found]
+
+
+def _answers(folder: Path, texts: list[str]) -> list[dict[str, float]]:
+    return [answer["probabilities"] for answer in ModelLoader(folder).predict_batch(texts)]
+
+
+def test_a_model_from_elsewhere_reads_texts_as_transformers_reads_them(folder_copy: Path) -> None:
+    (folder_copy / "metrics.json").unlink()
+    assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, MARKUP)
+    # A half of a character is the one thing that no tokenizer takes.
+    model = ModelLoader(folder_copy)
+    assert model.predict("oil \ud83d prices") == model.predict("oil \ufffd prices")
+
+
+def test_a_folder_of_this_project_from_before_cleaning_was_a_choice_is_cleaned_as_news(folder_copy: Path) -> None:
+    assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, [clean_text(text) for text in MARKUP])
+
+
+def test_the_cleaning_that_the_folder_names_holds_for_every_way_in(folder_copy: Path) -> None:
+    _edit_json(folder_copy / "config.json", text_cleaning="none")
+    model = ModelLoader(folder_copy)
+    assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, MARKUP)
+    with TestClient(create_app(Settings(model_checkpoint=folder_copy))) as client:
+        until(lambda: client.get("/readyz").status_code == 200)
+        for text in MARKUP:
+            expected = pytest.approx(model.predict(text)["probabilities"], abs=1e-5)
+            for route in ("/predict", "/explain"):
+                assert client.post(route, json={"text": text}).json()["probabilities"] == expected
+        blank = client.post("/predict", json={"text": " \n"})
+        assert (blank.status_code, blank.json()["error"]["code"]) == (422, "blank_text")
+        assert client.post("/predict", json={"text": "<b></b>"}).status_code == 200
+
+
+def test_a_cleaning_that_is_not_known_is_refused(folder_copy: Path) -> None:
+    _edit_json(folder_copy / "config.json", text_cleaning="legal")
+    _assert_refused(folder_copy, "text_cleaning 'legal' in config.json: must be news or none")

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from inference.delimited import Columns
-from training.dataset import AG_NEWS_LABELS, NewsData, load_news, split_rows
+from training.dataset import AG_NEWS_LABELS, NewsData, default_cleaning, load_news, split_rows
 from training.errors import UserError
 
 TEXTS = [f"Report number {i} on something that happened" for i in range(20)]
@@ -481,3 +481,28 @@ def test_split_rows_keeps_a_row_of_every_label_for_training() -> None:
     labels = np.array([0, 0, 1, 2, 2, 2])
     assert set(labels[train].tolist()) == {0, 1, 2}
     assert set(labels[validation].tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "labels", "cleaning"),
+    [
+        ("train.csv", '"3","Oil &amp; gas","prices\\\\rise"\n', ["oil", "gas", "coal"], "news"),
+        ("train.csv", "text,label\nreturn <b>x</b>,code\n", ["code", "prose"], "none"),
+        ("train.jsonl", '{"text": "x", "label": "code"}\n', ["code", "prose"], "none"),
+        ("train.parquet", "", ["World", "Sports", "Business", "Sci/Tech"], "news"),
+        ("train.csv", "", ["code", "prose"], "none"),
+    ],
+)
+def test_texts_of_ag_news_are_cleaned_as_news_and_those_of_others_are_not(
+    tmp_path: Path, file: str, content: str, labels: list[str], cleaning: str
+) -> None:
+    (tmp_path / file).write_text(content)
+    assert default_cleaning(str(tmp_path), labels) == default_cleaning(str(tmp_path / file), labels) == cleaning
+
+
+@pytest.mark.parametrize(
+    ("name", "cleaning"),
+    [("sample", "news"), ("ag_news", "news"), ("fancyzhx/ag_news", "news"), ("someone/tickets", "none")],
+)
+def test_a_name_decides_how_its_texts_are_cleaned(name: str, cleaning: str) -> None:
+    assert default_cleaning(name, ["a", "b"]) == cleaning

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import tracemalloc
@@ -47,7 +48,9 @@ FOLDER_FILES = {
 }
 
 
-def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0, **size: int) -> NewsClassifier:
+def write_tiny(
+    folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int = 0, cleaning: str = "news", **size: int
+) -> NewsClassifier:
     torch.manual_seed(seed)
     tokenizer = load_tokenizer("tiny", load_news("sample").train.texts[:200], MAX_LENGTH)
     model = NewsClassifier(len(label_names), "tiny", label_names, vocab_size=len(tokenizer))
@@ -67,7 +70,9 @@ def write_tiny(folder: Path, label_names: list[str] = AG_NEWS_LABELS, seed: int 
         "test": figures,
         "validation": figures,
     }
-    write_model(model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"))
+    write_model(
+        model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"), cleaning
+    )
     return model.eval()
 
 
@@ -246,8 +251,8 @@ def test_the_model_card_names_what_the_hub_has_and_no_path_of_this_machine(
     on_the_hub = {"base_model": "distilbert-base-uncased", "dataset": "fancyzhx/ag_news"}
     here = {"base_model": str(tmp_path / "encoder"), "dataset": "../news/ag_news"}
 
-    public = ModelCard(model_card(metrics | on_the_hub, "news"))
-    local = ModelCard(model_card(metrics | here, "news"))
+    public = ModelCard(model_card(metrics | on_the_hub, "news", "news"))
+    local = ModelCard(model_card(metrics | here, "news", "none"))
 
     assert (public.data.base_model, public.data.datasets) == ("distilbert-base-uncased", ["fancyzhx/ag_news"])
     assert (local.data.get("base_model"), local.data.get("datasets")) == (None, None)
@@ -349,3 +354,30 @@ def test_a_folder_that_is_gone_later_is_not_taken_for_a_name_of_the_hub(
     monkeypatch.chdir("/")
     assert not is_on_the_hub(recorded)
     assert is_on_the_hub(recorded_name("acme/news"))
+
+
+MARKUP = [
+    "return <b>\\\\frac{a}{b}</b>; // C:\\\\Users\\\\news",
+    "Stocks  #39;s fall &amp; rise <p>on Wall Street</p>",
+    "plain news of a cup final",
+]
+
+
+@pytest.mark.parametrize("cleaning", ["news", "none"])
+def test_the_pipeline_called_as_the_card_says_and_the_server_give_one_text_one_answer(
+    tmp_path: Path, cleaning: str
+) -> None:
+    folder = tmp_path / "model"
+    write_tiny(folder, cleaning=cleaning)
+    card = (folder / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert ("clean_text" in code) == (cleaning == "news")
+    code = code.replace('model="model"', f"model={str(folder)!r}, top_k=None")
+    for text in MARKUP:
+        *load, ask = code.replace('"Oil prices climb to a record as refineries close"', repr(text)).strip().splitlines()
+        names: dict[str, Any] = {}
+        exec("\n".join([*load, f"answer = {ask}"]), names)
+        (scores,) = names["answer"]
+        expected = {one["label"]: pytest.approx(one["score"], abs=1e-5) for one in scores}
+        for place in (folder, folder.with_suffix(".pt")):
+            assert ModelLoader(place).predict(text)["probabilities"] == expected

@@ -1,6 +1,7 @@
 """A run that was killed, stopped or damaged goes on as if nothing had been."""
 
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from inference.model_files import read_saved_model
+from training.dataset import load_news
 
 LAST_STEP = 16
 STEPS = list(range(1, LAST_STEP + 1))
@@ -364,3 +368,47 @@ def test_the_last_checkpoints_and_the_best_are_kept(
     kept = sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
 
     assert kept == sorted({best, 12, 14, 16})
+
+
+def _make_older(checkpoint: Path) -> None:
+    """Turn a checkpoint into one from before the way of cleaning was a choice."""
+    state_file, manifest_file = checkpoint / "state.json", checkpoint / "manifest.json"
+    state = json.loads(state_file.read_text())
+    assert state["config"].pop("clean") == "news"
+    state["data_key"] = "made in another way"
+    state_file.write_text(json.dumps(state))
+    content = state_file.read_bytes()
+    manifest = json.loads(manifest_file.read_text())
+    manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest_file.write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+def test_a_run_from_before_cleaning_was_a_choice_goes_on_and_cleans_as_it_began(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    news, data, output = load_news("sample"), tmp_path / "mine.jsonl", tmp_path / "model"
+    rows = [
+        {"text": rf"{text} &amp;\n<b>more</b>", "label": f"topic {label}"}
+        for text, label in zip(news.train.texts[:120], news.train.labels.tolist(), strict=False)
+    ]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    few = ("--max_train_rows", 24, "--epochs", 1, "--save_every", 1)  # three steps
+    flags = (*_flags(1, output), *few, "--dataset", data)
+    first = launch(1, *flags, "--clean", "news")
+    assert first.process.returncode == 0, first.err
+    expected = _weights(output)
+    shutil.rmtree(output)
+    shutil.rmtree(_checkpoint(output, 3))
+    for step in (1, 2):
+        _make_older(_checkpoint(output, step))
+
+    refused = launch(1, *flags, "--clean", "none")
+    assert refused.process.returncode == 2
+    assert "clean was 'news', is 'none'" in refused.err
+
+    again = launch(1, *flags)
+    assert again.process.returncode == 0, again.err
+    assert "Resuming from" in again.out
+    assert _weights(output) == expected
+    assert read_saved_model(output).cleaning == read_saved_model(output.with_suffix(".pt")).cleaning == "news"

@@ -42,7 +42,8 @@ class Told(list[str]):
 
 def write(folder: Path, news: NewsData = NEWS, told: Told | None = None) -> str:
     key = cache_key(news, TOKENIZER, LENGTH)
-    write_tokens(folder, key, news, TOKENIZER, LENGTH, Told() if told is None else told)
+    tokenizer = TextTokenizer.from_json(TOKENIZER, LENGTH)
+    write_tokens(folder, key, news, tokenizer, Told() if told is None else told)
     return key
 
 
@@ -94,6 +95,7 @@ def test_another_text_label_name_length_or_tokenizer_gives_another_key() -> None
     keys = [
         cache_key(NEWS, TOKENIZER, LENGTH),
         cache_key(NEWS, TOKENIZER, LENGTH + 1),
+        cache_key(NEWS, TOKENIZER, LENGTH, "none"),
         cache_key(NEWS, tokenizer, LENGTH),
         cache_key(changed(train=Rows(texts, NEWS.train.labels)), TOKENIZER, LENGTH),
         cache_key(changed(train=Rows(NEWS.train.texts, labels)), TOKENIZER, LENGTH),

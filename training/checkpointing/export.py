@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification
 
+from inference.model_files import CLEANING_KEY
 from training.distributed import Ranks
 from training.errors import UserError, first_line
 from training.model_card import model_card
@@ -75,6 +76,7 @@ def write_model(
     metrics: dict[str, Any],
     model_folder: Path,
     checkpoint_file: Path,
+    cleaning: str = "news",
 ) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each whole or not at all.
 
@@ -85,6 +87,7 @@ def write_model(
         metrics: the contents of ``metrics.json``.
         model_folder: replaced if it exists.
         checkpoint_file: replaced if it exists.
+        cleaning: what texts went through in training, and serving is to do with them: ``news`` or ``none``.
 
     Raises:
         OSError: there is no room, or the place cannot be written.
@@ -94,12 +97,13 @@ def write_model(
     aside.mkdir(parents=True)
     with torch.device("meta"):  # the trained one may lie in parts on many ranks
         network = AutoModelForSequenceClassification.from_config(architecture)
+    setattr(network.config, CLEANING_KEY, cleaning)
     whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
     with _system_errors():
         network.save_pretrained(aside, state_dict=whole)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
-    (aside / "README.md").write_text(model_card(metrics, model_folder.name), encoding="utf-8")
+    (aside / "README.md").write_text(model_card(metrics, model_folder.name, cleaning), encoding="utf-8")
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
     one_file = {
         "epoch": metrics["best_epoch"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,30 @@ def find_resume_point(
         hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts anew"
         say(f"Resuming from {resumed.path} ({hint})")
         return resumed
+
+
+def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
+    """What ``--clean`` means: ``auto`` is how the run that is resumed was begun, and stays ``auto`` for a new one."""
+    begun = ranks.any(has_begun())
+    if config.clean != "auto" or (config.resume == "none" and not begun):
+        return config.clean
+    paths = [path for _, path in sorted(list_checkpoints(ranks, storage).items(), reverse=True)]
+    if config.resume not in ("auto", "none"):
+        paths.insert(0, _absolute(config.resume))
+
+    def read() -> str:
+        for path in paths if ranks.is_first else ():
+            # One that cannot be read is passed over, or refused with its reason, when all of it is looked at.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return _cleaning(_storage_of(path).read_json(path, STATE_FILE)["config"])
+        return "auto"
+
+    return ranks.broadcast(ranks.together(read))
+
+
+def _cleaning(config: Mapping[str, Any]) -> str:
+    """Of a checkpoint's configuration; until it was a choice, all texts were cleaned as news."""
+    return config.get("clean", "news")
 
 
 def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1) -> str | None:
@@ -200,7 +224,7 @@ def _choose(asked: str, begun: bool, ranks: Ranks, storage: Storage, say: Callab
 
 
 def _named(asked: str, ranks: Ranks) -> str:
-    path = asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
+    path = _absolute(asked)
     advice = "name a folder such as RUN/checkpoints/step_00000120"
 
     def look() -> None:
@@ -213,9 +237,13 @@ def _named(asked: str, ranks: Ranks) -> str:
     return path
 
 
+def _absolute(asked: str) -> str:
+    return asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
+
+
 def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, data_key: str) -> None:
     state = resumed.state
-    before, now = state["config"], config.model_dump(mode="json")
+    before, now = state["config"] | {"clean": _cleaning(state["config"])}, config.model_dump(mode="json")
     differing = [
         f"{name} was {before.get(name)!r}, is {value!r}"
         for name, value in now.items()
@@ -225,7 +253,8 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     same_flags = all(before[name] == now[name] for name in BATCH_FIELDS)
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
-    if not differing and state["data_key"] != data_key:
+    # The key of runs from before `clean` was a choice was made in another way: their data is taken for the same.
+    if not differing and "clean" in state["config"] and state["data_key"] != data_key:
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
     if differing:
         raise UserError(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LANES = 16  # floats in a register, as in kernels.c
+# A product of uint8 and int8 is at most 255 x 127, and the kernels sum them in int32.
+MAX_INPUTS = (2**31 - 1) // (255 * 127)
 ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in kernels.c
 
 
@@ -101,6 +103,8 @@ class Architecture:
         Raises:
             ValueError: The kernels do not compute this model; the line says why.
         """
+        if config.get("is_decoder"):
+            raise ValueError("is_decoder: the native engine computes encoders only, in which all tokens see each other")
         model_type = config.get("model_type")
         if model_type == "distilbert":
             architecture = _distilbert(config)
@@ -108,9 +112,18 @@ class Architecture:
             architecture = _bert(config)
         else:
             raise ValueError(f"model_type {model_type!r}: the native engine computes bert and distilbert")
+        if architecture.num_blocks < 1:
+            raise ValueError(f"blocks {architecture.num_blocks}: the native engine needs at least 1")
+        if architecture.width % architecture.num_heads:
+            raise ValueError(f"width {architecture.width} is no multiple of its {architecture.num_heads} heads")
         for name in ("width", "wide", "head_width"):
-            if getattr(architecture, name) % LANES:
-                raise ValueError(f"{name} {getattr(architecture, name)}: the native engine needs multiples of {LANES}")
+            size = getattr(architecture, name)
+            if size % LANES:
+                raise ValueError(f"{name} {size}: the native engine needs multiples of {LANES}")
+            if size > MAX_INPUTS:
+                raise ValueError(
+                    f"{name} {size}: the native engine sums at most {MAX_INPUTS} products without overflow"
+                )
         return architecture
 
 

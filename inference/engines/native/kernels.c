@@ -121,9 +121,12 @@ typedef struct Pool {
 
 /* ---------------------------------------------------------------- arithmetic */
 
+/* MAXPS and MINPS give their second operand where either is NaN. Every limit below is therefore the first operand, so
+ * that NaN passes through to the answer, where it is noticed, instead of becoming the limit. */
+
 /* exp(x) for x <= 88; relative error below 2e-7. */
 INLINE vec exp_vec(vec x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.f));
+    x = _mm512_max_ps(_mm512_set1_ps(-87.f), x);
     vec n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     vec r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -138,7 +141,7 @@ INLINE vec exp_vec(vec x) {
 }
 
 INLINE vec tanh_vec(vec x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-15.f)), _mm512_set1_ps(15.f));
+    x = _mm512_min_ps(_mm512_set1_ps(15.f), _mm512_max_ps(_mm512_set1_ps(-15.f), x));
     vec e = exp_vec(_mm512_add_ps(x, x));
     vec one = _mm512_set1_ps(1.f);
     return _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
@@ -146,7 +149,7 @@ INLINE vec tanh_vec(vec x) {
 
 /* x Phi(x), Phi by a polynomial in x^2 (minimax on |x| <= 4): error below 2e-4, a sixtieth of the step of int8 after it. */
 INLINE vec gelu_vec(vec x) {
-    vec near = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-4.f)), _mm512_set1_ps(4.f));
+    vec near = _mm512_min_ps(_mm512_set1_ps(4.f), _mm512_max_ps(_mm512_set1_ps(-4.f), x));
     vec square = _mm512_mul_ps(near, near);
     vec p = _mm512_set1_ps(2.2779904185e-8f);
     p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(-1.5985249319e-6f));
@@ -160,15 +163,18 @@ INLINE vec gelu_vec(vec x) {
 
 /* ---------------------------------------------------------------- rows */
 
+/* A byte has no NaN and no infinity: a row with either gets NaN as its scale, and so has NaN in all that follows. */
 INLINE RowScale quantise_row(const float *x, uint8_t *q, int width) {
-    vec low = _mm512_loadu_ps(x), high = low;
+    const vec zero = _mm512_setzero_ps();
+    vec low = _mm512_loadu_ps(x), high = low, spoilt = _mm512_mul_ps(low, zero); /* 0, or NaN */
     for (int i = LANES; i < width; i += LANES) {
         vec v = _mm512_loadu_ps(x + i);
         low = _mm512_min_ps(low, v);
         high = _mm512_max_ps(high, v);
+        spoilt = _mm512_fmadd_ps(v, zero, spoilt);
     }
     float smallest = _mm512_reduce_min_ps(low), range = _mm512_reduce_max_ps(high) - smallest;
-    RowScale scale = {range / 255.f, smallest};
+    RowScale scale = {range / 255.f + _mm512_reduce_add_ps(spoilt), smallest};
     vec inverse = _mm512_set1_ps(range > 0.f ? 255.f / range : 0.f), offset = _mm512_set1_ps(smallest);
     for (int i = 0; i < width; i += LANES) {
         vec v = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(x + i), offset), inverse);
@@ -239,7 +245,7 @@ INLINE void linear_tile(const int tile_rows, const enum Epilogue epilogue, const
             vec s = _mm512_mul_ps(_mm512_set1_ps(scales[r].scale), scale);
             y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][v]), s, y);
             if (epilogue == STORE_GELU) y = gelu_vec(y);
-            if (epilogue == STORE_RELU) y = _mm512_max_ps(y, _mm512_setzero_ps());
+            if (epilogue == STORE_RELU) y = _mm512_max_ps(_mm512_setzero_ps(), y);
             if (epilogue == ADD) y = _mm512_add_ps(y, _mm512_loadu_ps(place));
             _mm512_storeu_ps(place, y);
         }
@@ -364,7 +370,7 @@ INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int
 /* Turns a row of scores into exp(score - largest), zero beyond `length`; returns 1 / their sum. */
 INLINE float softmax_row(float *scores, int length, int padded) {
     __mmask16 last = (__mmask16)(0xffff >> (padded - length));
-    vec least = _mm512_set1_ps(-3.4e38f), largest = least, sum = _mm512_setzero_ps();
+    vec least = _mm512_set1_ps(-__builtin_inff()), largest = least, sum = _mm512_setzero_ps();
     for (int i = 0; i < padded; i += LANES) {
         __mmask16 mask = i + LANES < padded ? 0xffff : last;
         largest = _mm512_max_ps(largest, _mm512_mask_mov_ps(least, mask, _mm512_loadu_ps(scores + i)));
@@ -489,7 +495,7 @@ static void first_tokens(Session *s, const Batch *batch, const Block *block, con
         for (int r = 0; r < rows; r++) {
             for (int i = 0; i < width; i += LANES) {
                 vec y = _mm512_add_ps(_mm512_loadu_ps(pooled + (size_t)r * width + i), _mm512_loadu_ps(m->pooler_bias + i));
-                y = m->head_is_tanh ? tanh_vec(y) : _mm512_max_ps(y, _mm512_setzero_ps());
+                y = m->head_is_tanh ? tanh_vec(y) : _mm512_max_ps(_mm512_setzero_ps(), y);
                 _mm512_storeu_ps(pooled + (size_t)r * width + i, y);
             }
             for (int label = 0; label < m->labels; label++) {

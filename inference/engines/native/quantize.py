@@ -31,12 +31,13 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
         folder: An existing folder.
 
     Raises:
-        ValueError: The architecture is not one that the kernels compute, or a weight is missing.
+        ValueError: The architecture is not one that the kernels compute, or a weight is missing, NaN, infinite or, of
+            an embedding, beyond float16.
     """
     architecture = Architecture.of(config)
     names = architecture.names
     tensors: dict[str, NDArray[Any]] = {
-        "words": _float(weights, names.words).astype(np.float16),
+        "words": _half(weights, names.words),
         "positions": _positions(architecture, weights),
         "classifier.weight": _float(weights, f"{names.classifier}.weight"),
         "classifier.bias": _float(weights, f"{names.classifier}.bias"),
@@ -112,4 +113,15 @@ def _norm(name: str, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
 def _float(weights: Weights, name: str) -> NDArray[np.float32]:
     if name not in weights:
         raise ValueError(f"the weights hold no {name}")
-    return np.asarray(weights[name], dtype=np.float32)
+    weight = np.asarray(weights[name], dtype=np.float32)
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{name} holds NaN or infinity, the training diverged; train with a lower learning rate")
+    return weight
+
+
+def _half(weights: Weights, name: str) -> NDArray[np.float16]:
+    weight = _float(weights, name)
+    largest = float(np.abs(weight).max())
+    if largest > np.finfo(np.float16).max:
+        raise ValueError(f"{name} reaches {largest:g}, beyond float16's 65504; export for another engine, such as onnx")
+    return weight.astype(np.float16)

@@ -142,6 +142,10 @@ def test_input_that_would_read_outside_of_a_table_is_refused(
         ({"model_type": "roberta"}, "model_type 'roberta'"),
         ({"activation": "silu"}, "activation 'silu'"),
         ({"n_heads": 4}, "head_width 24"),
+        ({"n_heads": 18, "dim": 304}, "width 304 is no multiple of its 18 heads"),
+        ({"n_layers": 0}, "blocks 0"),
+        ({"hidden_dim": 66_320}, "wide 66320"),
+        ({"is_decoder": True}, "is_decoder"),
     ],
 )
 def test_a_model_that_the_kernels_do_not_compute_is_refused_before_anything_is_written(
@@ -230,3 +234,60 @@ def _exit_code(child: int, seconds: float) -> int | None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     return None
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("distilbert.transformer.layer.1.ffn.lin1.weight", r"distilbert\.transformer\.layer\.1\.ffn\.lin1\.weight"),
+        ("distilbert.embeddings.word_embeddings.weight", r"distilbert\.embeddings\.word_embeddings\.weight"),
+        ("classifier.bias", r"classifier\.bias"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    make_engine: MakeEngine, name: str, what: str, value: float
+) -> None:
+    model = _distilbert()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = value
+    with pytest.raises(ValueError, match=f"{what} holds NaN or infinity"):
+        make_engine(model)
+
+
+def test_embeddings_beyond_the_range_of_float16_are_refused(make_engine: MakeEngine) -> None:
+    model = _distilbert()
+    with torch.no_grad():
+        model.distilbert.embeddings.word_embeddings.weight[7, 3] = 70_000
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight reaches 70000.* 65504"):
+        make_engine(model)
+
+
+def _places(value: float) -> list[str]:
+    linears = ("query", "key_value", "attention_out", "narrow")
+    inside = [f"block.{i}.{name}.{part}" for i in range(2) for name in linears for part in ("bias", "scale")]
+    places = [*inside, "words", "positions", "embedding_norm.gain", "classifier.weight"]
+    # ReLU rightly makes 0 of minus infinity, and tanh makes 1 of infinity.
+    return places if np.isinf(value) else [*places, "block.0.wide.bias", "block.1.wide.scale", "pooler.bias"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "make", [_distilbert, lambda: _distilbert(activation="relu"), _bert], ids=["gelu", "relu", "tanh"]
+)
+def test_a_number_that_is_not_finite_anywhere_in_a_pass_reaches_the_answer(
+    make_engine: MakeEngine, tmp_path: Path, make: Callable, value: float
+) -> None:
+    make_engine(make())
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / FILE_NAME)
+    ids = [4, 9, 11, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46]
+    for name in _places(value):
+        damaged = tensors[name].copy()
+        # Of the embeddings one value of one word in the middle of the text, else one output or feature.
+        damaged[(11, 3) if name == "words" else (2, 3) if name == "positions" else (0,) * damaged.ndim] = value
+        save_file(tensors | {name: damaged}, tmp_path / FILE_NAME)
+        logits = NativeEngine(tmp_path, config, 1).logits(TokenBatch.of([ids, [4, 9]]))
+        assert not np.isfinite(logits[0]).all(), name
+        if name == "words":  # a text without that word is answered as before
+            assert np.isfinite(logits[1]).all()

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def test_an_artefact_folder_serves_without_torch_and_without_the_weights(
     code = f"""
 import json
 import sys
+import threading
 from inference.model_loader import ModelLoader
 model = ModelLoader({str(artefact)!r})
 assert not {{"torch", "transformers"}} & set(sys.modules)
@@ -299,3 +301,22 @@ def test_threads_are_those_of_the_setting_within_what_the_process_may_use(monkey
     monkeypatch.setenv("DEVICE", "CPU")
     assert Settings().hardware == Hardware(threads=1, device="cpu")
     assert Settings().hardware.num_threads == 1
+
+
+def test_a_weights_file_that_changes_while_it_is_read_is_refused(model_folder: Path, folder_copy: Path) -> None:
+    weights = folder_copy / "model.safetensors"
+    stop = threading.Event()
+
+    def keep_writing() -> None:
+        while not stop.wait(0.001):
+            weights.touch()
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    try:
+        with pytest.raises(ModelLoadError, match="changed while it was read; load it again when the copy is complete"):
+            load_model(folder_copy)
+    finally:
+        stop.set()
+        writer.join()
+    assert load_model(folder_copy).revision == load_model(model_folder).revision

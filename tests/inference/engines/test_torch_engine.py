@@ -50,5 +50,16 @@ def test_a_model_that_cannot_be_compiled_is_one_line_and_exit_code_2(model_folde
     )
     assert run.returncode == 2
     (line,) = run.stderr.splitlines()
-    assert "fails on its first text" in line
+    assert "fails on a text of " in line
     assert "serve it with another engine" in line
+
+
+def test_a_weights_file_that_is_overwritten_and_cut_changes_no_answer(folder_copy: Path) -> None:
+    engine = _engine(folder_copy)
+    before = engine.logits(BATCH)
+    weights = folder_copy / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    np.testing.assert_array_equal(engine.logits(BATCH), before)
+    weights.write_bytes(b"")
+    np.testing.assert_array_equal(engine.logits(BATCH), before)

@@ -69,4 +69,14 @@ def test_another_architecture_is_exported_whole() -> None:
     module, kind = build_module(model.config.to_dict(), model.state_dict(), int8=True)
     ids, mask = _inputs()
     assert kind == "whole"
+    assert (
+        build_module(_bert("gelu").config.to_dict() | {"is_decoder": True}, _bert("gelu").state_dict(), int8=True)[1]
+        == kind
+    )
     torch.testing.assert_close(module(ids, mask), model(ids, mask).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_causal_bert_is_exported_whole_since_the_lean_graph_is_not_causal() -> None:
+    model = _bert("gelu")
+    _, kind = build_module(model.config.to_dict() | {"is_decoder": True}, model.state_dict(), int8=False)
+    assert kind == "whole"
