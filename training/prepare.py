@@ -37,8 +37,8 @@ class PreparedNews:
     """Tokens, and which training rows are trained on and which validate.
 
     ``train_index``: row numbers of the training split, rising; ``validation_index``: of :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first rank of
-    each machine.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first
+    rank of each machine.
     """
 
     tokens: TokenizedNews
