@@ -42,7 +42,6 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
         prog="python -m inference.serve",
         description=__doc__,
         epilog="example: python -m inference.serve --model checkpoints/tiny --port 7860",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model",

@@ -15,10 +15,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from inference.cpu import usable_cpus
-from training.errors import ForeseenError, TrainingFailure, UserError, in_one_line
+from training.errors import ForeseenError, TrainingFailure, UserError, in_one_line, one_voice
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = 1800.0  # seconds
@@ -34,7 +33,6 @@ COLLECTIVE_TIMEOUT = 1800.0  # seconds
 START_TIMEOUT = 3600.0
 # The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
 TIMEOUT_MARGIN = 30.0
-SECONDS_FOR_RANK_0 = 10.0
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
 # this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
@@ -229,21 +227,6 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 def name_accelerator(device: torch.device) -> None:
     """Tell DeepSpeed, before it is imported, which kind of device to use; else it looks for one, and says so."""
     os.environ["DS_ACCELERATOR"] = device.type
-
-
-@contextmanager
-def one_voice() -> Iterator[None]:
-    """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
-    rank = int(os.environ.get("RANK", 0))
-    try:
-        with redirect_stdout(StringIO()) if rank else nullcontext():
-            yield
-    except ForeseenError as error:
-        if rank:
-            error.quiet = True
-            # torchrun ends all ranks once one is gone; should this one go first, rank 0 would say nothing.
-            time.sleep(SECONDS_FOR_RANK_0)
-        raise
 
 
 @contextmanager

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import os
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 EXIT_USER_ERROR = 2
+SECONDS_FOR_RANK_0 = 10.0
 
 
 class ForeseenError(Exception):
@@ -70,6 +74,21 @@ class StopAsked(BaseException):
         """Print the line."""
         if not self.quiet:
             print(self, flush=True)
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
+            yield
+    except ForeseenError as error:
+        if rank:
+            error.quiet = True
+            # torchrun ends all ranks once one is gone; should this one go first, rank 0 would say nothing.
+            time.sleep(SECONDS_FOR_RANK_0)
+        raise
 
 
 def first_line(error: BaseException) -> str:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from inference.delimited import Columns
+from inference.errors import ModelLoadError
+from inference.model_files import SavedModel, read_saved_model
+from inference.tokenization import TextTokenizer
 from training.batching import DataPlace, pad
+from training.dataset import NewsData, Rows, load_news
 from training.distributed import Ranks
+from training.errors import UserError
 from training.metrics import classification_metrics
-from training.tokenized import TokenizedRows
+from training.model import NewsClassifier
+from training.monitoring import Console
+from training.quiet import quiet_libraries
+from training.tokenized import TokenizedRows, encode_rows
 
 ROWS_PER_BATCH = 64
 ROUNDS_BETWEEN_ASKING = 4
@@ -73,3 +86,63 @@ def evaluate(
         for batch, part in zip(batches[number :: place.size], parts, strict=False):
             logits[batch] = part
     return classification_metrics(logits, rows.labels[index], label_names), logits
+
+
+def evaluate_saved(
+    path: Path,
+    dataset: str | None,
+    mine: Ranks,
+    columns: tuple[str | None, str | None] = (None, None),
+    *,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
+
+    Args:
+        path: of the model.
+        dataset: None for the one that it was trained on.
+        mine: this process's place.
+        columns: of text and label; None for those that it was trained on.
+        quiet: show no progress.
+
+    Raises:
+        UserError: the model or the data cannot be read, or their labels differ.
+    """
+
+    quiet_libraries()
+
+    def read() -> tuple[SavedModel, NewsData]:
+        try:
+            saved = read_saved_model(path)
+        except ModelLoadError as error:
+            raise UserError(str(error)) from error
+        name = dataset or saved.metadata.get("dataset")
+        if name is None:
+            raise UserError(f"{path}: does not say what it was trained on; name the data with --dataset")
+        text, label = columns
+        text = text or str(saved.metadata.get("text_column", "text"))
+        label = label or str(saved.metadata.get("label_column", "label"))
+        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
+
+    saved, data = mine.together(read)
+    rows = _relabelled(data, saved.labels)
+    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
+    model = NewsClassifier.from_saved(saved).to(mine.device).eval()
+    show = mine.is_first and not quiet
+    counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
+    with counting as count, torch.inference_mode():
+        place = DataPlace(mine.rank, mine.world_size)
+        metrics, _ = evaluate(
+            model, tokens, mine, saved.labels, place, on_batch=lambda rows: count(rows * mine.world_size)
+        )
+    return {"model": str(path), "dataset": data.name, **metrics}
+
+
+def _relabelled(data: NewsData, labels: list[str]) -> Rows:
+    unknown = [name for name in data.label_names if name not in labels]
+    if unknown:
+        raise UserError(
+            f"--dataset {data.name}: label {unknown[0]!r} is none of the model's labels {', '.join(labels)}"
+        )
+    index = np.array([labels.index(name) for name in data.label_names])
+    return Rows(data.test.texts, index[data.test.labels])

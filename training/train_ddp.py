@@ -17,42 +17,45 @@ from training.resilience.restarts import (
     stopped_exit_code,
 )
 
-if __name__ == "__main__":  # before the other imports, which take seconds
+if __name__ == "__main__":  # before anything else is loaded
     end_on_ctrl_c()
     stop_with_launcher()
     leave_if_settled()
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from training.config import parse_config
-from training.distributed import one_voice, ranks
-from training.errors import run_command
-from training.resilience.interruption import Interruption, run_rank
-from training.trainer import Trainer
+from training.config import TrainConfig, parse_config
+from training.errors import one_voice, run_command
+from training.resilience.interruption import run_rank
 
 
-def train() -> int:
+def main() -> int:
     """Parse, join the process group, train; returns the exit code."""
     # DeepSpeed's launcher adds a flag for what the environment says too.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with settled():
         with one_voice():
             config = parse_config(arguments, description=__doc__)
-        with (
-            ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,
-            Interruption(config.not_saved_exit_code, is_first=mine.is_first) as interruption,
-        ):
-            trainer = Trainer(config, mine, interruption)
-            begin()
-            model_folder = trainer.fit()
-    return 0 if model_folder else stopped_exit_code(config.stopped_exit_code)
+        # PyTorch takes seconds to import: not before the flags are known to be good.
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        # Under torchrun, which shows the error that `record` writes down for it.
+        is_finished = record(train)(config)
+    return 0 if is_finished else stopped_exit_code(config.stopped_exit_code)
 
 
-@record
-def main() -> None:
-    """Run under torchrun, which shows the error that :func:`record` writes down for it."""
-    run_command(train)
+def train(config: TrainConfig) -> bool:
+    """Join the process group and train; returns whether the run is finished, not stopped."""
+    from training.distributed import ranks
+    from training.resilience.interruption import Interruption
+    from training.trainer import Trainer
+
+    with (
+        ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,
+        Interruption(config.not_saved_exit_code, is_first=mine.is_first) as interruption,
+    ):
+        trainer = Trainer(config, mine, interruption)
+        begin()
+        return trainer.fit() is not None
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(lambda: run_command(main))

@@ -10,19 +10,21 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from training.resilience.restarts import end_on_ctrl_c
 
-if __name__ == "__main__":  # before the other imports, which take seconds
+if __name__ == "__main__":  # before anything else is loaded
     end_on_ctrl_c()
 
 from training.config import parse_config
-from training.distributed import ranks
 from training.errors import run_command
-from training.resilience.interruption import Interruption
-from training.trainer import Trainer
 
 
 def main() -> int:
     """Parse and train; returns the exit code."""
     config = parse_config(sys.argv[1:], description=__doc__)
+    # PyTorch takes seconds to import: not before the flags are known to be good.
+    from training.distributed import ranks
+    from training.resilience.interruption import Interruption
+    from training.trainer import Trainer
+
     with (
         ranks(config.device, use_process_group=False) as alone,
         Interruption(config.not_saved_exit_code, is_first=True) as interruption,

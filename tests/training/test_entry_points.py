@@ -14,7 +14,7 @@ import torch
 from training.config import TrainConfig, parse_config
 from training.distributed import Ranks, ranks
 from training.errors import UserError
-from training.evaluate import evaluate_saved
+from training.evaluation import evaluate_saved
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING = REPOSITORY / "training"

@@ -84,3 +84,30 @@ def test_flags_take_underscores_or_dashes_in_every_command() -> None:
 def test_the_names_of_other_trainers_point_at_flags_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= TrainConfig.model_fields.keys()
     assert not OTHER_NAMES.keys() & TrainConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("training/train_single.py", "--help"),
+        ("training/train_ddp.py", "--epochs", "three"),
+        ("-m", "training.evaluate", "--help"),
+        ("-m", "inference.serve", "--help"),
+        ("-m", "inference.export", "--help"),
+        ("-m", "inference.predict", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_flags_are_checked_before_pytorch_is_imported(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('PyTorch is imported')")
+
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+
+    assert "PyTorch" not in done.stderr
+    assert (done.stdout + done.stderr).startswith(("usage:", "error: --epochs three: must be"))

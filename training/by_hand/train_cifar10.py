@@ -26,8 +26,8 @@ from training.by_hand.batches import Batch, evaluation_batches, training_batches
 from training.by_hand.cifar10 import ImageData, load_images
 from training.by_hand.cnn import CNN
 from training.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
-from training.distributed import Ranks, one_voice, ranks
-from training.errors import OneLineParser, UserError, positive, run_command
+from training.distributed import Ranks, ranks
+from training.errors import OneLineParser, UserError, one_voice, positive, run_command
 from training.resilience.interruption import run_rank
 from training.utils import format_time
 

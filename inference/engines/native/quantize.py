@@ -122,6 +122,6 @@ def _float(weights: Weights, name: str) -> NDArray[np.float32]:
 def _half(weights: Weights, name: str) -> NDArray[np.float16]:
     weight = _float(weights, name)
     largest = float(np.abs(weight).max())
-    if largest > np.finfo(np.float16).max:
+    if largest > float(np.finfo(np.float16).max):
         raise ValueError(f"{name} reaches {largest:g}, beyond float16's 65504; export for another engine, such as onnx")
     return weight.astype(np.float16)
