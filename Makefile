@@ -7,6 +7,8 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
+# Rows for its benchmark: a folder with AG News' train.csv and test.csv.
+GPU_DATA ?= training/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
 # Where `make lock` finds PyTorch's build for CPUs.
@@ -78,7 +80,10 @@ test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 
 # PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
 gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure on it; without one, say what was left out (10 minutes)
-	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -rsP -m gpu $(GPU_TESTS)
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 $(BIN)/python -m pytest -rs -m gpu $(GPU_TESTS)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/python -m benchmarks.one_or_two_processes --device gpu --data $(GPU_DATA); \
+	else echo "Left out: the GPU table of benchmarks/one_or_two_processes.md, since this machine has no CUDA GPU."; fi
 
 lint: $(INSTALLED_DEV) ## Check style and types of mistakes
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ class DDPStrategy(BaseStrategy):
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"
             self.replica = DistributedDataParallel(
-                model, device_ids=[self.ranks.local_rank] if on_gpu else None, gradient_as_bucket_view=True
+                model, device_ids=[self.ranks.device] if on_gpu else None, gradient_as_bucket_view=True
             )
             # They are constants, such as the positions' numbers. The argument for it changed its name in torch 2.13.
             self.replica.broadcast_buffers = False
