@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
-# Rows for its benchmark: a folder with AG News' train.csv and test.csv.
+# Rows for the benchmark of gpu-check: a folder with AG News' train.csv and test.csv.
 GPU_DATA ?= training/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=

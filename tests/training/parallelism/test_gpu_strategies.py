@@ -88,10 +88,13 @@ def _count_waits(precision: str, family: str) -> float:
         ("fp16", "distilbert", 1),  # whether the loss scale overflowed is asked once per step, as GradScaler does
     ],
 )
-def test_the_host_does_not_wait_for_the_gpu_within_a_step(precision: str, family: str, allowed: int) -> None:
+def test_the_host_does_not_wait_for_the_gpu_within_a_step(
+    precision: str, family: str, allowed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     waits = run_on_ranks(1, _count_waits, precision, family)[0]
 
-    print(f"host synchronisations per step, {family}, {precision}: {waits:g}")
+    with capsys.disabled():
+        print(f"\nhost synchronisations per step, {family}, {precision}: {waits:g}")
     assert waits <= allowed
 
 
