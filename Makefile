@@ -71,8 +71,9 @@ demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample
 demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
 	$(BIN)/python deployment/demo_elastic.py
 
-test: $(INSTALLED_DEV) ## Run the tests (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+# Three files at a time on two cores, since most tests wait for processes to start.
+test: $(INSTALLED_DEV) ## Run the tests (about 12 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu"
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])

@@ -18,6 +18,7 @@ class StandInModel:
     def __init__(self, engine: StandInEngine) -> None:
         self.engine = engine
         self.max_length = 24
+        self.tokens_per_second = None
         tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         self.tokenizer = TextTokenizer(tokenizer, self.max_length)
