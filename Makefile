@@ -55,7 +55,7 @@ $(INSTALLED_DEV): $(INSTALLED)
 
 demo-begin:
 	@echo "Installs into .venv if need be, then trains, evaluates, exports and serves a small news classifier on this machine's CPU."
-	@echo "About 3 minutes on 2 cores, with nothing installed yet and a fast network; 1.5 GB of disk. make clean removes it."
+	@echo "About 2 minutes on 2 cores with nothing installed yet and a fast network; 1.6 GB of disk. make clean removes .venv."
 
 demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, export to int8, serve, ask three headlines
 	@echo "Demo 1/4: train with two processes"
