@@ -116,6 +116,8 @@ class ServedModel:
                 if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
                     raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
+                if self._current is None:
+                    _freeze_what_stays()
                 served = Served(model, Classifier(model, self._limits, self._metrics))
             except Exception as error:
                 self._metrics.reloads.labels("refused").inc()
@@ -132,10 +134,8 @@ class ServedModel:
             self._metrics.reloads.labels("served").inc()
             self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
             logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
-        if before is None:
-            _settle_memory()
-        else:
-            self._retire(before)  # which ends in the same
+        if before is not None:
+            self._retire(before)
         return served
 
     async def load_or_log(self) -> None:
@@ -170,12 +170,13 @@ async def _drain(classifier: Classifier) -> None:
     # A model's weights hang in cycles with its threads, and the collector, blind to memory that is not Python's, is in
     # no hurry: without this every reload would add a model's size.
     del classifier
-    _settle_memory()
+    gc.collect()
 
 
-def _settle_memory() -> None:
-    # What lives as long as the server is looked at once, now, and never again: the collector would go through hundreds
-    # of thousands of objects every few thousand requests, while all requests wait.
-    gc.unfreeze()
+def _freeze_what_stays() -> None:
+    # The modules that are imported by now live as long as the server: the collector looks at them this once and never
+    # again. Else it would go through hundreds of thousands of objects every few thousand requests and at each reload,
+    # while all requests wait. A classifier is made after this, so that the cycles between it and its threads are found
+    # when it is retired; the model in it, frozen here if it is the first, then goes by its reference count.
     gc.collect()
     gc.freeze()

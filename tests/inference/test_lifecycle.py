@@ -281,6 +281,27 @@ def test_a_reload_gives_the_memory_of_the_old_model_back(model_folder: Path) -> 
         gc.enable()
 
 
+def test_a_reload_does_not_hold_all_requests_while_the_collector_goes_through_every_import(model_folder: Path) -> None:
+    looked_through: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            looked_through.append(len(gc.get_objects()))  # without those that are frozen
+
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder, api_key=KEY), stand_in()))
+    with server.running() as client:
+        client.headers.update(SENDING_KEY)
+        frozen = gc.get_freeze_count()
+        engine = weakref.ref(server.parts.served_model.require().model.engine)
+        gc.callbacks.append(note)
+        try:
+            assert client.post("/admin/reload").status_code == 200
+            until(lambda: engine() is None and looked_through)
+        finally:
+            gc.callbacks.remove(note)
+    assert max(looked_through) < frozen / 2
+
+
 def test_a_model_that_comes_later_is_served_by_a_reload(own_folder: Path) -> None:
     place = own_folder / "tokenizer.json"
     content = place.read_bytes()
