@@ -100,7 +100,7 @@ class TrainConfig(BaseModel):
     weight_decay: float = _field(0.01, "optimization", "AdamW's decay, not on biases and LayerNorm; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor has it, fp16 with a loss scale on older GPUs, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor computes it faster, fp16 with a loss scale on older GPUs, else fp32")
     tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the last test: faster, 10 bits of precision instead of 23; off = exact")
     seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")

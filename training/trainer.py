@@ -71,7 +71,8 @@ class Trainer:
         check_storage(self.storage, ranks)
         # Before data and model, which take minutes: its process group may not form.
         self.saver = Saver(config, ranks, self.storage, self.say, self.stop_agreed)
-        self.precision = ranks.together(lambda: choose_precision(config.precision, ranks.device))
+        # Rank 0's choice: it is timed on CPUs.
+        self.precision = ranks.broadcast(ranks.together(lambda: choose_precision(config.precision, ranks.device)))
         self.exporter = ranks.together(lambda: Exporter(config, ranks, self.phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)

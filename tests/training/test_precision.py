@@ -11,9 +11,29 @@ import torch
 from tests.training.parallelism.cases import ALONE, Case
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps, whole_weights
+from training import precision
 from training.errors import TrainingFailure
 from training.parallelism import Strategy
-from training.precision import LossScale, allow_tf32
+from training.precision import LossScale, allow_tf32, choose_precision
+
+
+@pytest.mark.parametrize(("bf16_slower", "chosen"), [(2.0, "fp32"), (0.5, "bf16"), (0.95, "fp32")])
+def test_auto_takes_bf16_on_a_cpu_only_where_it_computes_that_faster(
+    bf16_slower: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def multiply(one: torch.Tensor, other: torch.Tensor) -> None:
+        now[0] += bf16_slower if one.dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr(precision, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(precision.torch, "mm", multiply)
+    precision.cpu_gains_by_bf16.cache_clear()
+    try:
+        assert choose_precision("auto", torch.device("cpu")) == chosen
+    finally:
+        precision.cpu_gains_by_bf16.cache_clear()
 
 
 def scaled(scale: float) -> Strategy:
