@@ -95,6 +95,8 @@ def test_the_names_of_other_trainers_point_at_flags_that_exist() -> None:
         ("-m", "inference.serve", "--help"),
         ("-m", "inference.export", "--help"),
         ("-m", "inference.predict", "--help"),
+        ("-m", "training.cards", "run", "--help"),
+        ("-m", "training.by_hand.check", "--help"),
     ],
     ids=" ".join,
 )

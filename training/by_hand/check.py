@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from rich.console import Console
-from rich.text import Text
-
-from training.by_hand.checking.exercises import EXERCISES
-from training.by_hand.checking.finding import NOT_WRITTEN
-from training.by_hand.checking.probe import MOST_RANKS
-from training.by_hand.checking.solution import compile_solution
-from training.by_hand.checking.verdict import Verdict, check_function
+from training.by_hand.checking.finding import MOST_RANKS, NOT_WRITTEN
 from training.errors import OneLineParser, UserError, positive, run_command
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from training.by_hand.checking.verdict import Verdict
 
 MOST_LINES = 5  # of what a rank printed
 
@@ -35,6 +34,13 @@ def main() -> int:
     options = parser.parse_args()
     if not 2 <= options.workers < MOST_RANKS:
         raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}")
+    # Here, since they bring PyTorch along: --help and a wrong flag take no seconds.
+    from rich.console import Console
+
+    from training.by_hand.checking.exercises import EXERCISES
+    from training.by_hand.checking.solution import compile_solution
+    from training.by_hand.checking.verdict import check_function
+
     compile_solution(options.solution)
     world_sizes = (options.workers, options.workers + 1)
 
@@ -45,7 +51,7 @@ def main() -> int:
     for name in EXERCISES:
         with console.status(f"{name} ..."):
             verdicts.append(check_function(options.solution, name, world_sizes))
-        console.print(describe(verdicts[-1]))
+        console.print(describe(verdicts[-1], EXERCISES[name].promise))
     num_right = sum(verdict.finding is None for verdict in verdicts)
     whole = num_right == len(verdicts)
     end = ". This is data parallelism; DDP does the same, sooner." if whole else ""
@@ -53,13 +59,13 @@ def main() -> int:
     return 0 if whole else 1
 
 
-def describe(verdict: Verdict) -> Text:
-    """A verdict as it is shown: one line if all is well."""
+def describe(verdict: Verdict, promise: str) -> Text:
+    """A verdict as it is shown: one line if all is well, which says what the function is held to."""
+    from rich.text import Text
+
     finding = verdict.finding
     if finding is None:
-        return Text.assemble(
-            ("right  ", "bold green"), (verdict.name, "bold"), f": {EXERCISES[verdict.name].promise}\n"
-        )
+        return Text.assemble(("right  ", "bold green"), (verdict.name, "bold"), f": {promise}\n")
     if finding == NOT_WRITTEN:
         return Text.assemble(
             ("to do  ", "bold yellow"), (verdict.name, "bold"), f": {finding.problem}; {finding.hint}\n"

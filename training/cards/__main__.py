@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from training.cards.distributed.init_strategy import WAYS
-from training.cards.drawing import as_mermaid, as_table
-from training.cards.history import History
-from training.cards.pipeline import SETTINGS, Pipeline
-from training.cards.progress import Progress
-from training.cards.report import check_report, write_report
-from training.cards.runner import Event, Runner, epochs_of, workers_of
-from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 from training.errors import OneLineParser, UserError, positive, run_command
 from training.utils import only_run_in
+
+# What brings PyTorch along is imported where it is used: --help and a wrong flag take no seconds.
+if TYPE_CHECKING:
+    from training.cards.pipeline import Pipeline
 
 DEFAULT_OUTPUT = Path("checkpoints/cards")
 DEFAULT_PORT = 8420
@@ -36,12 +31,10 @@ def build_parser() -> OneLineParser:
         kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"
         command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
     for command in (run, show, serve):
-        command.add_argument(
-            "pipeline", type=Path, nargs="?", default=DEFAULT_PIPELINE, metavar="PIPELINE.yaml", help="default: iris"
-        )
+        command.add_argument("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
         command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
         command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
-        command.add_argument("--strategy", choices=tuple(WAYS), help="how the model lies over the ranks")
+        command.add_argument("--strategy", metavar="{ddp,fsdp,deepspeed}", help="how the model lies over the ranks")
     return parser
 
 
@@ -51,7 +44,10 @@ def configured(flags: argparse.Namespace) -> Pipeline:
     Raises:
         UserError: it cannot be read or run, or has no card for a flag, or none that takes its value.
     """
-    pipeline = read_pipeline(flags.pipeline)
+    from training.cards.pipeline import SETTINGS
+    from training.cards.wiring import DEFAULT_PIPELINE, read_pipeline
+
+    pipeline = read_pipeline(flags.pipeline or DEFAULT_PIPELINE)
     for name in SETTINGS:
         value = getattr(flags, name)
         if value is not None:
@@ -61,6 +57,11 @@ def configured(flags: argparse.Namespace) -> Pipeline:
 
 def run(flags: argparse.Namespace) -> None:
     """Run a pipeline to its end."""
+    from training.cards.history import History
+    from training.cards.progress import Progress
+    from training.cards.report import check_report, write_report
+    from training.cards.runner import Event, Runner
+
     pipeline = configured(flags)
     if flags.report:
         check_report(flags.report)
@@ -85,6 +86,11 @@ def run(flags: argparse.Namespace) -> None:
 
 def show(flags: argparse.Namespace) -> None:
     """Draw the wiring of a pipeline."""
+    from rich.console import Console
+
+    from training.cards.drawing import as_mermaid, as_table
+    from training.cards.runner import epochs_of, workers_of
+
     pipeline = configured(flags)
     if flags.mermaid:
         print(as_mermaid(pipeline))
@@ -94,7 +100,6 @@ def show(flags: argparse.Namespace) -> None:
 
 def serve(flags: argparse.Namespace) -> None:
     """Step through a pipeline on a page, until Ctrl-C."""
-    # Here, since it brings a web server along, which the other commands do not need.
     from training.cards.serve import serve_page
 
     serve_page(configured(flags), flags.output, flags.port)

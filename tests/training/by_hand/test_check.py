@@ -53,7 +53,7 @@ def test_a_wrong_solution_is_told_what_is_wrong(path: Path) -> None:
     verdict = check_function(path, function, (2, 3), seconds=HANG_SECONDS if "hangs" in says else SECONDS)
 
     assert verdict.finding is not None
-    shown = describe(verdict).plain
+    shown = describe(verdict, EXERCISES[function].promise).plain
     assert all(words in shown for words in says), shown
 
 

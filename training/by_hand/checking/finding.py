@@ -20,5 +20,6 @@ class Finding:
     detail: str = ""
 
 
+MOST_RANKS = 9  # that a function is tried on: one for each digit but 0
 WAIT = "And: begun with async_op=True, a collective is done only after wait()."
 NOT_WRITTEN = Finding("not written yet", "replace its raise NotImplementedError")

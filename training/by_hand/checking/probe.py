@@ -7,8 +7,6 @@ from itertools import chain
 import torch
 from torch import nn
 
-MOST_RANKS = 9  # one for each digit but 0
-
 
 class Probe(nn.Module):
     """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient.

@@ -11,7 +11,7 @@ from training.cards.base import BaseCard, CardConfig, Preview, Values
 from training.cards.model import num_parameters, read_architecture
 from training.cards.storage import Storage
 
-WAYS = {
+WAYS = {  # a new one is named in the help of --strategy too
     "ddp": "every rank keeps the whole model; gradients are all-reduced",
     "fsdp": "every rank keeps a slice of each tensor; whole ones are gathered while they are needed",
     "deepspeed": "every rank keeps the whole model; DeepSpeed's engine all-reduces the gradients (ZeRO stage 0)",
