@@ -46,8 +46,10 @@ def main() -> None:
 def compute_repeatedly(model: nn.Module, times: int) -> None:
     """Make a model compute each row of a training batch so many times."""
 
-    def repeat(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.repeat(times, 1) for tensor in inputs) if module.training else inputs
+    def repeat(module: nn.Module, inputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        # There is no attention mask if nothing is padded.
+        repeated = tuple(None if tensor is None else tensor.repeat(times, 1) for tensor in inputs)
+        return repeated if module.training else inputs
 
     def keep_first(module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
         return logits[: len(logits) // times] if module.training else logits

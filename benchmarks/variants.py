@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
+from training.architectures import mask_of
 from training.batching import DataPlace, LengthBucketSampler, pad, rank_share
 from training.config import TrainConfig
 from training.distributed import Ranks
@@ -71,6 +72,7 @@ class Epoch:
 def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     """The recipe of the textbooks: every text padded to the maximum, a DataLoader, AdamW, DDP."""
     ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
+    mask = mask_of(ids, mask)
     labels = torch.from_numpy(rows.labels)
     dataset = [
         {"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))

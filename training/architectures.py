@@ -41,30 +41,38 @@ class Architecture:
         """(batch, seq) -> (batch, seq, hidden)."""
         return network.get_submodule(self.embeddings)(input_ids)
 
-    def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+    def context(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> dict[str, Any]:
         """What every block is given beside the hidden states: in an encoder, which keys are padding.
 
         Args:
             hidden: (batch, seq, hidden).
-            attention_mask: (batch, seq), 1 for a token.
+            attention_mask: (batch, seq), 1 for a token; None where nothing is padded.
         """
         return {"attention_mask": key_mask(attention_mask)}
 
-    def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def classify(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Logits, (batch, num_labels), from what the last block gave."""
         raise NotImplementedError
 
     def read_one_token(self, network: PreTrainedModel) -> None:
         """Make the last block compute only the token that the head reads, where that saves work."""
 
-    def run_blocks(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def run_blocks(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """All blocks that are here, in their order: (batch, seq, hidden) -> (batch, seq or 1, hidden)."""
         context = self.context(network, hidden, attention_mask)
         for block in blocks_of(network.get_submodule(self.blocks)):
             hidden = block(hidden, **context)
         return hidden
 
-    def logits(self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """The whole way: (batch, seq) -> (batch, num_labels)."""
         hidden = self.run_blocks(network, self.embed(network, input_ids), attention_mask)
         return self.classify(network, hidden, attention_mask)
@@ -78,7 +86,9 @@ class DistilBert(Architecture):
     head = ("pre_classifier", "classifier")
     last_block_work = KEYS_AND_VALUES
 
-    def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def classify(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """From the first token."""
         return network.classifier(network.dropout(F.relu(network.pre_classifier(hidden[:, 0]))))
 
@@ -97,7 +107,9 @@ class Bert(Architecture):
     head = ("bert.pooler", "classifier")
     last_block_work = KEYS_AND_VALUES
 
-    def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def classify(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """From the first token, pooled."""
         return network.classifier(network.dropout(network.bert.pooler(hidden[:, :1])))
 
@@ -114,6 +126,12 @@ class Llama(Architecture):
     embeddings = "model.embed_tokens"
     blocks = "model.layers"
     head = ("model.norm", "score")
+
+    def logits(
+        self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As :meth:`Architecture.logits`; the mask tells how long each row is, so there has to be one."""
+        return super().logits(network, input_ids, mask_of(input_ids, attention_mask))
 
     def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
         """Rotary positions. No mask: padding stands at the end, where causal attention never looks."""
@@ -150,9 +168,16 @@ def find_blocks(network: nn.Module) -> Sequence[nn.Module]:
     return list(blocks_of(largest)) if largest is not None else []
 
 
-def key_mask(attention_mask: torch.Tensor) -> torch.Tensor | None:
+def mask_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of a batch, of ones where there is none since nothing is padded: int64, (batch, seq)."""
+    return torch.ones_like(input_ids) if attention_mask is None else attention_mask
+
+
+def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     """(batch, seq) -> bool (batch, 1, 1, seq), or None where nothing is padded."""
-    # On a GPU the look at the mask would wait for the device; there its kernels take a mask at little cost.
+    if attention_mask is None:
+        return None
+    # A pipeline has one mask for micro-batches with and without padding. A GPU is not asked: that would wait for it.
     if attention_mask.device.type == "cpu" and bool(attention_mask.all()):
         return None
     return attention_mask.bool()[:, None, None, :]

@@ -27,13 +27,14 @@ BATCHES_PER_BUCKET = 50
 class MicroBatch:
     """One rank's padded share of a global batch.
 
-    ``input_ids``, ``attention_mask``: int64, (rows, seq); ``labels``: int64, (rows,); ``weights``: float32, (rows,),
-    each row's share in the global mean, 0 for a stand-in; ``rows``: its row numbers in the training split, -1 for one;
-    ``first_row``: position of its first row in the global batch; ``num_tokens``: tokens without padding.
+    ``input_ids``, ``attention_mask``: int64, (rows, seq), the mask None where nothing is padded; ``labels``: int64,
+    (rows,); ``weights``: float32, (rows,), each row's share in the global mean, 0 for a stand-in; ``rows``: its row
+    numbers in the training split, -1 for one; ``first_row``: position of its first row in the global batch;
+    ``num_tokens``: tokens without padding.
     """
 
     input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    attention_mask: torch.Tensor | None
     labels: torch.Tensor
     weights: torch.Tensor
     rows: np.ndarray
@@ -45,7 +46,7 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
-        moved = (tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+        moved = (None if tensor is None else tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
         return MicroBatch(*moved, self.rows, self.first_row, self.num_tokens)
 
 
@@ -165,10 +166,13 @@ def _micro_batch(
     )
 
 
-def pad(rows: TokenizedRows, index: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen rows side by side: ids and mask, int64, (rows, length); padding has id 0 and mask 0."""
+def pad(rows: TokenizedRows, index: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Chosen rows side by side: ids and mask, int64, (rows, length); padding has id 0 and mask 0.
+
+    The mask is None where nothing is padded: attention then takes its fastest kernel, and a GPU need not be asked.
+    """
     lengths = rows.lengths[index]
     mask = np.arange(length) < lengths[:, None]
     ids = np.zeros((len(index), length), dtype=np.int64)
     ids[mask] = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index])
-    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
+    return torch.from_numpy(ids), None if mask.all() else torch.from_numpy(mask.astype(np.int64))

@@ -35,7 +35,7 @@ class EvaluationStopped(Exception):
 
 
 def evaluate(
-    logits_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logits_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     rows: TokenizedRows,
     ranks: Ranks,
     label_names: Sequence[str],
@@ -49,7 +49,8 @@ def evaluate(
     The batches do not depend on the number of ranks; they are dealt out one by one, and every row counts once.
 
     Args:
-        logits_of: ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
+        logits_of: ids, and mask where something is padded, (batch, seq) on this rank's device, to logits, (batch,
+            classes).
         rows: the split.
         ranks: every rank must call this.
         label_names: a name for each class.
@@ -77,7 +78,8 @@ def evaluate(
         batch = batches[first + place.rank] if has_batch else batches[-1][:1]
         chosen = index[batch]
         input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
-        part = logits_of(input_ids.to(ranks.device), attention_mask.to(ranks.device)).float().cpu().numpy()
+        mask = None if attention_mask is None else attention_mask.to(ranks.device)
+        part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
         if has_batch:
             mine.append(part)
             on_batch(len(batch))

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
 
-from inference.model_files import SavedModel
-from training.architectures import ROW_ATTENTION, architecture_of, find_blocks
+from inference.model_files import SavedModel, max_positions
+from training.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of
 from training.config import TINY
 from training.dataset import AG_NEWS_LABELS
 from training.dropout import use_row_dropout
@@ -90,24 +90,25 @@ class NewsClassifier(nn.Module):
         if self.architecture:
             self.architecture.read_one_token(network)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Logits of a batch.
 
         Args:
             input_ids: int64, (batch, seq).
-            attention_mask: (batch, seq), 1 for a token, 0 for padding at the end of a row.
+            attention_mask: (batch, seq), 1 for a token, 0 for padding at the end of a row; None: nothing is padded.
 
         Returns:
             (batch, num_labels).
         """
         if self.architecture:
             return self.architecture.logits(self.network, input_ids, attention_mask)
+        attention_mask = mask_of(input_ids, attention_mask)
         # Batches are padded with 0; some encoders count positions by their own padding id.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
 
     @torch.inference_mode()
-    def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """The most probable class of each row: int64, (batch,). Dropout is off whatever the module's mode."""
         was_training = self.training
         self.eval()
@@ -133,7 +134,7 @@ class NewsClassifier(nn.Module):
     @property
     def max_positions(self) -> int:
         """The longest text, in tokens, that the encoder has positions for."""
-        return getattr(self.network.config, "max_position_embeddings", 2**31)
+        return max_positions(self.network.config.to_dict()) or 2**31
 
 
 def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor) -> list[str]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from inference.tokenization import TextTokenizer
+from training.architectures import mask_of
 from training.batching import DataPlace, LengthBucketSampler, MicroBatch, pad, rank_share
 from training.dataset import load_news
 from training.tokenized import TokenizedRows, encode_rows, load_tokenizer
@@ -106,7 +107,8 @@ def test_the_shares_of_all_ranks_are_the_global_batch(world_size: int, accumulat
 
     assert np.concatenate([share.rows for share in found]).tolist() == batch.tolist()
     assert torch.equal(torch.cat([share.input_ids for share in found]), whole_ids)
-    assert torch.equal(torch.cat([share.attention_mask for share in found]), whole_mask)
+    masks = [mask_of(share.input_ids, share.attention_mask) for share in found]
+    assert torch.equal(torch.cat(masks), mask_of(whole_ids, whole_mask))
     assert torch.cat([share.labels for share in found]).tolist() == rows.labels[batch].tolist()
     starts = np.cumsum([0, *(len(share.rows) for share in found)])[:-1]
     assert [share.first_row for share in found] == starts.tolist()
@@ -150,7 +152,8 @@ def test_the_summed_shares_give_the_whole_batchs_gradient() -> None:
     def gradient(world_size: int, accumulation: int) -> torch.Tensor:
         weight = table.clone().requires_grad_()
         for share in shares(rows, batch, world_size, accumulation):
-            logits = (weight[share.input_ids] * share.attention_mask[..., None]).sum(dim=1)
+            mask = mask_of(share.input_ids, share.attention_mask)
+            logits = (weight[share.input_ids] * mask[..., None]).sum(dim=1)
             losses = torch.nn.functional.cross_entropy(logits, share.labels, reduction="none")
             (losses * share.weights).sum().backward()
         return weight.grad
@@ -187,3 +190,13 @@ def test_pad_keeps_every_id_and_masks_the_rest() -> None:
         assert ids[row][mask[row] == 1].tolist() == expected
         assert mask[row].tolist() == [1] * len(expected) + [0] * (50 - len(expected))
         assert ids[row][len(expected) :].sum() == 0
+
+
+def test_where_nothing_is_padded_there_is_no_mask() -> None:
+    rows = random_rows(20)
+    longest = int(rows.lengths.argmax())
+
+    assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]))[1] is None
+    assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]) + 1)[1] is not None
+    (share,) = rank_share(rows, np.array([longest]), DataPlace(0, 1))
+    assert share.attention_mask is None

@@ -183,6 +183,16 @@ def test_padding_does_not_change_a_rows_logits(architecture: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("architecture", ["distilbert", "bert", "roberta"])
+def test_a_batch_without_padding_needs_no_mask(architecture: str, tmp_path: Path) -> None:
+    classifier = classifier_of(save_encoder(tmp_path, architecture)).eval()
+    ids, mask = BATCHES["padded"]
+    length = int(mask.sum(dim=1).min())
+    ids, mask = ids[:, :length], mask[:, :length]
+
+    assert torch.equal(classifier(ids, None), classifier(ids, mask))
+
+
+@pytest.mark.parametrize("architecture", ["distilbert", "bert", "roberta"])
 def test_state_dict_keeps_transformers_names(architecture: str, tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, architecture)
 
@@ -285,6 +295,12 @@ def test_a_head_of_another_size_is_made_anew_and_the_encoder_kept(tmp_path: Path
     assert classifier(*BATCHES["padded"]).shape == (5, 7)
     encoder = own_forward(folder).distilbert.state_dict()
     assert_same(classifier.network.distilbert.state_dict(), encoder)
+
+
+def test_max_positions_leaves_out_those_that_roberta_keeps_for_padding(tmp_path: Path) -> None:
+    model = NewsClassifier(4, str(save_encoder(tmp_path, "roberta")))
+
+    assert model.max_positions == model.network.config.max_position_embeddings - model.network.config.pad_token_id - 1
 
 
 def test_max_positions_is_the_encoders(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from training.architectures import mask_of
 from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
 from training.distributed import Ranks
@@ -68,7 +69,7 @@ class BaseStrategy:
         """Lay the model over the ranks; returns this rank's parts of it, whose parameters are trained."""
         raise NotImplementedError
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Logits on the way that is trained: (batch, num_labels)."""
         raise NotImplementedError
 
@@ -161,16 +162,20 @@ class BaseStrategy:
             for part in self.parts:
                 part.train()
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """Logits with dropout off: (batch, num_labels)."""
         with self.evaluating(), autocast(precision, self.ranks.device):
             return self.parts[0](*self.padded(input_ids, attention_mask))
 
-    def padded(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A batch of an evaluation, of one of the lengths that training has."""
         length, multiple = input_ids.shape[1], length_multiple(self.config, self.ranks.device.type)
         missing = max(0, min(-(-length // multiple) * multiple, self.config.max_length) - length)
-        return F.pad(input_ids, (0, missing)), F.pad(attention_mask, (0, missing))
+        if not missing:
+            return input_ids, attention_mask
+        return F.pad(input_ids, (0, missing)), F.pad(mask_of(input_ids, attention_mask), (0, missing))
 
     @property
     def test_precision(self) -> str:

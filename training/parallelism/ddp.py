@@ -89,7 +89,7 @@ class DDPStrategy(BaseStrategy):
         if self.compression:
             self.compression.load_state_dict(saved, self.ranks)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Logits of the copy."""
         return self.replica(input_ids, attention_mask)
 

@@ -124,7 +124,7 @@ class DeepSpeedStrategy:
         self.engine.zero_grad()
         return norm
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """Logits with dropout off, in the precision that the engine trains in: (batch, num_labels)."""
         self.engine.eval()
         try:

@@ -74,7 +74,7 @@ class MeshStrategy(BaseStrategy):
             return super().run(micro_batches, step)
         return self.pipeline.run(micro_batches, self.config.seed, step, self.precision)
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """As :meth:`Strategy.logits`."""
         if self.dims.pp == 1:
             return super().logits(input_ids, attention_mask, precision)
@@ -113,7 +113,7 @@ class MeshStrategy(BaseStrategy):
         """The degrees."""
         return f"{self.config.strategy}: {self.dims}"
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Logits of the only part."""
         return self.parts[0](input_ids, attention_mask)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from training.architectures import mask_of
 from training.batching import MicroBatch
 from training.config import TrainConfig
 from training.errors import UserError
@@ -94,7 +95,7 @@ class Pipeline:
         self._lend_buffers(stages)
         schedule.step(
             *inputs,
-            attention_mask=torch.cat([batch.attention_mask for batch in micro_batches]),
+            attention_mask=torch.cat([mask_of(batch.input_ids, batch.attention_mask) for batch in micro_batches]),
             target=torch.arange(len(micro_batches)),
             return_outputs=False,
         )
@@ -158,14 +159,14 @@ class Pipeline:
     def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
         return rows, length // self.sequence_parts, self.config.hidden_size
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """Logits of a batch of any shape with the stages in evaluation, on every rank: (batch, num_labels).
 
         Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
         """
         here = {stage.index: stage for stage in self.stages}
         last = len(self.rank_of) - 1
-        states = input_ids
+        states, attention_mask = input_ids, mask_of(input_ids, attention_mask)
         for index in sorted(here):
             if index and index - 1 not in here:
                 states = torch.empty(self._hidden_shape(*input_ids.shape), device=input_ids.device)

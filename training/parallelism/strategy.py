@@ -57,7 +57,7 @@ class Strategy(Protocol):
     def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
         """Run optimizer step number ``step`` over this rank's micro-batches of one global batch."""
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, precision: str) -> torch.Tensor:
+    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """Logits with dropout off, (batch, num_labels), on every rank.
 
         Ranks of one replica give the same batch; every rank calls as often as every other.
