@@ -85,10 +85,10 @@ class Outcome:
 
 
 CASES = [
-    Case(TINY, 1, ("--batch_size", "16", "--epochs", "7")),
-    Case(TINY, 2, ("--batch_size", "8", "--epochs", "7")),
-    Case("DistilBERT-size", 1, ("--batch_size", "8", "--epochs", "1")),
-    Case("DistilBERT-size", 2, ("--batch_size", "4", "--epochs", "1")),
+    Case(TINY, 1, ("--batch_size", "16", "--epochs", "3")),
+    Case(TINY, 2, ("--batch_size", "8", "--epochs", "3")),
+    Case("DistilBERT-size", 1, ("--batch_size", "8", "--epochs", "1", "--max_train_rows", "540")),
+    Case("DistilBERT-size", 2, ("--batch_size", "4", "--epochs", "1", "--max_train_rows", "540")),
 ]
 
 
