@@ -87,8 +87,8 @@ class Outcome:
 CASES = [
     Case(TINY, 1, ("--batch_size", "16", "--epochs", "3")),
     Case(TINY, 2, ("--batch_size", "8", "--epochs", "3")),
-    Case("DistilBERT-size", 1, ("--batch_size", "8", "--epochs", "1", "--max_train_rows", "540")),
-    Case("DistilBERT-size", 2, ("--batch_size", "4", "--epochs", "1", "--max_train_rows", "540")),
+    Case("DistilBERT-size", 1, ("--batch_size", "8", "--epochs", "1", "--max_train_rows", "270")),
+    Case("DistilBERT-size", 2, ("--batch_size", "4", "--epochs", "1", "--max_train_rows", "270")),
 ]
 
 
