@@ -12,8 +12,6 @@ from tests.docs.pages import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 FEWEST_ROUNDS = 5
-# Measured in fewer rounds, before there was this rule. Whoever measures one again takes it off the list.
-TO_MEASURE_AGAIN = ("observation_cost",)
 
 
 def cited_pages() -> list[str]:
@@ -41,16 +39,9 @@ def _rounds_in(results: Any) -> list[int]:
 
 def test_the_readme_takes_figures_from_measured_pages() -> None:
     assert {"serving", "training_throughput", "image"} <= set(cited_pages())
-    assert set(TO_MEASURE_AGAIN) <= set(cited_pages())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(strict=True)] if name in TO_MEASURE_AGAIN else [])
-        for name in cited_pages()
-    ],
-)
+@pytest.mark.parametrize("name", cited_pages())
 def test_a_figure_in_the_readme_rests_on_five_rounds_or_more(name: str) -> None:
     assert rounds_of(name) >= FEWEST_ROUNDS
 

@@ -134,7 +134,8 @@ with ranks(config.device) as mine:
     trainer = Trainer(config, mine)
     network = trainer.strategy.parts[0]
     if mine.rank == mine.world_size - 1:
-        network.register_forward_pre_hook(lambda _, inputs: tuple(tensor.repeat(8, 1) for tensor in inputs))
+        repeat = lambda _, inputs: tuple(None if tensor is None else tensor.repeat(8, 1) for tensor in inputs)
+        network.register_forward_pre_hook(repeat)
         network.register_forward_hook(lambda _, inputs, logits: logits[: len(logits) // 8])
     trainer.fit()
 """
