@@ -8,7 +8,7 @@ INSTALLED_DEV := .venv/.installed-dev
 DEMO := checkpoints/demo
 MODEL ?= checkpoints/distilbert_agnews
 # Rows for the benchmark of gpu-check: a folder with AG News' train.csv and test.csv.
-GPU_DATA ?= training/sample_news
+GPU_DATA ?= common/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
 # Where `make lock` finds PyTorch's build for CPUs.

@@ -21,14 +21,14 @@ import numpy as np
 import yaml
 
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
-from inference.tokenization import clean_text
+from common.errors import UserError, run_command
+from common.files import format_time
+from common.text import clean_text
 from training.config import TrainConfig
-from training.dataset import SAMPLE, NewsData, load_news, split_rows
-from training.errors import UserError, run_command
-from training.metrics import classification_metrics
+from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
+from training.evaluation.metrics import classification_metrics
 from training.monitoring.records import format_percent, wilson_interval
 from training.monitoring.run_log import read_metrics
-from training.utils import format_time
 
 MODULE = "benchmarks.accuracy"
 BASELINE = "TF-IDF of words and pairs + linear SVM"

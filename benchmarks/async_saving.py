@@ -15,7 +15,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from benchmarks.processes import Layout, end_with_children, run_ranks
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
-from training.errors import positive, run_command
+from common.errors import positive, run_command
 
 MODULE = "benchmarks.async_saving"
 HEADER = [

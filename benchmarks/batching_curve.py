@@ -24,15 +24,15 @@ from benchmarks.batching.passes import ONE_TEXT, lay_out, measure_passes, paddin
 from benchmarks.batching.waits import measure_wait
 from benchmarks.processes import end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, read_results, write_table
-from inference.classifier import QueueLimits, length_window
-from inference.cpu import cpu_flags
+from common.errors import UserError, positive, run_command
+from common.hardware import cpu_flags
+from inference.batching.classifier import QueueLimits, length_window
 from inference.engines.base import CPU_BATCH_TOKENS
+from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
 from inference.errors import ModelLoadError
-from inference.model_loader import ModelLoader
 from inference.settings import keep_tokenizer_on_one_thread
-from training.dataset import load_news
-from training.errors import UserError, positive, run_command
+from training.data.dataset import load_news
 
 BUDGETS = (ONE_TEXT, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 WINDOWS = (8, 16, 32, 64, 128, 256)

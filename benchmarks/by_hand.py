@@ -23,10 +23,10 @@ if not __package__:  # started by path: the imports below need the folder above 
 from benchmarks.by_hand_worker import CASES, PROFILED_STEPS, Case
 from benchmarks.processes import ROOT, Layout, end_with_children, run_ranks
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, ratio, spread, write_table
-from training.errors import TrainingFailure, UserError, positive, run_command
+from common.errors import TrainingFailure, UserError, positive, run_command
 
 MODULE = "benchmarks.by_hand"
-SCRIPT = "training/by_hand/train_cifar10.py"
+SCRIPT = "learn/by_hand/train_cifar10.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 EPOCH = re.compile(r"epoch (?P<epoch>\d+)/\d+  loss (?P<loss>\S+)  test accuracy (?P<accuracy>\S+)%")
 SILENT, BY_HAND = "no communication", "by hand"  # the ways that others are held against
@@ -39,7 +39,7 @@ INTRODUCTION = f"""# Data parallelism by hand
 
 Written by `python -m {MODULE}`. Two processes train the same model on the same batches in five ways, by turns.
 *no communication*: each rank keeps its own gradients; no training together, but the least that a step can take. *by
-hand*: `average_gradients` of `training/by_hand/data_parallel.py`, one all-reduce a tensor, after the backward pass. *in
+hand*: `average_gradients` of `learn/by_hand/data_parallel.py`, one all-reduce a tensor, after the backward pass. *in
 one call*: the same, with all gradients in one vector. *DDP, one bucket*: DDP that can send nothing before the last
 gradient is there. *DDP*: gradients are laid into buckets in the order in which they come. A bucket is closed once it
 holds as much as its limit, and sent while the backward pass goes on; the last one cannot be, as nothing is left to

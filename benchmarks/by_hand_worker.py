@@ -24,15 +24,15 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DistributedSampler
 
-from training.by_hand.batches import Batch, training_batches
-from training.by_hand.cifar10 import Split
-from training.by_hand.cnn import CNN
-from training.by_hand.data_parallel import average_gradients
-from training.by_hand.demonstration import largest_gap
-from training.by_hand.shapes import draw_shapes
-from training.cards.distributed.allreduce import all_reduce_gradients
-from training.distributed import Ranks, ranks
+from learn.by_hand.batches import Batch, training_batches
+from learn.by_hand.cifar10 import Split
+from learn.by_hand.cnn import CNN
+from learn.by_hand.data_parallel import average_gradients
+from learn.by_hand.demonstration import largest_gap
+from learn.by_hand.shapes import draw_shapes
+from learn.cards.distributed.allreduce import all_reduce_gradients
 from training.monitoring.profile_summary import communication
+from training.parallelism.distributed import Ranks, ranks
 
 WARMUP_ROUNDS = 1
 PROFILED_STEPS = 2  # of a way in a round, right after its timed ones

@@ -24,9 +24,9 @@ from benchmarks import containers
 from benchmarks.containers import Container
 from benchmarks.processes import end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
+from common.errors import TrainingFailure, UserError, positive, run_command
 from deployment.build_image import build, serving_image
 from deployment.image_context import exported_artefacts
-from training.errors import TrainingFailure, UserError, positive, run_command
 
 MODULE = "benchmarks.image"
 BASE = "docker.io/library/python:3.11-slim"

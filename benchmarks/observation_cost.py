@@ -17,12 +17,12 @@ if not __package__:  # started by path: the imports below need the folder above 
 from benchmarks.processes import Layout, end_with_children, free_port, run_ranks
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from benchmarks.workload import MAX_LENGTH, write_weights
+from common.errors import positive, run_command
 from training.config import TINY
-from training.dataset import load_news
-from training.errors import positive, run_command
-from training.observers import LOOK_EVERY
-from training.quiet import quiet_libraries
-from training.tokenized import load_tokenizer
+from training.data.dataset import load_news
+from training.data.tokenized import load_tokenizer
+from training.run.observers import LOOK_EVERY
+from training.run.quiet import quiet_libraries
 
 MODULE = "benchmarks.observation_cost"
 # How often what does not belong to a step is done: by default, and a page as Prometheus is set up to ask for it.

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import generate_latest
 
-import training.trainer
+import training.run.trainer
 from training.config import parse_config
-from training.distributed import ranks
 from training.monitoring import StepMetrics
 from training.monitoring.divergence import first_difference
 from training.monitoring.observer import Observer, Observers
-from training.observers import build_observers
-from training.trainer import Trainer
+from training.parallelism.distributed import ranks
+from training.run.observers import build_observers
+from training.run.trainer import Trainer
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.parallelism import StepResult
+    from training.data.batching import MicroBatch
+    from training.parallelism.strategy import StepResult
 
 REPEATS = 5
 
@@ -80,7 +80,7 @@ def main() -> None:
         clocked.append(Clocked(build_observers(trainer).observers))
         return clocked[-1]
 
-    training.trainer.build_observers = build
+    training.run.trainer.build_observers = build
     with ranks(config.device) as mine:
         trainer = Trainer(config, mine)
         trainer.fit()

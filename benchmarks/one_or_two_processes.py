@@ -28,9 +28,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.processes import Layout, end_with_children, run_ranks
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, ratio, read_results, write_table
-from inference.cpu import usable_cpus
-from training.errors import UserError, positive, run_command
-from training.utils import write_whole
+from common.errors import UserError, positive, run_command
+from common.files import write_whole
+from common.hardware import usable_cpus
 
 MODULE = "benchmarks.one_or_two_processes"
 SEED = 42

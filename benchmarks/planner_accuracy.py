@@ -15,15 +15,15 @@ from typing import Any
 from benchmarks.processes import ROOT
 from benchmarks.published_training import GIB, published_section, states_section
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, read_results, write_table
-from inference.cpu import usable_cpus
-from training.errors import UserError, run_command
+from common.errors import UserError, run_command
+from common.files import write_json
+from common.hardware import usable_cpus
 from training.planning.calibration import Calibration
 from training.planning.dry_run import dry_run
 from training.planning.hardware import GPUS, Cluster
 from training.planning.models import NAMED_SHAPES
 from training.planning.plan import make_plan
 from training.planning.shapes import Layout, ModelShape
-from training.utils import write_json
 
 RESULTS = HERE / "planner_accuracy.json"
 LONGEST = 900  # seconds of one measurement

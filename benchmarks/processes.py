@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from common.errors import TrainingFailure, UserError
+from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
-from inference.cpu import usable_cpus
-from training.errors import TrainingFailure, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 4 * 3600  # seconds that a measurement may take

@@ -19,11 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.tables import Parser
-from training.batching import MicroBatch
+from common.errors import run_command
 from training.config import TrainConfig
-from training.distributed import Ranks, ranks
-from training.errors import run_command
-from training.parallelism import STRATEGIES
+from training.data.batching import MicroBatch
+from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.registry import STRATEGIES
 from training.planning.networks import model_of
 from training.planning.shapes import Layout, ModelShape
 

@@ -19,7 +19,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from benchmarks.processes import ROOT, end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
-from training.errors import TrainingFailure, positive, run_command
+from common.errors import TrainingFailure, positive, run_command
 from training.monitoring.events import read_events, restart_split
 from training.monitoring.status import read_statuses
 

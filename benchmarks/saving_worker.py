@@ -17,17 +17,18 @@ import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from benchmarks.workload import SEED
-from inference.model_files import SavedModel
-from training.batching import MicroBatch, rank_share
+from common.model_folder import SavedModel
 from training.checkpointing import open_location
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
-from training.distributed import Ranks, ranks
-from training.model import NewsClassifier
+from training.data.batching import MicroBatch, rank_share
+from training.data.tokenized import TokenizedRows
+from training.model.classifier import NewsClassifier
 from training.monitoring import SavedCheckpoint
-from training.parallelism import STRATEGIES, Strategy
-from training.quiet import quiet_libraries
-from training.tokenized import TokenizedRows
+from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.registry import STRATEGIES
+from training.parallelism.strategy import Strategy
+from training.run.quiet import quiet_libraries
 
 LABELS = ["World", "Sports", "Business", "Science"]
 

@@ -21,10 +21,10 @@ from benchmarks.processes import Layout, end_with_children, run_ranks
 from benchmarks.scaling_figure import draw
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from benchmarks.workload import GLOBAL_BATCH, SIZES, make_workload
+from common.errors import positive, run_command
 from deployment.launchers import usable_cores
 from training.config import TINY
-from training.dataset import SAMPLE
-from training.errors import positive, run_command
+from training.data.dataset import SAMPLE
 
 MODULE = "benchmarks.scaling"
 MICRO_BATCHES = 8  # of a pipeline

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
-from training.batching import LengthBucketSampler, rank_share
 from training.config import TrainConfig
-from training.distributed import Ranks, ranks
-from training.model import NewsClassifier
-from training.parallelism import STRATEGIES, Strategy
+from training.data.batching import LengthBucketSampler, rank_share
+from training.model.classifier import NewsClassifier
 from training.parallelism.blocks import length_multiple
+from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.registry import STRATEGIES
+from training.parallelism.strategy import Strategy
 
 WARMUP_STEPS = 3
 

@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForSequenceClassification, DistilBertConfig, LlamaConfig, PreTrainedConfig
 
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
-from inference.model_files import SavedModel
-from training.errors import run_command
-from training.model import NewsClassifier
+from common.errors import run_command
+from common.model_folder import SavedModel
+from training.model.classifier import NewsClassifier
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 MODULE = "benchmarks.sequence_parallel"

@@ -25,8 +25,8 @@ from benchmarks.serving.running import ServerFailure
 from benchmarks.serving.servers import DEFAULT, SERVERS, package_versions
 from benchmarks.serving.workload import Workload, read_workload
 from benchmarks.tables import HERE, Parser, circumstances, write_table
-from inference.cpu import cpu_flags, usable_cpus
-from training.errors import UserError, positive, run_command
+from common.errors import UserError, positive, run_command
+from common.hardware import cpu_flags, usable_cpus
 
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "openvino", "onnxruntime", "torch")
 SECONDS_AT_LIMIT = 1.0

@@ -25,9 +25,9 @@ from benchmarks.serving.running import Running, started
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workload import read_workload
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
+from common.errors import UserError, positive, run_command
+from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
-from inference.cpu import usable_cpus
-from training.errors import UserError, positive, run_command
 
 MODULE = "benchmarks.sizing"
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "onnxruntime")

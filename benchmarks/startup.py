@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.processes import ROOT
-from training.errors import TrainingFailure
+from common.errors import TrainingFailure
 from training.monitoring.run_log import METRICS_FILE
 
 COMMAND = "torchrun --standalone --nproc_per_node=2 training/train_ddp.py --model tiny --dataset sample"

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from benchmarks.processes import ROOT
-from inference.cpu import cpu_name, usable_cpus
-from training.errors import OneLineParser, UserError
-from training.precision import cpu_has_bf16
-from training.utils import write_whole
+from common.errors import OneLineParser, UserError
+from common.files import write_whole
+from common.hardware import cpu_name, usable_cpus
+from training.model.precision import cpu_has_bf16
 
 HERE = Path(__file__).resolve().parent
 

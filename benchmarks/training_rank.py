@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from training.config import parse_config
-from training.distributed import ranks
 from training.monitoring.run_log import read_metrics
-from training.trainer import Trainer
+from training.parallelism.distributed import ranks
+from training.run.trainer import Trainer
 
 
 def main() -> None:

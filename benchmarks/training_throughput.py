@@ -35,10 +35,10 @@ from benchmarks.tables import (
 from benchmarks.variants import VARIANTS
 from benchmarks.worker import MATMUL
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, Workload, make_workload
+from common.errors import UserError, positive, run_command
 from training.config import TINY
-from training.dataset import SAMPLE
-from training.errors import UserError, positive, run_command
-from training.precision import cpu_has_bf16
+from training.data.dataset import SAMPLE
+from training.model.precision import cpu_has_bf16
 
 MODULE = "benchmarks.training_throughput"
 STARTUP = "start-up"

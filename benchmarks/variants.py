@@ -23,16 +23,16 @@ from transformers import (
 )
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
-from training.architectures import mask_of
-from training.batching import DataPlace, LengthBucketSampler, pad, rank_share
+from common.files import AverageMeter
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.model import NewsClassifier
-from training.optimization import learning_rate_at
-from training.parallelism import DDPStrategy
-from training.step_log import StepLog, StepRecord, rows_of
-from training.tokenized import TokenizedRows
-from training.utils import AverageMeter
+from training.data.batching import DataPlace, LengthBucketSampler, pad, rank_share
+from training.data.tokenized import TokenizedRows
+from training.model.architectures import mask_of
+from training.model.classifier import NewsClassifier
+from training.model.optimizer import learning_rate_at
+from training.parallelism.ddp import DDPStrategy
+from training.parallelism.distributed import Ranks
+from training.run.step_log import StepLog, StepRecord, rows_of
 
 LEARNING_RATE = 2e-5
 WARMUP = 0.06
@@ -142,7 +142,7 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
 
 
 def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str = "fp32") -> Epoch:
-    """The step of ``training.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
+    """The step of ``training.run.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
     model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
     config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
     strategy = DDPStrategy(model, config, ranks, precision)

@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.variants import VARIANTS
 from benchmarks.workload import read_workload
-from training.distributed import Ranks, ranks
-from training.precision import DTYPES
+from training.model.precision import DTYPES
+from training.parallelism.distributed import Ranks, ranks
 
 MATMUL = "matmul-"
 MATMUL_SIZE = 2048

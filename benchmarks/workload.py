@@ -17,11 +17,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from inference.tokenization import TextTokenizer
+from common.errors import UserError
+from common.text import TextTokenizer
 from training.config import TINY
-from training.dataset import NewsData, load_news
-from training.errors import UserError
-from training.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
+from training.data.dataset import NewsData, load_news
+from training.data.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
 
 GLOBAL_BATCH = 64
 MAX_LENGTH = 128

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
 
+from common.errors import ForeseenError, OneLineParser, run_command
 from deployment.image_context import (
     DOCKERFILE,
     TORCH_BUILDS,
@@ -29,7 +30,6 @@ from deployment.image_context import (
     torch_image_files,
     version,
 )
-from training.errors import ForeseenError, OneLineParser, run_command
 
 BUILDERS = ("docker", "podman", "buildah")
 _ANSWER_SECONDS = 20

@@ -28,8 +28,8 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
+from common.errors import TrainingFailure, UserError, run_command
 from deployment.launchers import Cluster, kill, kill_tree, launch, usable_cores
-from training.errors import TrainingFailure, UserError, run_command
 from training.monitoring.dashboard import draw
 from training.monitoring.events import read_events, restart_split
 from training.monitoring.run_folder import RunFolder

@@ -6,11 +6,11 @@ import shutil
 import tomllib
 from pathlib import Path
 
+from common.errors import UserError
+from common.manifest import FILE_NAME, Manifest
+from common.model_folder import DESCRIPTION_FILES, is_artefact
 from inference.engines.selection import verified_manifest
 from inference.errors import ModelLoadError
-from inference.manifest import FILE_NAME, Manifest
-from inference.model_files import DESCRIPTION_FILES, is_artefact
-from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
@@ -46,14 +46,18 @@ def image_files(model: Path) -> dict[str, Path]:
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, FILE_NAME})]
-    files = {name: ROOT / name for name in ("deployment/requirements.txt", *_KERNEL_FILES, *_sources("inference"))}
+    files = {
+        name: ROOT / name
+        for name in ("deployment/requirements.txt", *_KERNEL_FILES, *_sources("common"), *_sources("inference"))
+    }
     return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
 
 
 def torch_image_files() -> dict[str, Path]:
     """List what the image with PyTorch is built from, besides its Dockerfile; it holds no model."""
     locks = ("requirements-torch.txt", *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS))
-    names = [*(f"deployment/{lock}" for lock in locks), *_KERNEL_FILES, *_sources("inference"), *_sources("training")]
+    packages = [name for package in ("common", "inference", "training") for name in _sources(package)]
+    names = [*(f"deployment/{lock}" for lock in locks), *_KERNEL_FILES, *packages]
     return {name: ROOT / name for name in names}
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.errors import TrainingFailure
+from common.errors import TrainingFailure
 
 TRAIN = Path(__file__).resolve().parents[1] / "training" / "train_ddp.py"
 # How long the others wait for one machine more, and how soon one that says nothing counts as lost: seconds.

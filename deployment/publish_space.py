@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 
 from huggingface_hub import HfApi, SpaceInfo
 
+from common.errors import run_command
 from deployment.image_context import build_arguments
 from deployment.running_space import Expected, ask, wait_until_running
 from deployment.space_files import linked, published_model, space_files
-from training.errors import run_command
-from training.hub_upload import (
+from training.publishing.hub_upload import (
     Target,
     content_of,
     full_name,

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 from huggingface_hub import HfApi, SpaceRuntime
 from huggingface_hub.errors import HTTPError
 
-from training.hub_upload import PublishFailure
+from training.publishing.hub_upload import PublishFailure
 
 BUILD_SECONDS = 30 * 60
 START_SECONDS = 120

@@ -10,12 +10,12 @@ from pathlib import Path
 from huggingface_hub import HfApi, RepoFile, SpaceCard
 from huggingface_hub.errors import HTTPError
 
+from common.errors import UserError
+from common.model_folder import WEIGHTS_FILE
 from deployment.image_context import DOCKERFILE, ROOT, DeploymentError, build_arguments, image_files
-from inference.model_files import WEIGHTS_FILE
-from training.errors import UserError
-from training.hub_upload import Files, Target, content_of
-from training.model_card import TAG, is_on_the_hub
-from training.published_files import without_local_paths
+from training.publishing.hub_upload import Files, Target, content_of
+from training.publishing.model_card import TAG, is_on_the_hub
+from training.publishing.published_files import without_local_paths
 
 _CARD, _METRICS = "README.md", "model/metrics.json"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
 
+from common.errors import OneLineParser, UserError, run_command
 from deployment.image_context import ROOT
-from training.errors import OneLineParser, UserError, run_command
 
 LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in ("", "-torch", "-torch-cuda")]
 

@@ -13,20 +13,31 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from inference.connections import ConnectionKeeper
-from inference.error_responses import add_error_handlers
+from inference.batching.served_model import LoadModel
+from inference.engines.model_loader import ModelLoader
 from inference.errors import SettingsError
-from inference.lifecycle import server_of_process
-from inference.model_loader import ModelLoader
-from inference.request_gate import RequestGate
-from inference.request_log import configure_logging
-from inference.routes import admin, documentation, explain, health, hub, metrics, model, open_inference, pages, predict
-from inference.routes.documentation import document_api_key
-from inference.routes.json_route import JsonRoute, ShortCut
-from inference.served_model import LoadModel
-from inference.server_parts import Parts
+from inference.http.connections import ConnectionKeeper
+from inference.http.error_responses import add_error_handlers
+from inference.http.lifecycle import server_of_process
+from inference.http.request_gate import RequestGate
+from inference.http.request_log import configure_logging
+from inference.http.routes import (
+    admin,
+    documentation,
+    explain,
+    health,
+    hub,
+    metrics,
+    model,
+    open_inference,
+    pages,
+    predict,
+)
+from inference.http.routes.documentation import document_api_key
+from inference.http.routes.json_route import JsonRoute, ShortCut
+from inference.http.server_parts import Parts
+from inference.http.telemetry import TraceMiddleware, Tracing
 from inference.settings import Settings, keep_tokenizer_on_one_thread
-from inference.telemetry import TraceMiddleware, Tracing
 
 _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin, documentation, pages)
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from inference.delimited import Columns
+from common.delimited import Columns
+from common.labelled_rows import SAMPLE_NEWS, TEXT_AND_LABEL, LabelledRows, find_rows, read_rows
+from common.model_folder import SavedModel, is_artefact, read_saved_model
 from inference.errors import ExportRefusedError, ModelLoadError
 from inference.exporting.engine_files import PRECISIONS, default_engine
-from inference.labelled_rows import SAMPLE_NEWS, TEXT_AND_LABEL, LabelledRows, find_rows, read_rows
-from inference.model_files import SavedModel, is_artefact, read_saved_model
 
 if TYPE_CHECKING:
     from inference.exporting.build import Exported

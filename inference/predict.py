@@ -14,9 +14,9 @@ from typing import BinaryIO, NoReturn
 
 from pydantic import ValidationError
 
+from inference.engines.model_loader import ModelLoader, Prediction
 from inference.engines.selection import ENGINES
 from inference.errors import ForwardError, ModelLoadError
-from inference.model_loader import ModelLoader, Prediction
 from inference.settings import Settings
 
 _BAR_WIDTH = 30

@@ -16,7 +16,7 @@ from contextlib import suppress
 import uvicorn
 
 from inference.errors import SettingsError
-from inference.request_log import configure_logging
+from inference.http.request_log import configure_logging
 from inference.settings import Settings
 
 # Longer than the idle time of usual proxies (60 s): the proxy ends a connection, never the server under its hands.

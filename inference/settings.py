@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from inference.cpu import Hardware
+from common.hardware import Hardware
 from inference.errors import SettingsError
 
 # JSON may spell one character as two escapes of six bytes each ("\ud83d\ude00").

@@ -7,8 +7,8 @@ python -m training.evaluate MODEL                     evaluate a model on test r
 python -m training.watch OUTPUT_DIR.run               watch a run
 python -m training.planning --help                    plan a run on hardware that is not here
 python -m training.publish_model MODEL --name NAME    publish a model on the hub
-python -m training.cards show                         a run in twelve visible steps
-python -m training.by_hand.check my_solution.py       check your own data parallelism
+python -m learn.cards show                         a run in twelve visible steps
+python -m learn.check my_solution.py       check your own data parallelism
 """
 
 print(COMMANDS, end="")

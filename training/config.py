@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from inference.delimited import Columns
-from training.errors import OneLineParser, UserError
+from common.delimited import Columns
+from common.errors import OneLineParser, UserError
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"

@@ -11,8 +11,8 @@ from typing import Any
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.errors import OneLineParser, run_command
-from training.resilience.interruption import run_rank
+from common.errors import OneLineParser, run_command
+from training.fault_tolerance.interruption import run_rank
 
 
 def main() -> None:
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
     # PyTorch takes seconds to import: not before the flags are known to be good.
-    from training.distributed import ranks
-    from training.evaluation import evaluate_saved
+    from training.evaluation.evaluator import evaluate_saved
+    from training.parallelism.distributed import ranks
 
     with ranks(options.device) as mine:
         columns = (options.text_column, options.label_column)

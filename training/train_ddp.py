@@ -8,7 +8,7 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.resilience.restarts import (
+from training.fault_tolerance.restarts import (
     begin,
     end_on_ctrl_c,
     leave_if_settled,
@@ -22,9 +22,9 @@ if __name__ == "__main__":  # before anything else is loaded
     stop_with_launcher()
     leave_if_settled()
 
+from common.errors import one_voice, run_command
 from training.config import TrainConfig, parse_config
-from training.errors import one_voice, run_command
-from training.resilience.interruption import run_rank
+from training.fault_tolerance.interruption import run_rank
 
 
 def main() -> int:
@@ -44,9 +44,9 @@ def main() -> int:
 
 def train(config: TrainConfig) -> bool:
     """Join the process group and train; returns whether the run is finished, not stopped."""
-    from training.distributed import ranks
-    from training.resilience.interruption import Interruption
-    from training.trainer import Trainer
+    from training.fault_tolerance.interruption import Interruption
+    from training.parallelism.distributed import ranks
+    from training.run.trainer import Trainer
 
     with (
         ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,

@@ -8,22 +8,22 @@ from pathlib import Path
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from training.resilience.restarts import end_on_ctrl_c
+from training.fault_tolerance.restarts import end_on_ctrl_c
 
 if __name__ == "__main__":  # before anything else is loaded
     end_on_ctrl_c()
 
+from common.errors import run_command
 from training.config import parse_config
-from training.errors import run_command
 
 
 def main() -> int:
     """Parse and train; returns the exit code."""
     config = parse_config(sys.argv[1:], description=__doc__)
     # PyTorch takes seconds to import: not before the flags are known to be good.
-    from training.distributed import ranks
-    from training.resilience.interruption import Interruption
-    from training.trainer import Trainer
+    from training.fault_tolerance.interruption import Interruption
+    from training.parallelism.distributed import ranks
+    from training.run.trainer import Trainer
 
     with (
         ranks(config.device, use_process_group=False) as alone,

@@ -17,7 +17,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from training.errors import OneLineParser, run_command
+from common.errors import OneLineParser, run_command
 from training.monitoring.dashboard import draw
 from training.monitoring.run_folder import Picture, RunFolder
 

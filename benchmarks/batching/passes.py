@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.base import Engine, TokenBatch
-from inference.scheduler import FairQueue, Flow, QueuedText
 
 NEVER = float("inf")
 # Passes of one text each; else the number is the tokens that a pass may cost.

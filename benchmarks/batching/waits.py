@@ -9,10 +9,10 @@ from random import Random
 from statistics import median, quantiles
 from typing import Any
 
-from inference.batcher import Observer
-from inference.calls import Answer
-from inference.classifier import Classifier, QueueLimits
-from inference.model_loader import ModelLoader
+from inference.batching.batcher import Observer
+from inference.batching.calls import Answer
+from inference.batching.classifier import Classifier, QueueLimits
+from inference.engines.model_loader import ModelLoader
 
 LONG = 600.0  # seconds; nobody is to be turned away here
 # Clients that ask again as soon as they are answered.

@@ -19,7 +19,7 @@ from benchmarks.processes import ROOT, free_port
 from benchmarks.serving.load import Load
 from benchmarks.serving.process_tree import MARK, ProcessTree
 from benchmarks.serving.servers import Server
-from training.errors import ForeseenError
+from common.errors import ForeseenError
 
 LONGEST_START = 90.0  # seconds until the first answer
 GRACE = 8.0  # seconds to end by itself

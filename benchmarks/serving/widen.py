@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertForSequenceClassification
 
 from benchmarks.tables import Parser
-from inference.tokenization import TextTokenizer
-from training.errors import UserError, run_command
+from common.errors import UserError, run_command
+from common.text import TextTokenizer
 
 MODULE = "benchmarks.serving.widen"
 TOLERANCE = 1e-4  # largest difference of a logit, from summing in another order

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from benchmarks.workload import Size
-from inference.tokenization import TextTokenizer
-from training.dataset import load_news
-from training.errors import UserError
+from common.errors import UserError
+from common.text import TextTokenizer
+from training.data.dataset import load_news
 
 SEED = 7
 

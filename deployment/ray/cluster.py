@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from training.errors import UserError
+from common.errors import UserError
 
 # Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
 _STORE_BYTES = 128 * 2**20

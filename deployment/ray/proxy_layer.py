@@ -6,8 +6,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference.error_responses import error_response
-from inference.request_context import RequestContext
+from inference.http.error_responses import error_response
+from inference.http.request_context import RequestContext
 
 _RETRY_AFTER_SECONDS = 1
 

@@ -15,8 +15,8 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from inference.app import create_app
-from inference.model_loader import ModelLoader
-from inference.served_model import LoadModel
+from inference.batching.served_model import LoadModel
+from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
 
 # Beyond what a replica's own queue takes of usual texts, so that it refuses by tokens, with its measured Retry-After;

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from common.errors import OneLineParser, UserError, positive, run_command
 from deployment.ray.cluster import check_room, connect
-from training.errors import OneLineParser, UserError, positive, run_command
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeStatus

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from inference.cpu import cpu_flags, cpu_name
+from common.hardware import cpu_flags, cpu_name
+from common.manifest import FILE_NAME as MANIFEST
+from common.manifest import sha256_of
+from common.model_folder import artefact_folder, weights_file
+from common.text import TextTokenizer
 from inference.engines.base import Engine, TokenBatch
 from inference.engines.native.library import library_path
-from inference.manifest import FILE_NAME as MANIFEST
-from inference.manifest import sha256_of
-from inference.model_files import artefact_folder, weights_file
-from inference.tokenization import TextTokenizer
 
 _TEXT = "Shares rose on Wall Street after the makers of chips said that demand had doubled within a year."
 # A batch as news gives it: near lengths, some padding.

@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from inference.cpu import Hardware, has_fast_int8
-from inference.engines.base import Engine
-from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
-from inference.errors import ModelLoadError, first_line
-from inference.forward import probabilities_of
-from inference.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
-from inference.model_files import (
+from common.hardware import Hardware, has_fast_int8
+from common.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
+from common.model_folder import (
     DESCRIPTION_FILES,
     SavedModel,
     artefact_folder,
@@ -25,8 +21,12 @@ from inference.model_files import (
     read_saved_model,
     weights_file,
 )
-from inference.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
-from inference.tokenization import TextTokenizer
+from common.text import TextTokenizer
+from inference.engines.base import Engine
+from inference.engines.forward import probabilities_of
+from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
+from inference.engines.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
+from inference.errors import ModelLoadError, first_line
 
 # The order in which they are tried where nothing was measured.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inference.model_files import CLEANING_KEY, DESCRIPTION_FILES, SavedModel, is_artefact
+from common.model_folder import CLEANING_KEY, DESCRIPTION_FILES, SavedModel, is_artefact
 
 # From linux/fcntl.h and linux/fs.h; Python has no call for it.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu import cpu_name, usable_cpus
+from common.hardware import cpu_name, usable_cpus
+from common.labelled_rows import LabelledRows, evenly_spread
+from common.manifest import Manifest, describe_files, describe_source, write_manifest
+from common.model_folder import SavedModel, artefact_folder, weights_file
+from common.text import TextTokenizer
 from inference.engines.base import Engine
+from inference.engines.forward import probabilities_of
 from inference.engines.selection import build_engine, load_model
+from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine, read_weights
 from inference.errors import ExportRefusedError
 from inference.exporting.artefact import replaced_whole, write_description
 from inference.exporting.comparison import Comparison, compare
 from inference.exporting.engine_files import package_versions, write_engine_files
-from inference.forward import probabilities_of
-from inference.labelled_rows import LabelledRows, evenly_spread
-from inference.manifest import Manifest, describe_files, describe_source, write_manifest
-from inference.model_files import SavedModel, artefact_folder, weights_file
-from inference.self_test import FLOAT_TOLERANCE, check_engine
-from inference.tokenization import TextTokenizer
 
 SHOWN_CHANGES = 10
 _CALIBRATION_TEXTS = 300

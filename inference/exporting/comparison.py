@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.engines.base import Engine
-from inference.forward import probabilities_of
+from inference.engines.forward import probabilities_of
 
 # Long enough that a turn is more than warming up, short enough that both engines meet the same weather.
 TURN_TEXTS = 64

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks.batching.page import render
 from benchmarks.batching.passes import ONE_TEXT, lay_out, padding
 from benchmarks.batching_curve import measure_round
-from inference.tokenization import TextTokenizer
+from common.text import TextTokenizer
 from tests.inference.stand_in_engine import StandInEngine
 
 SIZES = [ONE_TEXT, 64, 512]

@@ -12,9 +12,9 @@ from benchmarks import by_hand, by_hand_worker
 from benchmarks.by_hand import conclusion, run_and_follow, step_rows
 from benchmarks.by_hand_worker import Case, endless_batches, measure, profiled, ways_of
 from benchmarks.processes import Layout
+from common.errors import TrainingFailure, run_command
+from learn.by_hand.cnn import CNN
 from tests.training.parallelism.ranks import here, run_on_ranks
-from training.by_hand.cnn import CNN
-from training.errors import TrainingFailure, run_command
 
 LATE = 0.5  # seconds
 NO_CALLS = {"calls": 0.0, "seconds": 0.0, "hidden": 0.0}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import one_or_two_processes as page
 from benchmarks.processes import Layout
-from training.errors import UserError
+from common.errors import UserError
 
 ONE, TWO = "one process, one core", "two processes, one core each"
 

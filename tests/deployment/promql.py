@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.deployment.documented import REPOSITORY
 from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
-from training.distributed import Ranks
 from training.monitoring import Exporter
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 ALERTS = REPOSITORY / "deployment" / "prometheus" / "alerts.yml"
 DASHBOARDS = sorted((REPOSITORY / "deployment" / "grafana" / "dashboards").glob("*.json"))

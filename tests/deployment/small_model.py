@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from inference import manifest
+from common import manifest
 
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 # Where the data lay when the model was trained: nobody else's business.

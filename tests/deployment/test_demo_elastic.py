@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from common.errors import UserError
 from deployment import demo_elastic
-from training.errors import UserError
 from training.monitoring.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]

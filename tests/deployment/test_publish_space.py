@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import containers
+from common.manifest import sha256_of
 from deployment.image_context import DOCKERFILE, image_files
 from deployment.running_space import Expected, ask
-from inference.manifest import sha256_of
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
@@ -24,7 +24,7 @@ from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, ru
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.deployment.test_image import BASE, build_flags
 from tests.inference.servers import free_port, running, serving
-from training.hub_upload import PublishFailure
+from training.publishing.hub_upload import PublishFailure
 
 PUBLISH = "deployment/publish_space.py"
 NAME = "alice/headlines"

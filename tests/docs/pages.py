@@ -13,7 +13,7 @@ from tests.deployment.documented import REPOSITORY
 
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "training/sample_news/*.md")
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "common/sample_news/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 _FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)

@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, _term
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import UserError
 from inference.errors import SettingsError
 from inference.settings import Settings
 from tests.docs.troubleshooting import PAGE, read_entries
 from tests.training.parallelism.ranks import run_on_ranks
 from training.config import parse_config
-from training.errors import UserError
 
 QUOTED = {entry.title: entry.classics for entry in read_entries(PAGE.read_text(encoding="utf-8"))}
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from learn.by_hand.collectives import all_to_all, gather, scatter
+from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from tests.docs.pages import REPOSITORY
 from tests.training.parallelism.ranks import run_on_ranks
-from training.by_hand.collectives import all_to_all, gather, scatter
-from training.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from training.planning.activations import block_activations
 from training.planning.communication import transfers
 from training.planning.hardware import GPUS, Cluster
@@ -191,7 +191,7 @@ def test_two_accuracies_on_cifar10_are_within_what_its_test_images_can_tell_apar
     ("name", "gone"),
     [
         (QUESTIONS, "only gradients travel"),
-        ("training/by_hand/ring_all_reduce.py", "all-reduce can do with less"),
+        ("learn/by_hand/ring_all_reduce.py", "all-reduce can do with less"),
         (GUIDE, "no error says who was missing"),
         (GUIDE, "the nine below"),
         (GUIDE, "Only activations at the edges travel, so"),

@@ -15,7 +15,7 @@ import torch
 
 import inference.app
 from inference import serve
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
 
 BREAK_WHEN = Path(os.environ["BREAK_WHEN"])

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
 from inference import export
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 from tests.inference.servers import Server, free_port, running
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from inference.app import create_app
-from inference.server_parts import Parts
+from inference.http.server_parts import Parts
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
 

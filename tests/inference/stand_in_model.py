@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.text import TextTokenizer
 from inference.engines.base import TokenBatch
+from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelLoadError
-from inference.model_loader import ModelLoader
-from inference.tokenization import TextTokenizer
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24

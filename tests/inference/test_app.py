@@ -13,8 +13,8 @@ import httpx
 import pytest
 import transformers
 
-from inference.model_loader import ModelLoader
-from inference.tokenization import clean_text
+from common.text import clean_text
+from inference.engines.model_loader import ModelLoader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]

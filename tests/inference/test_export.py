@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from common.manifest import read_manifest, sha256_of, verify_files
 from inference import export
 from inference.engines.base import TokenBatch
-from inference.manifest import read_manifest, sha256_of, verify_files
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 from tests.inference.conftest import MAX_LENGTH, MakeFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]

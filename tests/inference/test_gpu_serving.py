@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from common.model_folder import read_saved_model
+from common.text import TextTokenizer
 from inference.engines.base import TokenBatch
 from inference.engines.torch_engine import TorchEngine
-from inference.model_files import read_saved_model
-from inference.tokenization import TextTokenizer
 from tests.inference.servers import free_port, running, until
 
 pytestmark = pytest.mark.gpu

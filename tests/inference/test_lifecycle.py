@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from inference.app import create_app
+from inference.batching.served_model import ServedModel
+from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelLoadError
-from inference.metrics import ServerMetrics
-from inference.model_loader import ModelLoader
-from inference.served_model import ServedModel
+from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
 from tests.inference.servers import (
     REPOSITORY,

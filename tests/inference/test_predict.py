@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,8 @@ import pytest
 
 import inference
 from inference.app import create_app
-from inference.classifier import QueueLimits
-from inference.metrics import ServerMetrics
+from inference.batching.classifier import QueueLimits
+from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]

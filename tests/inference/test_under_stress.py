@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from inference.app import create_app
-from inference.request_log import JsonLines
+from inference.http.request_log import JsonLines
 from inference.settings import Settings
 from tests.inference.servers import Server, ThreadedServer, metric, serving, stand_in_server, until
 from tests.inference.stand_in_model import DIES, RAISES, StandInModel, text_of

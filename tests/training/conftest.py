@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from common.errors import run_command
 from tests.training.checkpointing.small_saves import read_whole
 from tests.training.parallelism import ranks
 from tests.training.parallelism.saved_states import WholeState
 from training import train_single
-from training.errors import run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING = REPOSITORY / "training"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.errors import UserError
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig, parse_config
-from training.errors import UserError
 
 GROUPS = ["data", "model", "optimization", "processes", "output", "endurance", "watching"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.training.parallelism.ranks import here, run_on_ranks
 from training.config import parse_config
-from training.trainer import Trainer
+from training.run.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "training" / "configs").glob("*.yaml"))

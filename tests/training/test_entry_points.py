@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UserError
 from training.config import TrainConfig, parse_config
-from training.distributed import Ranks, ranks
-from training.errors import UserError
-from training.evaluation import evaluate_saved
+from training.evaluation.evaluator import evaluate_saved
+from training.parallelism.distributed import Ranks, ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING = REPOSITORY / "training"

@@ -26,16 +26,16 @@ from transformers import (
     pipeline,
 )
 
-from inference.model_files import read_saved_model
-from inference.model_loader import ModelLoader
-from inference.tokenization import TextTokenizer
+from common.errors import UserError
+from common.model_folder import read_saved_model
+from common.text import TextTokenizer
+from inference.engines.model_loader import ModelLoader
 from training.checkpointing.export import check_output, write_model
-from training.dataset import AG_NEWS_LABELS, load_news
-from training.errors import UserError
-from training.metrics import classification_metrics
-from training.model import NewsClassifier
-from training.model_card import is_on_the_hub, model_card, recorded_name
-from training.tokenized import load_tokenizer
+from training.data.dataset import AG_NEWS_LABELS, load_news
+from training.data.tokenized import load_tokenizer
+from training.evaluation.metrics import classification_metrics
+from training.model.classifier import NewsClassifier
+from training.publishing.model_card import is_on_the_hub, model_card, recorded_name
 
 MAX_LENGTH = 32
 FOLDER_FILES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import OneLineParser
 from inference.export import _parse_arguments
 from training.config import OTHER_NAMES, TrainConfig
-from training.errors import OneLineParser
 from training.planning.__main__ import ask, build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +95,8 @@ def test_the_names_of_other_trainers_point_at_flags_that_exist() -> None:
         ("-m", "inference.serve", "--help"),
         ("-m", "inference.export", "--help"),
         ("-m", "inference.predict", "--help"),
-        ("-m", "training.cards", "run", "--help"),
-        ("-m", "training.by_hand.check", "--help"),
+        ("-m", "learn.cards", "run", "--help"),
+        ("-m", "learn.check", "--help"),
     ],
     ids=" ".join,
 )

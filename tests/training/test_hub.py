@@ -23,8 +23,8 @@ import pytest
 import torch
 from transformers import DistilBertConfig, DistilBertModel
 
-from training.dataset import AG_NEWS_LABELS
-from training.tokenized import load_tokenizer
+from training.data.dataset import AG_NEWS_LABELS
+from training.data.tokenized import load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEXTS = [f"Ministers, markets, matches and machines in report {i}" for i in range(12)]
@@ -52,8 +52,8 @@ configs:
 """
 LOAD_MODEL = """
 import json, torch
-from training.model import NewsClassifier
-from training.tokenized import load_tokenizer
+from training.model.classifier import NewsClassifier
+from training.data.tokenized import load_tokenizer
 torch.manual_seed(0)
 tokenizer = load_tokenizer("acme/tiny-encoder", [], 16)
 model = NewsClassifier(3, "acme/tiny-encoder", ["a", "b", "c"])
@@ -67,7 +67,7 @@ print(json.dumps({
 """
 LOAD_NEWS = """
 import json
-from training.dataset import load_news
+from training.data.dataset import load_news
 data = load_news("ag_news")
 print(json.dumps({
     "label_names": data.label_names,
@@ -397,8 +397,8 @@ def test_without_a_network_what_is_in_the_cache_is_used(
 PREPARE = """
 import os
 from training.config import TrainConfig
-from training.distributed import ranks, use_loopback
-from training.prepare import prepare_model, prepare_news
+from training.parallelism.distributed import ranks, use_loopback
+from training.data.prepare import prepare_model, prepare_news
 use_loopback()
 with ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])

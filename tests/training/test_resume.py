@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.model_files import read_saved_model
-from training.dataset import load_news
+from common.model_folder import read_saved_model
+from training.data.dataset import load_news
 
 LAST_STEP = 16
 STEPS = list(range(1, LAST_STEP + 1))

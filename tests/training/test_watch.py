@@ -16,15 +16,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from common.errors import run_command
 from tests.training.monitoring.small_training import train_on_ranks
 from training import watch
-from training.distributed import Ranks
-from training.errors import run_command
 from training.monitoring.dashboard import draw, sparkline
 from training.monitoring.records import SavedCheckpoint, StepMetrics
 from training.monitoring.run_folder import RunFolder
 from training.monitoring.status import StatusFile, read_statuses, status_path
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 WIDTH = 80
 

@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification
 
-from inference.model_files import CLEANING_KEY
-from training.distributed import Ranks
-from training.errors import UserError, first_line
-from training.model_card import model_card
-from training.utils import nearest_folder, replace_folder, write_json, writing_whole
+from common.errors import UserError, first_line
+from common.files import nearest_folder, replace_folder, write_json, writing_whole
+from common.model_folder import CLEANING_KEY
+from training.parallelism.distributed import Ranks
+from training.publishing.model_card import model_card
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
+from common.files import move_aside, nearest_folder, only_run_in, sync_folder, write_json, write_whole
 from training.checkpointing.safe_reading import SafeReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name, manifest_of
-from training.utils import move_aside, nearest_folder, only_run_in, sync_folder, write_json, write_whole
 
 
 class LocalStorage(Storage):

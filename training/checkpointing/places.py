@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from common.errors import UserError
 from training.checkpointing.local_storage import LocalStorage
 from training.checkpointing.remote_storage import RemoteStorage
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.errors import UserError
+from training.parallelism.distributed import Ranks
 
 
 def open_storage(config: TrainConfig) -> Storage:

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.batching import DataPlace
+from common.errors import UserError
+from common.files import move_aside, only_run_in
 from training.checkpointing.places import open_location
 from training.checkpointing.saver import STATE_FILE
 from training.checkpointing.sharded import SavedShards
 from training.checkpointing.storage import Storage
 from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
-from training.distributed import Ranks
-from training.errors import UserError
-from training.resilience.restarts import has_begun
-from training.utils import move_aside, only_run_in
+from training.data.batching import DataPlace
+from training.fault_tolerance.restarts import has_begun
+from training.parallelism.distributed import Ranks
 
 
 @dataclass(frozen=True)

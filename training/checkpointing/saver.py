@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import StorageWriter
 
+from common.errors import TrainingFailure
 from training.checkpointing.ownership import Ownership
 from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, telling_writer
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
-from training.distributed import Ranks, saving_group
-from training.errors import TrainingFailure
 from training.monitoring import SavedCheckpoint
+from training.parallelism.distributed import Ranks, saving_group
 from training.parallelism.state import StrategyState
 
 T = TypeVar("T")

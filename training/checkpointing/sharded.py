@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from common.errors import UserError, first_line
 from training.checkpointing.ownership import Chunk
-from training.errors import UserError, first_line
 
 
 class Staging:

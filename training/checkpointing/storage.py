@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 
+from common.errors import UserError
 from training.checkpointing.retention import steps_to_keep
-from training.errors import UserError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

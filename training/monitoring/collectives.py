@@ -20,8 +20,8 @@ from training.monitoring.observer import Observer
 from training.monitoring.profile_summary import merged
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.parallelism import StepResult
+    from training.data.batching import MicroBatch
+    from training.parallelism.strategy import StepResult
 
 BACKENDS = ("gloo", "nccl")
 # Of the profiler's names of types; those that are not here have one.

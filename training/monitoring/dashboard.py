@@ -12,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.files import format_time
 from training.monitoring.records import format_percent
 from training.monitoring.run_folder import Picture
 from training.monitoring.status import LOST, RankStatus
-from training.utils import format_time
 
 # Letters, so that the bar reads without colours too.
 PHASES = {

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from training.distributed import Ranks
-from training.errors import TrainingFailure
-from training.failures import explained
+from common.errors import TrainingFailure
+from training.fault_tolerance.failures import explained
 from training.monitoring.events import EventLog
 from training.monitoring.exporter import Exporter
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.parallelism import StepResult
+    from training.data.batching import MicroBatch
+    from training.parallelism.strategy import StepResult
 
 Part = tuple[str, tuple[int, ...]]  # a parameter's name; which of its shards, along each dimension that splits it
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,16 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import reason_to_record
+from common.errors import reason_to_record
 from training.monitoring.json_lines import JsonLines, read_lines
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
-from training.phases import Phases
+from training.run.phases import Phases
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.distributed import Ranks
-    from training.parallelism import StepResult
+    from training.data.batching import MicroBatch
+    from training.parallelism.distributed import Ranks
+    from training.parallelism.strategy import StepResult
 
 EVENTS_FILE = "events.jsonl"
 # What is written of a loss after it, not by what was lost.

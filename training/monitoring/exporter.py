@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.process_collector import ProcessCollector
 
-from training.errors import UserError
+from common.errors import UserError
 from training.monitoring.events import read_events
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
@@ -20,11 +20,11 @@ from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetri
 if TYPE_CHECKING:
     import torch
 
-    from training.batching import MicroBatch
     from training.config import TrainConfig
-    from training.distributed import Ranks
-    from training.parallelism import StepResult
-    from training.phases import Phases
+    from training.data.batching import MicroBatch
+    from training.parallelism.distributed import Ranks
+    from training.parallelism.strategy import StepResult
+    from training.run.phases import Phases
 
 # Half the page otherwise: when each series began.
 disable_created_metrics()

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from training.distributed import Ranks
-from training.errors import TrainingFailure
+from common.errors import TrainingFailure
 from training.monitoring.divergence import first_difference
+from training.parallelism.distributed import Ranks
 
 
 def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = "") -> None:

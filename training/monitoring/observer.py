@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.parallelism import StepResult
+    from training.data.batching import MicroBatch
+    from training.parallelism.strategy import StepResult
 
 
 class Observer:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.files import write_json
 from training.monitoring.records import format_percent
-from training.utils import write_json
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList, FunctionEvent

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from training.errors import first_line
+from common.errors import first_line
 from training.monitoring.observer import Observer
 from training.monitoring.profile_summary import (
     FOLDER,
@@ -25,12 +25,12 @@ from training.monitoring.profile_summary import (
 from training.monitoring.records import EpochMetrics
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
     from training.config import TrainConfig
-    from training.distributed import Ranks
+    from training.data.batching import MicroBatch
     from training.monitoring.console import Console
-    from training.parallelism import StepResult
-    from training.phases import Phases
+    from training.parallelism.distributed import Ranks
+    from training.parallelism.strategy import StepResult
+    from training.run.phases import Phases
 
 FIRST_STEPS = 10  # in which caches warm up and buckets settle
 _MEMORY_EVENTS = 100_000

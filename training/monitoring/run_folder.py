@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from training.errors import UserError
+from common.errors import UserError
 from training.monitoring.events import EVENTS_FILE
 from training.monitoring.json_lines import parse_lines
 from training.monitoring.run_log import METRICS_FILE

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.files import write_whole
 from training.monitoring.json_lines import JsonLines, read_lines
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 from training.monitoring.trackers import TRACKERS, TensorBoard, TrackedRun, TrackerThread
-from training.utils import write_whole
 
 if TYPE_CHECKING:
     from training.config import TrainConfig

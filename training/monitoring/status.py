@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from training.errors import reason_to_record
+from common.errors import reason_to_record
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
 if TYPE_CHECKING:
-    from training.distributed import Ranks
-    from training.phases import Phases
+    from training.parallelism.distributed import Ranks
+    from training.run.phases import Phases
 
 PERIOD = 1.0  # seconds between two writings, with few ranks
 MOST_WRITES = 250  # per second, of all ranks: each is a rename, for which they share the server of a file system

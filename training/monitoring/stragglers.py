@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from training.balance import Stopwatch
-from training.failures import explained
+from training.data.balance import Stopwatch
+from training.fault_tolerance.failures import explained
 from training.monitoring.collectives import Collectives
 from training.monitoring.exporter import COMPARED
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 
 if TYPE_CHECKING:
-    from training.batching import MicroBatch
-    from training.parallelism import StepResult
-    from training.trainer import Trainer
+    from training.data.batching import MicroBatch
+    from training.parallelism.strategy import StepResult
+    from training.run.trainer import Trainer
 
 LOOKS_IN_A_ROW = 3
 SLOW = 1.2  # times the median of the ranks; of two that is the faster one

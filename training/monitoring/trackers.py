@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.errors import UserError, first_line
-from training.utils import write_json
+from common.errors import UserError, first_line
+from common.files import write_json
 
 PROJECT = "distrinews"
 IDS_FILE = "trackers.json"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from training.dropout import DropoutStream
+from training.model.dropout import DropoutStream
 
 KEPT = {
     torch.ops.aten.mm.default,

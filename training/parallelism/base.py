@@ -12,15 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from training.architectures import mask_of
-from training.batching import DataPlace, MicroBatch
+from common.errors import TrainingFailure
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.errors import TrainingFailure
-from training.model import NewsClassifier
+from training.data.batching import DataPlace, MicroBatch
+from training.model.architectures import mask_of
+from training.model.classifier import NewsClassifier
+from training.model.optimizer import build_optimizer, make_moments
+from training.model.precision import LossScale, autocast
 from training.monitoring.gradient_sync import check_gradient_sync
-from training.optimization import build_optimizer, make_moments
 from training.parallelism.blocks import length_multiple
+from training.parallelism.distributed import Ranks
 from training.parallelism.float8 import check_float8
 from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
 from training.parallelism.state import (
@@ -33,8 +34,7 @@ from training.parallelism.state import (
     read_optimizer,
 )
 from training.parallelism.strategy import StepResult, row_losses, weighted_loss
-from training.phases import Phases
-from training.precision import LossScale, autocast
+from training.run.phases import Phases
 
 
 class BaseStrategy:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from training.architectures import find_blocks
+from common.errors import UserError
 from training.config import TrainConfig
-from training.dropout import DropoutStream
-from training.errors import UserError
+from training.model.architectures import find_blocks
+from training.model.dropout import DropoutStream
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.float8 import apply_float8
 

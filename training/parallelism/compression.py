@@ -18,9 +18,9 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from training.distributed import Ranks
+from training.model.precision import DTYPES
+from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState, StrategyState
-from training.precision import DTYPES
 
 DEFAULT_RANK = 4
 # The gradients of the first steps turn fastest, and are the worst to approximate.

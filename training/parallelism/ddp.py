@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.batching import MicroBatch
-from training.model import NewsClassifier, widen
+from training.data.batching import MicroBatch
+from training.model.classifier import NewsClassifier, widen
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression

@@ -13,18 +13,18 @@ from types import ModuleType
 import torch
 from torch.nn.utils import get_total_norm
 
-from training.batching import DataPlace, MicroBatch
+from common.errors import UserError
 from training.config import TrainConfig
-from training.distributed import Ranks, name_accelerator
-from training.errors import UserError
-from training.model import NewsClassifier, widen
-from training.optimization import build_optimizer, parameter_groups
+from training.data.batching import DataPlace, MicroBatch
+from training.model.classifier import NewsClassifier, widen
+from training.model.optimizer import build_optimizer, parameter_groups
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
+from training.parallelism.distributed import Ranks, name_accelerator
 from training.parallelism.state import SavedState, StrategyState
 from training.parallelism.strategy import StepResult, row_losses, weighted_loss
-from training.phases import Phases
+from training.run.phases import Phases
 
 
 class DeepSpeedStrategy:

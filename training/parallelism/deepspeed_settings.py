@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 
 Settings = dict[str, Any]
 

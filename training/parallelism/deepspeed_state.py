@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from training.distributed import Ranks
-from training.optimization import MOMENTS
+from training.model.optimizer import MOMENTS
+from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState
 
 
@@ -113,7 +113,7 @@ class ShardedState:
         return torch.empty(shape, dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype)
 
     def loss_scale(self) -> dict[str, float]:
-        """Scale and good steps in a row, as :class:`training.precision.LossScale` keeps them."""
+        """Scale and good steps in a row, as :class:`training.model.precision.LossScale` keeps them."""
         if not self.engine.fp16_enabled():
             return {}
         scaler = self.engine.optimizer.loss_scaler

@@ -7,8 +7,8 @@ from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 
 LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 SIDE_MULTIPLE = 16  # of both sides of a weight, for the tensor cores

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from training.model import widen, widen_outside
-from training.precision import DTYPES
+from training.model.classifier import widen, widen_outside
+from training.model.precision import DTYPES
 
 
 def apply_fsdp(

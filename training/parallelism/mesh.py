@@ -15,10 +15,10 @@ from math import gcd
 import torch
 from torch import nn
 
-from training.architectures import find_blocks
-from training.batching import DataPlace, MicroBatch
-from training.errors import UserError
-from training.model import NewsClassifier, widen
+from common.errors import UserError
+from training.data.batching import DataPlace, MicroBatch
+from training.model.architectures import find_blocks
+from training.model.classifier import NewsClassifier, widen
 from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims

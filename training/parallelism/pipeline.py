@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from training.architectures import mask_of
-from training.batching import MicroBatch
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
+from training.data.batching import MicroBatch
+from training.model.architectures import mask_of
 from training.parallelism.schedules import SCHEDULES, check_micro_batches, stages_of
 from training.parallelism.stages import Stage
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from training.errors import UserError
+from common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from training.errors import UserError
-from training.model import NewsClassifier
-from training.precision import autocast
+from common.errors import UserError
+from training.model.classifier import NewsClassifier
+from training.model.precision import autocast
 
 
 class Stage(nn.Module):

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training.batching import DataPlace, MicroBatch
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.model import NewsClassifier
+from training.data.batching import DataPlace, MicroBatch
+from training.model.classifier import NewsClassifier
+from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState, StrategyState
-from training.phases import Phases
+from training.run.phases import Phases
 
 
 @dataclass(frozen=True)

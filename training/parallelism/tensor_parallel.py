@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from training.architectures import architecture_of, find_blocks
-from training.dropout import RowDropout
-from training.errors import UserError
-from training.model import NewsClassifier, widen, widen_outside
+from common.errors import UserError
+from training.model.architectures import architecture_of, find_blocks
+from training.model.classifier import NewsClassifier, widen, widen_outside
+from training.model.dropout import RowDropout
 from training.parallelism.blocks import LENGTH_MULTIPLE
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from training.errors import OneLineParser, UserError, positive, run_command
+from common.errors import OneLineParser, UserError, positive, run_command
 from training.parallelism.schedules import SCHEDULES, Action, order_of_actions
 
 ALL = "all"

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from training.errors import UserError
+from common.errors import UserError
 from training.parallelism.timeline import COLOURS, NAMES, PASTEL, Timeline
 
 INCHES_WIDE = 9.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from training.optimization import build_optimizer, parameter_groups
+from training.model.optimizer import build_optimizer, parameter_groups
 from training.parallelism.ddp import DDPStrategy
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from training.errors import OneLineParser, UserError, positive, run_command
+from common.errors import OneLineParser, UserError, positive, run_command
+from common.files import write_json
 from training.planning.answer import Answer, answer, nothing_fits, tokens_of_run
 from training.planning.dry_run import SECONDS_LIMIT, DryRun, NoDryRun, dry_run
 from training.planning.hardware import GPU, GPUS, Cluster, build_cluster, find_gpu
@@ -26,7 +27,6 @@ from training.planning.report import write_report
 from training.planning.sections import describe
 from training.planning.shapes import ModelShape, Precision
 from training.planning.text import print_answer, read_page, write_page
-from training.utils import write_json
 
 # What can be planned while someone waits; published runs stay below.
 MOST_GPUS, MOST_BATCH_TOKENS, MOST_DAYS = 8192, 2**28, 36_500

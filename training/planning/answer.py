@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from training.errors import UserError
+from common.errors import UserError
 from training.planning.calibration import COPY_BANDWIDTH, HASH_BANDWIDTH, STORAGE_BANDWIDTH
 from training.planning.hardware import GIB, Cluster
 from training.planning.layouts import STRATEGIES, Work, degrees, divisors, with_batches

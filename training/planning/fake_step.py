@@ -25,9 +25,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from training.architectures import find_blocks
-from training.model import NewsClassifier
-from training.optimization import parameter_groups
+from training.model.architectures import find_blocks
+from training.model.classifier import NewsClassifier
+from training.model.optimizer import parameter_groups
+from training.model.precision import autocast
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.dims import ParallelDims
 from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
@@ -39,7 +40,6 @@ from training.planning.live_memory import Kind, LiveMemory
 from training.planning.networks import build_model
 from training.planning.partition import stages as plan_stages
 from training.planning.shapes import Layout, ModelShape
-from training.precision import autocast
 
 
 class FakeRank:

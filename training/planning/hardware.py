@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from training.errors import UserError
+from common.errors import UserError
 from training.planning.calibration import DEFAULT, Calibration
 from training.planning.shapes import Precision
 

@@ -12,7 +12,7 @@ from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape
 
 STRATEGIES: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")
 MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-# The families that training/architectures.py takes apart; tensor and pipeline parallelism need that.
+# The families that training/model/architectures.py takes apart; tensor and pipeline parallelism need that.
 DIVISIBLE_FAMILIES = ("distilbert", "bert", "llama")
 # The trainer pads to a multiple of this under sequence parallelism (training/parallelism/blocks.py).
 LENGTH_MULTIPLE = 16

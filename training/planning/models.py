@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from training.errors import UserError
+from common.errors import UserError
 from training.planning.shapes import ModelShape
 
 # The classes of a planned classifier, where nothing says another number: AG News'.

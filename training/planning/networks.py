@@ -23,9 +23,9 @@ from transformers import (
     RobertaConfig,
 )
 
-from training.architectures import ARCHITECTURES, Architecture, Bert, DistilBert, Llama
-from training.dropout import RowDropout
-from training.model import NewsClassifier
+from training.model.architectures import ARCHITECTURES, Architecture, Bert, DistilBert, Llama
+from training.model.classifier import NewsClassifier
+from training.model.dropout import RowDropout
 from training.parallelism.tensor_parallel import FAMILIES, Plan
 from training.parallelism.tensor_styles import VocabularyParallel, WholeParameters
 from training.planning.shapes import ModelShape

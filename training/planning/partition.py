@@ -10,7 +10,7 @@ from training.planning.shapes import Layout, ModelShape
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
 # They run the gradients of inputs and of weights apart.
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
-# Of a whole block's matrix work, that of a last block which reads one token: as training/architectures.py has it.
+# Of a whole block's matrix work, that of a last block which reads one token: as training/model/architectures.py has it.
 KEYS_AND_VALUES = 1 / 6
 
 

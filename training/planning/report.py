@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.files import write_whole
 from training.planning.answer import Answer
 from training.planning.plan import Plan
 from training.planning.sections import (
@@ -20,7 +21,6 @@ from training.planning.sections import (
     warnings,
     work_line,
 )
-from training.utils import write_whole
 
 
 @dataclass(frozen=True)

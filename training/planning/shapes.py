@@ -12,7 +12,7 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 
 # The last block of these computes its query, output projection and feed-forward for the first token alone
-# (training/model.py), since nothing but that token reaches the classifier.
+# (training/model/classifier.py), since nothing but that token reaches the classifier.
 FIRST_TOKEN_FAMILIES = ("distilbert", "bert")
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from training.errors import UserError
+from common.errors import UserError
+from common.files import write_whole
 from training.planning.answer import Answer
 from training.planning.sections import DryRuns, Section, commands, sections, summary, title, warnings, work_line
-from training.utils import write_whole
 
 PLAIN_WIDTH = 150
 BEGIN, END = "<!-- begin: python -m training.planning -->\n", "<!-- end: python -m training.planning -->"

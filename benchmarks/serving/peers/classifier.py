@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.tokenization import TextTokenizer
+from common.text import TextTokenizer
 
 FOLDER = Path(os.environ.get("SERVED_FOLDER", "."))
 PORT = int(os.environ.get("SERVED_PORT", "8000"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.cpu import cpu_flags
+from common.hardware import cpu_flags
 from inference.engines.native.library import library_path
 
 _NEEDED_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c")

@@ -11,8 +11,8 @@ import pytest
 from transformers import pipeline
 
 from inference import export
+from inference.engines.model_loader import ModelLoader
 from inference.exporting.comparison import TURN_TEXTS
-from inference.model_loader import ModelLoader
 
 pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
 pytest.importorskip("onnx", reason="exporting needs onnx")

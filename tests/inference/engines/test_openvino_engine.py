@@ -10,7 +10,7 @@ import pytest
 
 from inference import export
 from inference.engines.base import TokenBatch
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 
 # NNCF takes ten seconds to import, so it is only looked for here.
 MISSING = [name for name in ("openvino", "nncf") if find_spec(name) is None]

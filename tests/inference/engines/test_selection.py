@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common import manifest as manifests
+from common.hardware import Hardware, usable_cpus
 from inference import export
-from inference import manifest as manifests
-from inference.cpu import Hardware, usable_cpus
+from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
 from inference.engines.probe import measure_speed
 from inference.engines.selection import _has_gpu_files, load_model
 from inference.errors import ModelLoadError
-from inference.model_loader import ModelLoader
 from inference.settings import Settings
 from tests.inference.stand_in_model import StandInModel
 
@@ -67,7 +67,7 @@ def test_an_artefact_folder_serves_without_torch_and_without_the_weights(
 import json
 import sys
 import threading
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 model = ModelLoader({str(artefact)!r})
 assert not {{"torch", "transformers"}} & set(sys.modules)
 print(json.dumps([model.info["engine"], model.labels, model.max_length, model.predict({texts[0]!r})]))
@@ -82,7 +82,7 @@ print(json.dumps([model.info["engine"], model.labels, model.max_length, model.pr
 def test_without_the_runtime_auto_falls_back_and_the_named_engine_is_refused(exported_folder: Path) -> None:
     code = f"""
 from inference.errors import ModelLoadError
-from inference.model_loader import ModelLoader
+from inference.engines.model_loader import ModelLoader
 print(ModelLoader({str(exported_folder)!r}).info["engine"])
 print(ModelLoader({str(exported_folder)!r}).info["reason"])
 try:
@@ -100,7 +100,7 @@ except ModelLoadError as error:
 
 
 def test_without_torch_and_without_an_artefact_the_line_says_what_is_missing(model_folder: Path) -> None:
-    code = f"from inference.model_loader import ModelLoader; ModelLoader({str(model_folder)!r})"
+    code = f"from inference.engines.model_loader import ModelLoader; ModelLoader({str(model_folder)!r})"
     run = _run_without({"torch"}, code)
     assert "the torch engine needs torch, which is not installed" in run.stderr.splitlines()[-1]
 

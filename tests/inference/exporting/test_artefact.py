@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from inference import manifest
+from common import manifest
 from inference.exporting.artefact import replaced_whole
 
 

@@ -13,9 +13,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from common.errors import UserError
 from tests.training.checkpointing.saves import FILES, newest_whole, save
 from training.checkpointing import Storage, open_location
-from training.errors import UserError
 
 
 def cut(content: bytes) -> bytes:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.errors import TrainingFailure, UserError
 from tests.training.checkpointing.small_saves import ALONE, save_now, saver_into
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
-from training.batching import DataPlace
 from training.checkpointing import open_location, open_storage
 from training.checkpointing.local_storage import LocalStorage
 from training.checkpointing.resume import (
@@ -26,11 +26,11 @@ from training.checkpointing.resume import (
     open_checkpoint,
 )
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.errors import TrainingFailure, UserError
-from training.finish import _take_best
+from training.data.batching import DataPlace
+from training.fault_tolerance.restarts import begin
+from training.parallelism.distributed import Ranks
 from training.parallelism.state import StrategyState
-from training.resilience.restarts import begin
+from training.run.finish import _take_best
 
 # One process saves as one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.files import only_run_in
 from tests.training.checkpointing.saves import names_in
-from training.utils import only_run_in
 
 # One epoch of 8 steps, each of which is due to be saved by the clock.
 EVERY_STEP = ("--epochs", 1, "--batch_size", 8, "--save_every", 0, "--save_minutes", 1e-6, "--keep_last", 1)

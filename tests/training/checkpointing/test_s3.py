@@ -10,11 +10,11 @@ import fsspec
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from tests.training.checkpointing.crash_points import ALONE
 from tests.training.checkpointing.s3_server import CREDENTIALS, Line, s3_server
 from tests.training.checkpointing.saves import names_in, newest_whole, save, value_in, write_files
 from training.checkpointing import check_storage, open_location
-from training.errors import UserError
 
 pytestmark = pytest.mark.slow
 CHECKPOINTS = "s3://bucket/run"

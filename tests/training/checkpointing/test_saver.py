@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import StorageWriter
 
+from common.errors import TrainingFailure
 from tests.training.checkpointing.small_saves import ALONE, SAID, read_whole, save_now, saver_into
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.ranks import here, run_on_ranks
@@ -29,8 +30,7 @@ from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
 from training.checkpointing.saver import Saver
 from training.checkpointing.sharded import Staging
-from training.errors import TrainingFailure
-from training.failures import explained
+from training.fault_tolerance.failures import explained
 from training.parallelism.state import StrategyState
 
 # One process saves as one process.

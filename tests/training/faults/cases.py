@@ -23,7 +23,7 @@ AT_THE_END = 5  # of the kills
 
 def _killed() -> list[Fault]:
     moments = {  # what the rank is at, and the steps done then
-        "while the program loads": ("imports training.trainer", None),
+        "while the program loads": ("imports training.run.trainer", None),
         "in a forward pass": ("phase forward", 5),
         "in a backward pass": ("phase backward", 5),
         "in an optimizer step": ("phase optimizer", 5),

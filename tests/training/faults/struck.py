@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from training.phases import Phases
+from training.run.phases import Phases
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDER = Path(os.environ["FAULT_FOLDER"])
@@ -190,7 +190,7 @@ def _watch_phases() -> None:
 
 def _note_rows() -> None:
     """Have every step append the rows that this rank computed to a file of its own."""
-    from training.step_log import StepLog
+    from training.run.step_log import StepLog
 
     add, first = StepLog.add, []
     place = {"launch": LAUNCH, "restart": RESTART}
@@ -209,7 +209,7 @@ def _note_rows() -> None:
 
 def _note_end() -> None:
     """Have the end of training note a hash of this rank's weights and moments."""
-    from training import trainer
+    from training.run import trainer
 
     finish = trainer.finish_run
 
@@ -231,7 +231,7 @@ def _retry_soon() -> None:
 def _leave_out(steps: list[int], rows: list[int]) -> None:
     import numpy as np
 
-    from training.trainer import Trainer
+    from training.run.trainer import Trainer
 
     take = Trainer._train_step
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from inference.cpu import cpu_name, usable_cpus
+from common.files import write_whole
+from common.hardware import cpu_name, usable_cpus
 from tests.training.faults.cases import FAMILIES
 from tests.training.faults.judgement import Finding
-from training.utils import write_whole
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 HEADER = ("fault", "promised", "what happened", "recovery, s", "rows lost / repeated", "weights")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from training.config import parse_config
-from training.distributed import ranks
-from training.trainer import Trainer
+from training.parallelism.distributed import ranks
+from training.run.trainer import Trainer
 
 
 def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0) -> None:

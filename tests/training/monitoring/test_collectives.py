@@ -11,10 +11,10 @@ import torch
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
-from training.distributed import Ranks
 from training.monitoring import Exporter
 from training.monitoring.collectives import Collective, Collectives, covered_seconds
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")  # whose losses are not summed: that would be counted too
 Page = dict[tuple[str, str], float]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from common.errors import TrainingFailure
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
-from training.errors import TrainingFailure
 from training.monitoring import Exporter
 from training.monitoring.divergence import CHUNK, ReplicaCheck, checksum, first_difference
 from training.monitoring.events import EventLog, read_events
 from training.monitoring.gradient_sync import check_gradient_sync
-from training.phases import Phases
+from training.run.phases import Phases
 
 EMBEDDINGS = "network.distilbert.embeddings.word_embeddings.weight"
 NORM = "network.distilbert.transformer.layer.1.sa_layer_norm.weight"

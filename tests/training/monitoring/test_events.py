@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from common.errors import TrainingFailure
 from tests.training.conftest import TRAINING
 from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import RankFailure, run_on_ranks
-from training.distributed import Ranks
-from training.errors import TrainingFailure
 from training.monitoring.events import EventLog, read_events, restart_split
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 

@@ -19,7 +19,7 @@ from tests.inference.servers import free_port
 from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
 from training.monitoring import EpochMetrics, Exporter
-from training.phases import Phases
+from training.run.phases import Phases
 
 Scrape = dict[str, float]
 

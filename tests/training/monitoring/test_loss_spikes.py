@@ -15,7 +15,7 @@ from training.config import TrainConfig
 from training.monitoring import EventLog, Exporter, StepMetrics
 from training.monitoring.events import read_events
 from training.monitoring.loss_spikes import LossSpikes
-from training.phases import Phases
+from training.run.phases import Phases
 
 NOISE = np.random.default_rng(3).normal(size=400)
 

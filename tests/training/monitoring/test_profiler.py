@@ -16,10 +16,10 @@ from torch.autograd import DeviceType
 from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
-from training.distributed import Ranks
 from training.monitoring.profile_summary import RankProfile, communication, merged, overlap, read_summary
 from training.monitoring.profiler import Profiler
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.distributed import Ranks
 from training.monitoring import StepMetrics
 from training.monitoring.records import SavedCheckpoint
 from training.monitoring.run_folder import Picture
 from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path, writing_period
-from training.phases import Phases
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
 
 
 def _ranks(rank: int = 0, world_size: int = 2) -> Ranks:

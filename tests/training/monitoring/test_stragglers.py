@@ -15,17 +15,17 @@ import pytest
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_rows, small_strategy
-from training.architectures import find_blocks
-from training.batching import rank_share
 from training.config import TrainConfig
+from training.data.batching import rank_share
+from training.model.architectures import find_blocks
 from training.monitoring import Exporter
 from training.monitoring.collectives import Collectives
 from training.monitoring.events import EventLog, read_events
 from training.monitoring.observer import Observers
 from training.monitoring.status import StatusFile
 from training.monitoring.stragglers import LOOKS_IN_A_ROW, Stragglers, at_even_shares, compare
-from training.parallelism import Strategy
-from training.phases import Phases
+from training.parallelism.strategy import Strategy
+from training.run.phases import Phases
 
 SECONDS = 0.5  # by which a rank is held up in a step, far more than a busy machine holds up the other
 EVERY = 1

@@ -19,8 +19,9 @@ from tests.training.parallelism.small_models import LABELS, small_batch, small_c
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import write_model
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.parallelism import STRATEGIES, Strategy
+from training.parallelism.distributed import Ranks
+from training.parallelism.registry import STRATEGIES
+from training.parallelism.strategy import Strategy
 
 STEPS = (1, 2, 3, 4)
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from inference.cpu import cpu_name
+from common.files import write_whole
+from common.hardware import cpu_name
 from tests.training.parallelism.cases import Case, Differences
-from training.utils import write_whole
 
 BEGIN, END = "<!-- proofs: begin -->", "<!-- proofs: end -->"
 FIGURES = ("loss", "gradients", "weights", "grad_norm", "evaluation")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.distributed import Ranks, use_loopback
+from training.parallelism.distributed import Ranks, use_loopback
 
 T = TypeVar("T")
 PRELOADED = (
@@ -31,7 +31,7 @@ PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.distilbert.modeling_distilbert",
     "transformers.models.llama.modeling_llama",
-    "training.trainer",
+    "training.run.trainer",
 )
 
 

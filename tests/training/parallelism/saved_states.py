@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.checkpointing.ownership import chunk_of
-from training.distributed import Ranks
-from training.parallelism import Strategy
+from training.parallelism.distributed import Ranks
 from training.parallelism.state import StrategyState
+from training.parallelism.strategy import Strategy
 
 Tensors = dict[str, torch.Tensor]
 

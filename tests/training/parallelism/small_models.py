@@ -14,8 +14,8 @@ from transformers import (
     RobertaConfig,
 )
 
-from inference.model_files import SavedModel
-from training.model import NewsClassifier
+from common.model_folder import SavedModel
+from training.model.classifier import NewsClassifier
 
 FAMILIES = ("distilbert", "bert", "llama")
 VOCABULARY = 97  # what no number of ranks divides

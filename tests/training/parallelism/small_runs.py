@@ -11,11 +11,12 @@ import torch
 
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_model
-from training.batching import rank_share
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.parallelism import STRATEGIES, Strategy
-from training.tokenized import TokenizedRows
+from training.data.batching import rank_share
+from training.data.tokenized import TokenizedRows
+from training.parallelism.distributed import Ranks
+from training.parallelism.registry import STRATEGIES
+from training.parallelism.strategy import Strategy
 
 GLOBAL_BATCH = 12
 

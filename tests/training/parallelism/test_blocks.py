@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import UserError
 from tests.training.parallelism.small_models import VOCABULARY, small_model
 from training.config import TrainConfig
-from training.errors import UserError
-from training.model import NewsClassifier
+from training.model.classifier import NewsClassifier
 from training.parallelism.blocks import LENGTH_MULTIPLE, apply_to_blocks, length_multiple
 
 

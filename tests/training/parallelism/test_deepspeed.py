@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.training.conftest import TRAINING, Run
 from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.saved_states import WholeState, whole_state
-from training.batching import pad, rank_share
 from training.config import TrainConfig
-from training.distributed import Ranks
-from training.errors import UserError
-from training.model import NewsClassifier
+from training.data.batching import pad, rank_share
+from training.data.tokenized import TokenizedRows
+from training.model.classifier import NewsClassifier
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.deepspeed import DeepSpeedStrategy
-from training.tokenized import TokenizedRows
+from training.parallelism.distributed import Ranks
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 from training.parallelism.deepspeed_settings import LARGEST_BUCKET, deepspeed_settings
 
 

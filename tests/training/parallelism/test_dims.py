@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
 from training.parallelism.dims import ParallelDims
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.errors import UserError
 from training.config import TrainConfig
-from training.errors import UserError
-from training.model import NewsClassifier
+from training.model.classifier import NewsClassifier
 from training.parallelism.float8 import apply_float8, check_float8
 
 with_torchao = pytest.mark.skipif(not find_spec("torchao"), reason='needs the extra: pip install "distrinews[float8]"')

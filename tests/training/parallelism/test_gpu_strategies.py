@@ -16,7 +16,7 @@ from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_models import small_model
 from tests.training.parallelism.small_runs import take_steps
 from training.config import TrainConfig
-from training.parallelism import STRATEGIES
+from training.parallelism.registry import STRATEGIES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

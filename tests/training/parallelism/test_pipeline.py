@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.errors import UserError
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_batch, small_model
-from training.batching import MicroBatch
 from training.config import TrainConfig
-from training.errors import UserError
+from training.data.batching import MicroBatch
 from training.parallelism import pipeline
 from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import SCHEDULES, order_of_actions, stages_of

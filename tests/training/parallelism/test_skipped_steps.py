@@ -12,9 +12,8 @@ import torch
 
 from tests.training.parallelism.ranks import run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
-from training.batching import rank_share
-from training.parallelism import StepResult, Strategy
-from training.parallelism.strategy import row_losses, weighted_loss
+from training.data.batching import rank_share
+from training.parallelism.strategy import StepResult, Strategy, row_losses, weighted_loss
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,9 +9,9 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.training.parallelism.small_models import small_batch, small_model
-from training.errors import UserError
-from training.model import NewsClassifier
+from training.model.classifier import NewsClassifier
 from training.parallelism.stages import Stage, balanced_split, split_stages
 
 FAMILIES = ("distilbert", "bert", "llama")

@@ -18,14 +18,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import get_total_norm
 from transformers import DistilBertForSequenceClassification
 
-from inference.model_files import SavedModel
+from common.errors import UserError
+from common.model_folder import SavedModel
 from tests.training.parallelism.ranks import here
 from tests.training.parallelism.small_models import FAMILIES, LABELS, small_batch, small_config, small_model
 from tests.training.parallelism.small_runs import small_strategy
 from training.config import TrainConfig
-from training.errors import UserError
-from training.model import NewsClassifier
-from training.optimization import build_optimizer
+from training.model.classifier import NewsClassifier
+from training.model.optimizer import build_optimizer
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.fsdp import apply_fsdp

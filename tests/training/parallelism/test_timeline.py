@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from training.errors import UserError
+from common.errors import UserError
 from training.parallelism.schedules import SCHEDULES, order_of_actions, stages_of
 from training.parallelism.timeline import Costs, rows_of_text, simulate, timelines_of
 from training.parallelism.timeline_figure import draw

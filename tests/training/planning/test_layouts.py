@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.errors import UserError
 from training.config import parse_config
-from training.errors import UserError
-from training.model import NewsClassifier
+from training.model.classifier import NewsClassifier
 from training.parallelism.dims import ParallelDims
 from training.parallelism.pipeline import check_pipeline
 from training.parallelism.schedules import SCHEDULES, stages_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from tests.deployment.documented import documented
-from training.errors import UserError
 from training.planning.__main__ import ask, dry_runs_of, main
 from training.planning.answer import Answer, nothing_fits
 from training.planning.host_memory import estimate_host_memory

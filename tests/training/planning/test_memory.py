@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from training.architectures import Architecture, Bert, DistilBert, Llama
+from training.model.architectures import Architecture, Bert, DistilBert, Llama
+from training.model.precision import autocast
 from training.parallelism.schedules import SCHEDULES
 from training.parallelism.stages import balanced_split
 from training.parallelism.timeline import simulate
@@ -15,7 +16,6 @@ from training.planning.models import NAMED_SHAPES
 from training.planning.networks import build_model
 from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK, pipeline_ranks, rank_parameters, stages
 from training.planning.shapes import Layout, ModelShape
-from training.precision import autocast
 
 LLAMA = NAMED_SHAPES["llama-13b"]
 ZERO3 = Layout("zero3", dp_shard=32)

@@ -22,7 +22,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from training.errors import UserError
+from common.errors import UserError
 from training.planning.models import NAMED_SHAPES, find_shape
 
 SMALL_LLAMA = {"hidden_size": 256, "intermediate_size": 700, "num_attention_heads": 8, "num_hidden_layers": 3}

@@ -1,0 +1,1 @@
+"""What training and serving agree on; it imports neither, and no PyTorch."""

@@ -1,0 +1,132 @@
+"""Small things that several rooms use."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.errors import UserError
+
+
+class AverageMeter:
+    """A running mean, weighted by how many rows each value stands for."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def update(self, value: float, rows: int = 1) -> None:
+        """Add the mean ``value`` of ``rows`` rows."""
+        self.total += value * rows
+        self.count += rows
+
+    @property
+    def average(self) -> float:
+        """The mean so far; 0 before the first value."""
+        return self.total / self.count if self.count else 0.0
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as a person reads them: ``42.3s``, ``3m 05s``, ``2h 07m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def sync_folder(folder: Path) -> None:
+    """Ask the system to put a folder's entries on the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never a part of it."""
+    with writing_whole(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """As :func:`write_whole`, for what is too large to be made in memory first."""
+    # The pid alone does not tell two writers on a shared folder apart: each container counts its processes from 1.
+    aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as readable JSON, whole or not at all."""
+    write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def replace_folder(aside: Path, target: Path) -> None:
+    """Put a finished folder in the place of ``target``; an older one is removed once the new one stands."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(aside)
+    old = target.with_name(f".{target.name}.old")
+    if old.exists() and target.exists():
+        shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first free name of ``folder.1``, ``folder.2``, ...; returns the new name."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
+@contextmanager
+def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
+    """Hold the folder that ``flag`` names for this process; the system lets go of it even when the process is killed.
+
+    Raises:
+        UserError: another process holds it, it cannot be written, or its file system has no locks.
+    """
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); use another {flag}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder}: another run is training into this folder; use another {flag}") from error
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)") from error
+        yield

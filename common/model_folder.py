@@ -1,0 +1,277 @@
+"""Reads a model as it lies on disk, a model folder, one .pt file or an artefact folder, into one `SavedModel`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import manifest
+from common.text import CLEANINGS, TextTokenizer
+from inference.errors import ModelLoadError
+
+WEIGHTS_FILE = "model.safetensors"
+# What a model folder has besides its weights; an artefact folder has a copy of each.
+DESCRIPTION_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+CHECKPOINT_KEYS: dict[str, type] = {"model_state_dict": dict, "config": dict}
+CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
+    "labels": list,
+    "max_length": int,
+    "encoder_config": dict,
+    "tokenizer_json": str,
+}
+# Through these a config.json makes transformers run code that is not its own: modules beside the model or on the hub,
+# kernels from the hub, packages for quantised weights.
+_CODE_KEYS = frozenset(
+    (
+        "auto_map",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "custom_pipelines",
+        "quantization_config",
+        "trust_remote_code",
+        "use_kernels",
+    )
+)
+# Where training writes into config.json how texts were cleaned, one of `CLEANINGS`.
+CLEANING_KEY = "text_cleaning"
+# The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
+_TRAINER_PREFIX = "network."
+# They count positions from behind the padding id (`create_position_ids_from_input_ids` in transformers).
+_POSITIONS_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
+_RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A model as it lies on disk.
+
+    Attributes:
+        path: Where it was read.
+        config: The contents of the transformers ``config.json``.
+        weights: The safetensors file, the state dict of a .pt file, or None for an artefact folder.
+        tokenizer_json: The contents of ``tokenizer.json``.
+        labels: Class names, by class id.
+        max_length: Token ids a text may have, special tokens included.
+        metadata: The contents of ``metrics.json``, empty where there is none.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    weights: Path | dict[str, Any] | None
+    tokenizer_json: str
+    labels: list[str]
+    max_length: int
+    metadata: dict[str, Any]
+
+    @property
+    def cleaning(self) -> str:
+        """What the model's texts went through in training and go through before every answer, one of `CLEANINGS`."""
+        # Until it was a choice, training always cleaned as for news; a model from elsewhere takes texts as they are.
+        written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
+        return self.config.get(CLEANING_KEY, "news" if written_here else "none")
+
+    def tokenizer(self) -> TextTokenizer:
+        """Build the model's tokenizer.
+
+        Raises:
+            ModelLoadError: It is damaged, or knows more words than the model.
+        """
+        try:
+            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
+        except (TypeError, ValueError) as error:
+            raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
+        vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
+        if tokenizer.vocab_size > vocab_size:
+            what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
+            raise ModelLoadError(self.path, what, "give both from the same training run")
+        return tokenizer
+
+
+def is_artefact(path: Path) -> bool:
+    """Whether this is the folder that an export wrote, rather than a model."""
+    return (path / manifest.FILE_NAME).is_file()
+
+
+def artefact_folder(model: Path, engine: str) -> Path:
+    """Return where a model's artefact for an engine lies: ``MODEL/onnx``, and ``X.onnx`` for ``X.pt``."""
+    return model.with_suffix(f".{engine}") if model.is_file() else model / engine
+
+
+def weights_file(model: Path) -> Path:
+    """Return the file that holds the weights of a model folder or a .pt file."""
+    return model if model.is_file() else model / WEIGHTS_FILE
+
+
+def read_saved_model(path: Path) -> SavedModel:
+    """Read a model folder, a .pt file or an artefact folder.
+
+    Raises:
+        ModelLoadError: Nothing is there, something is missing or damaged, or the model does not choose one label of
+            several for a text.
+    """
+    if path.is_dir():
+        return _checked(_read_folder(path))
+    if path.is_file():
+        return _checked(_read_checkpoint(path))
+    raise ModelLoadError(
+        path,
+        "no such model",
+        "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or .pt file",
+    )
+
+
+def _read_folder(folder: Path) -> SavedModel:
+    weights = None if is_artefact(folder) else folder / WEIGHTS_FILE
+    wanted = sorted(DESCRIPTION_FILES + ((WEIGHTS_FILE,) if weights else ()))
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
+    config = without_code(_read_json(folder / "config.json"))
+    labels = _labels(folder / "config.json", config)
+    metrics = folder / "metrics.json"
+    return SavedModel(
+        path=folder,
+        config={**config, "id2label": {str(class_id): label for class_id, label in enumerate(labels)}},
+        weights=weights,
+        tokenizer_json=_read_text(folder / "tokenizer.json"),
+        labels=labels,
+        max_length=_within_positions(folder, _max_length(folder / "tokenizer_config.json"), config),
+        metadata=_read_json(metrics) if metrics.is_file() else {},
+    )
+
+
+def without_code(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a configuration, at any depth, what would make transformers run code from elsewhere."""
+    return {
+        key: without_code(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _CODE_KEYS
+    }
+
+
+def _labels(path: Path, config: dict[str, Any]) -> list[str]:
+    if "id2label" not in config:
+        if not any("Classification" in str(name) for name in config.get("architectures") or []):
+            remedy = f"train it: python -m training.train_single --model {path.parent}"
+            raise ModelLoadError(path.parent, "an encoder without classes", remedy)
+        # transformers leaves its own default names out, and two is its default number of labels.
+        return [f"LABEL_{i}" for i in range(config.get("num_labels", 2))]
+    names = config["id2label"]
+    if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
+        raise ModelLoadError(path, f"id2label must name the classes 0, 1, 2 and so on, got {names!r}")
+    return [str(names[str(i)]) for i in range(len(names))]
+
+
+def _max_length(path: Path) -> int:
+    max_length = _read_json(path).get("model_max_length")
+    if not isinstance(max_length, int):
+        raise ModelLoadError(
+            path,
+            f"model_max_length must be a number of tokens, got {max_length!r}",
+            "set it to the max_length of training",
+        )
+    return max_length
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
+        positions -= config.get("pad_token_id", 1) + 1
+    return positions
+
+
+def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> int:
+    max_length = min(max_length, max_positions(config) or max_length)
+    if max_length > _UNLIMITED:
+        what = f"model_max_length {max_length:g}: no limit, and config.json has no max_position_embeddings"
+        raise ModelLoadError(path, what, "set it to the number of tokens that a text may have")
+    return max_length
+
+
+def _checked(saved: SavedModel) -> SavedModel:
+    # Softmax over the labels is what every answer here is made of: for these it would be wrong without a word.
+    problem_type = saved.config.get("problem_type")
+    if problem_type not in (None, "single_label_classification"):
+        what = f"problem_type {problem_type!r}: only models that choose one label for a text are served"
+        raise ModelLoadError(saved.path, what, "train it with single_label_classification")
+    if len(saved.labels) < 2:
+        what = "a model with one label says the same of every text"
+        raise ModelLoadError(saved.path, what, "train it with two labels or more")
+    twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
+    if twice is not None:
+        what = f"two classes are named {twice!r}"
+        raise ModelLoadError(saved.path, what, "give each class a name of its own in id2label of config.json")
+    if saved.cleaning not in CLEANINGS:
+        what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
+        raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
+    return saved
+
+
+def _read_checkpoint(path: Path) -> SavedModel:
+    checkpoint = _load_tensors(path)
+    if not isinstance(checkpoint, dict):
+        what = f"holds a {type(checkpoint).__name__}, not a dict with {', '.join(CHECKPOINT_KEYS)}"
+        raise ModelLoadError(path, what, _RIGHT_FILE)
+    _check_keys(path, "", checkpoint, CHECKPOINT_KEYS)
+    config = checkpoint["config"]
+    _check_keys(path, "config.", config, CHECKPOINT_CONFIG_KEYS)
+    encoder_config = without_code(config["encoder_config"])
+    state_dict = checkpoint["model_state_dict"]
+    return SavedModel(
+        path=path,
+        config=encoder_config,
+        weights={name.removeprefix(_TRAINER_PREFIX): tensor for name, tensor in state_dict.items()},
+        tokenizer_json=config["tokenizer_json"],
+        labels=config["labels"],
+        max_length=_within_positions(path, config["max_length"], encoder_config),
+        metadata=config.get("metrics", {}),
+    )
+
+
+def _load_tensors(path: Path) -> Any:
+    import torch  # a server with another engine need not have it
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the damaged byte happens to hit
+        what = f"not a readable .pt file of tensors and plain values ({type(error).__name__})"
+        raise ModelLoadError(path, what, _RIGHT_FILE) from error
+
+
+def _check_keys(path: Path, prefix: str, found: dict[str, Any], wanted: dict[str, type]) -> None:
+    missing = [prefix + key for key in wanted if key not in found]
+    if missing:
+        raise ModelLoadError(path, f"lacks {', '.join(missing)}", _RIGHT_FILE)
+    for key, kind in wanted.items():
+        if not isinstance(found[key], kind):
+            what = f"{prefix}{key} must be of type {kind.__name__}, got {type(found[key]).__name__}"
+            raise ModelLoadError(path, what, _RIGHT_FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ModelLoadError(path, f"not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(path, "holds no JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(path, f"cannot be read ({error})") from error

@@ -1,0 +1,1 @@
+"""Texts in, futures out: a fair queue, and forward passes on threads."""

@@ -1,0 +1,324 @@
+"""Worker threads that group waiting texts into forward passes; they know no HTTP, no tokenizer and no asyncio."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from inference.batching.cache import Probabilities
+from inference.batching.engine_health import EngineHealth
+from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
+from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
+from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
+from inference.engines.forward import softmax
+from inference.errors import ForwardError, WorkerDownError
+
+logger = logging.getLogger(__name__)
+
+_FAILS_NOW = "the model fails on every text now; ask again"
+
+# What a small CPU does, for a model whose speed was not measured when it was loaded.
+ASSUMED_TOKENS_PER_SECOND = 2000.0
+# The speed before the first pass counts as much as so many seconds of passes.
+_FIRST_SPEED_S = 0.1
+# After a second of work, what was measured before counts half. Time without work makes nothing older.
+_SPEED_HALF_LIFE_S = 1.0
+
+# A broken engine is asked for a known text so often, until it answers again.
+SECONDS_BETWEEN_TRIALS = 2.0
+
+Outcome = Probabilities | ForwardError | WorkerDownError
+
+
+class Observer(Protocol):
+    """Told what happens, for metrics; called from any thread, so every method must be quick and safe for threads."""
+
+    def tokenized(self, texts: int, seconds: float) -> None:
+        """So many texts were turned into tokens at once."""
+
+    def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
+        """A forward pass ended."""
+
+    def waited(self, seconds: float) -> None:
+        """A text waited so long from its call to its forward pass."""
+
+    def deduplicated(self) -> None:
+        """A text shares the forward pass of the same text on its way."""
+
+    def cache_hit(self) -> None:
+        """A text's answer was remembered."""
+
+    def cache_miss(self) -> None:
+        """A text's answer was not remembered, though the cache is on."""
+
+    def dropped(self, reason: Literal["cancelled", "expired"]) -> None:
+        """A text left unanswered."""
+
+    def worker_failed(self) -> None:
+        """A forward pass or a call of the tokenizer raised."""
+
+
+@dataclass(slots=True)
+class FinishedPass:
+    """What came of the texts of one forward pass, one outcome each; monotonic start, and seconds."""
+
+    texts: Sequence[QueuedText]
+    outcomes: Sequence[Outcome]
+    started: float
+    seconds: float
+
+
+class Batcher:
+    """Takes texts from a fair queue into forward passes on all slots of an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: FairQueue,
+        observer: Observer,
+        on_finished: Callable[[FinishedPass], None],
+        on_expired: Callable[[Sequence[QueuedText]], None],
+        good_ids: list[int],
+        tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
+        seconds_between_trials: float = SECONDS_BETWEEN_TRIALS,
+    ) -> None:
+        """Start the worker threads, one for each pass that may run at the same time.
+
+        Args:
+            engine: What runs the passes.
+            queue: What the texts wait in; the batcher's alone from here on.
+            observer: Told of every pass and every failure.
+            on_finished: Gets every text that a worker took, once; called from worker threads.
+            on_expired: Gets the texts whose deadline passed in the queue; called from worker threads.
+            good_ids: Token ids of a text that the engine answers, as long as it works.
+            tokens_per_second: Speed of the engine, until passes have been measured.
+            seconds_between_trials: How often a broken engine is asked for that text.
+        """
+        self.health = EngineHealth(engine, good_ids)
+        self._seconds_between_trials = seconds_between_trials
+        self._engine = engine
+        self._queue = queue
+        self._observer = observer
+        self._on_finished = on_finished
+        self._on_expired = on_expired
+        self._changed = threading.Condition()  # guards everything below, and the queue
+        self._closed = False
+        self._free_slots = engine.num_slots
+        self._tokens_in_hand = 0
+        self._tokens_done = tokens_per_second * _FIRST_SPEED_S  # of the last passes, the older the less
+        self._busy_s = _FIRST_SPEED_S  # the same passes' time, as if each had taken all slots
+        self._workers = [_Worker(self._make_thread) for _ in range(min(engine.num_slots, PASSES_AT_ONCE))]
+        self._free_passes = len(self._workers)
+        for worker in self._workers:
+            worker.thread.start()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait for a pass."""
+        return self._queue.num_tokens
+
+    @property
+    def unanswered_tokens(self) -> int:
+        """Tokens that wait for a pass or are in one."""
+        return self._queue.num_tokens + self._tokens_in_hand
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all slots together work off in a second, over the last seconds of work."""
+        return self._tokens_done / self._busy_s
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds that the longest pass in hand has taken; 0 when none is."""
+        return max(worker.thread.busy_s for worker in self._workers)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every worker runs."""
+        return not self._closed and all(worker.thread.is_alive for worker in self._workers)
+
+    def put(self, texts: Iterable[tuple[Flow, QueuedText]]) -> None:
+        """Queue texts, each as the next of its call."""
+        with self._changed:
+            for flow, text in texts:
+                self._queue.put(flow, text)
+            self._changed.notify()  # a worker that leaves texts and slots over calls the next one
+
+    def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
+        """Let another call wait for a text that was queued before; False where it is too late for that."""
+        with self._changed:
+            if text.is_expired:
+                return False
+            text.deadline = max(text.deadline, deadline)
+            if text.is_waiting:
+                self._queue.hasten(flow, text)
+            return True
+
+    def remove(self, text: QueuedText) -> bool:
+        """Take a text out of the queue; False where it does not wait there."""
+        with self._changed:
+            return self._queue.remove(text)
+
+    def close(self) -> None:
+        """Stop the workers once the passes in hand are done; what still waits is never taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        until = time.monotonic() + JOIN_SECONDS
+        for worker in self._workers:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+
+    def _make_thread(self, worker: _Worker) -> SupervisedThread:
+        step, on_failure = functools.partial(self._serve_once, worker), functools.partial(self._fail, worker)
+        return SupervisedThread("forward", step, on_failure)
+
+    def _serve_once(self, worker: _Worker) -> bool:
+        """Wait for texts, run a pass and report it; False once closed."""
+        with self._changed:
+            if not self._wait(worker):
+                return False
+            expired = self._queue.expire(time.monotonic())
+            self._take(worker)
+        if worker.is_trying:
+            self._try_engine(worker)
+            return True
+        if expired:
+            self._on_expired(expired)
+        if not worker.texts:
+            return True
+        started = time.monotonic()
+        outcomes = self._answer(worker)
+        seconds = time.monotonic() - started
+        worker.thread.busy_since = None
+        num_texts, num_tokens = len(worker.texts), worker.num_tokens
+        if not all(isinstance(outcome, Exception) for outcome in outcomes):  # failing at once is no speed
+            self._measure(worker, seconds)
+        self._release(worker)
+        self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
+        worker.texts = []
+        self._observer.batch_done(num_texts, num_tokens, seconds)
+        return True
+
+    def _wait(self, worker: _Worker) -> bool:
+        """Wait for texts, or with a broken engine for the time to try it again; False once closed."""
+        while not (self._closed or (len(self._queue) and self._free_slots)):
+            is_broken = self.health.failure is not None
+            is_notified = self._changed.wait(self._seconds_between_trials if is_broken else None)
+            if is_broken and not is_notified and self._free_slots:
+                worker.is_trying = True
+                break
+        return not self._closed
+
+    def _try_engine(self, worker: _Worker) -> None:
+        """Ask a broken engine for the known text: requests are refused meanwhile, so no pass would tell."""
+        worker.thread.busy_since = time.monotonic()
+        self.health.works(worker.slots)
+        worker.thread.busy_since = None
+        worker.is_trying = False
+        self._release(worker)
+
+    def _take(self, worker: _Worker) -> None:
+        if worker.is_trying:
+            self._free_slots -= 1
+            self._free_passes -= 1
+            worker.slots = 1
+            return
+        if not len(self._queue):
+            return
+        num_parts, slots = spread(len(self._queue), self._free_slots, self._free_passes, len(self._workers))
+        worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
+        worker.num_tokens = sum(text.num_tokens for text in worker.texts)
+        worker.slots = min(slots, useful_slots(worker.num_tokens))
+        self._tokens_in_hand += worker.num_tokens
+        self._free_slots -= worker.slots
+        self._free_passes -= 1
+        if self._free_slots and len(self._queue):
+            self._changed.notify()
+
+    def _measure(self, worker: _Worker, seconds: float) -> None:
+        busy_s = seconds * worker.slots / self._engine.num_slots
+        with self._changed:
+            kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
+            self._tokens_done = self._tokens_done * kept + worker.num_tokens
+            self._busy_s = self._busy_s * kept + busy_s
+
+    def _release(self, worker: _Worker) -> None:
+        with self._changed:
+            if worker.slots:
+                self._free_passes += 1
+            self._free_slots += worker.slots
+            self._tokens_in_hand -= worker.num_tokens
+            worker.slots = worker.num_tokens = 0
+            if len(self._queue):
+                self._changed.notify()  # another worker may begin while this one reports
+
+    def _answer(self, worker: _Worker) -> Sequence[Outcome]:
+        """Run the pass that a worker has taken; if it is the engine that fails, its texts are to be sent again."""
+        if self.health.failure is None:
+            outcomes = self._outcomes(worker, worker.texts)
+            if not all(isinstance(outcome, ForwardError) for outcome in outcomes):
+                self.health.pass_answered()
+                return outcomes
+            if self.health.works(worker.slots):
+                return outcomes
+        elif self.health.works(worker.slots):
+            return self._outcomes(worker, worker.texts)
+        return [WorkerDownError(self.health.failure or _FAILS_NOW)] * len(worker.texts)
+
+    def _outcomes(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+        try:
+            return self._forward(worker, texts)
+        except Exception as error:
+            self._observer.worker_failed()
+            logger.exception("A forward pass of %d texts failed", len(texts))
+            if len(texts) == 1:
+                return [ForwardError(f"the model failed on this text ({type(error).__name__}); the log has more")]
+        # One bad text must not fail its neighbours.
+        return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
+
+    def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
+        worker.thread.busy_since = time.monotonic()
+        logits = self._engine.logits(TokenBatch.of([text.ids for text in texts]), worker.slots)
+        if len(logits) != len(texts):
+            raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
+        with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
+            probabilities = softmax(logits)
+            log_totals = logits.max(axis=1) - np.log(probabilities.max(axis=1))
+        rows: list[Outcome] = [
+            Probabilities(row, total) for row, total in zip(probabilities.tolist(), log_totals.tolist(), strict=True)
+        ]
+        for i in np.flatnonzero(np.isnan(probabilities).any(axis=1)):
+            rows[i] = ForwardError("the model answers this text with NaN")
+        return rows
+
+    def _fail(self, worker: _Worker, error: BaseException) -> None:
+        # Beyond what a pass may raise: the worker drops what it has in hand and starts afresh.
+        logger.error("A worker failed and starts afresh", exc_info=error)
+        texts, worker.texts = worker.texts, []
+        if texts:
+            self.health.works(worker.slots)
+        self._release(worker)
+        self._observer.worker_failed()
+        if texts:
+            failure = ForwardError(f"the worker of this text failed ({type(error).__name__}); the log has more")
+            self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))
+
+
+class _Worker:
+    """One worker thread, the texts it has taken, and the slots it holds."""
+
+    __slots__ = ("is_trying", "num_tokens", "slots", "texts", "thread")
+
+    def __init__(self, thread_of: Callable[[_Worker], SupervisedThread]) -> None:
+        self.slots = 0
+        self.num_tokens = 0
+        self.is_trying = False
+        self.texts: Sequence[QueuedText] = []
+        self.thread = thread_of(self)

@@ -1,0 +1,158 @@
+"""The callers' side of the queue: calls with their texts, their futures and their time, and how answers reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from inference.batching.batcher import FinishedPass
+from inference.batching.cache import Probabilities
+from inference.batching.scheduler import Flow, QueuedText
+from inference.errors import DeadlineExceededError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model says of one text, and what it took.
+
+    Attributes:
+        probabilities: Of every label, by class id.
+        num_tokens: Token ids of the whole text, special tokens included.
+        truncated: Whether the model read only the beginning.
+        cached: Whether the answer was remembered from an equal text.
+        tokenize_s: Seconds in the tokenizer.
+        queue_s: Seconds of waiting, for the tokenizer and for the forward pass.
+        forward_s: Seconds in the forward pass; 0 when remembered.
+    """
+
+    probabilities: Probabilities
+    num_tokens: int
+    truncated: bool
+    cached: bool
+    tokenize_s: float
+    queue_s: float
+    forward_s: float
+
+
+Outcome = Answer | Exception
+
+
+class TextLengths:
+    """How many tokens texts have, by those that were tokenised before; one thread adds, others may ask."""
+
+    # Of English news and WordPiece, until others have been seen; a language without spaces comes near 1 token per
+    # character.
+    _TOKENS_PER_CHAR = 0.25
+    _TOKENS_PER_TEXT = 50.0
+    # What one text moves the averages by.
+    _WEIGHT = 0.01
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.tokens_per_char = self._TOKENS_PER_CHAR
+        self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
+
+    def add(self, text: str, num_tokens: int) -> None:
+        """Learn from a text that was tokenised."""
+        self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, len(text)) - self.tokens_per_char)
+        self.tokens_per_text += self._WEIGHT * (min(num_tokens, self.max_length) - self.tokens_per_text)
+
+    def expected(self, text: str) -> int:
+        """Return how many tokens the model will read of a text, about."""
+        return min(self.max_length, 2 + int(len(text) * self.tokens_per_char))
+
+
+class Call:
+    """The texts that one caller handed over together."""
+
+    __slots__ = (
+        "callers",
+        "deadline",
+        "flow",
+        "loop",
+        "num_open",
+        "num_taken",
+        "promised",
+        "started",
+        "timeout_s",
+        "timer",
+    )
+
+    def __init__(self, texts: Sequence[str], timeout_s: float, max_wait_s: float, lengths: TextLengths) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.started = time.monotonic()
+        self.timeout_s = timeout_s
+        self.deadline = self.started + timeout_s
+        self.promised = self.started + max_wait_s
+        self.flow = Flow(len(texts))
+        self.callers = [Caller(self, text, lengths.expected(text)) for text in texts]
+        self.num_taken = 0  # by the tokenizer
+        self.num_open = len(texts)
+        self.timer: asyncio.TimerHandle
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens that the texts are expected to have."""
+        return sum(caller.reserved_tokens for caller in self.callers)
+
+    def deadline_error(self) -> DeadlineExceededError:
+        """What those get that were not answered in time."""
+        elapsed = time.monotonic() - self.started
+        return DeadlineExceededError(f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; ask again later")
+
+
+class Caller:
+    """One text of a call and the future that waits for its answer.
+
+    Attributes:
+        reserved_tokens: What the text counts as until it is tokenised.
+        queued: The text in the queue, which equal texts share; None before it is tokenised.
+    """
+
+    __slots__ = ("call", "future", "num_tokens", "queued", "reserved_tokens", "text", "tokenize_s", "truncated")
+
+    def __init__(self, call: Call, text: str, reserved_tokens: int) -> None:
+        self.call = call
+        self.text = text
+        self.reserved_tokens = reserved_tokens
+        self.future: asyncio.Future[Answer] = call.loop.create_future()
+        self.queued: QueuedText | None = None
+        self.num_tokens = 0
+        self.truncated = False
+        self.tokenize_s = 0.0
+
+    def answer(self, probabilities: Probabilities, done: FinishedPass | None = None) -> Answer:
+        """The answer to this text, from a forward pass or, without one, remembered."""
+        until = done.started if done else time.monotonic()
+        return Answer(
+            probabilities=probabilities,
+            num_tokens=self.num_tokens,
+            truncated=self.truncated,
+            cached=done is None,
+            tokenize_s=self.tokenize_s,
+            queue_s=max(0.0, until - self.call.started - self.tokenize_s),  # an equal text may have started before
+            forward_s=done.seconds if done else 0.0,
+        )
+
+
+def deliver(outcomes: Iterable[tuple[Caller, Outcome]]) -> None:
+    """Resolve futures, from any thread: one hop to the event loop for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Outcome]]] = {}
+    for caller, outcome in outcomes:
+        by_loop.setdefault(caller.call.loop, []).append((caller, outcome))
+    for loop, part in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a closed loop: nobody waits any more
+            loop.call_soon_threadsafe(_resolve, part)
+
+
+def _resolve(outcomes: Sequence[tuple[Caller, Outcome]]) -> None:
+    for caller, outcome in outcomes:
+        if caller.future.done():
+            continue
+        if isinstance(outcome, Answer):
+            caller.future.set_result(outcome)
+        else:
+            caller.future.set_exception(outcome)

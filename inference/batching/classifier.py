@@ -1,0 +1,289 @@
+"""The asynchronous face of one loaded model: texts in on the event loop, one future a text out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
+from inference.batching.cache import AnswerCache, Probabilities
+from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
+from inference.batching.engine_health import EngineHealth
+from inference.batching.scheduler import FairQueue, QueuedText, overrun_s
+from inference.batching.tokenizing import EncodedText, TokenizerThread
+from inference.engines.model_loader import ModelLoader
+from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
+
+# A stream that waits for room looks again after so long at the earliest.
+_SHORTEST_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """What bounds and shapes the queue.
+
+    Attributes:
+        max_batch_tokens: Tokens of a forward pass, with padding where the engine pads; 0 leaves it to the engine.
+        max_wait_seconds: A text whose answer would take longer, by the measured speed, is refused.
+        cache_entries: Answers that are remembered; 0 remembers none.
+    """
+
+    max_batch_tokens: int = 0
+    max_wait_seconds: float = 5.0
+    cache_entries: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 0:
+            raise ValueError(f"max_batch_tokens {self.max_batch_tokens}: must be at least 0")
+        if self.cache_entries < 0:
+            raise ValueError(f"cache_entries {self.cache_entries}: must be at least 0")
+        if self.max_wait_seconds <= 0:
+            raise ValueError(f"max_wait_seconds {self.max_wait_seconds}: must be greater than 0")
+
+
+def length_window(max_batch_tokens: int) -> int:
+    """Return how many of the oldest texts an engine that pads looks for near lengths in: enough to fill a pass."""
+    return max(64, max_batch_tokens // 8)
+
+
+class Classifier:
+    """Answers texts with one model, on threads of its own; used from one event loop."""
+
+    def __init__(self, model: ModelLoader, limits: QueueLimits, observer: Observer) -> None:
+        """Start the threads.
+
+        Raises:
+            ValueError: A text of the model's full length would not fit into a forward pass.
+        """
+        longest = model.max_length
+        budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
+        if budget < longest:
+            raise ValueError(f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}")
+        self._lengths = TextLengths(model.max_length)
+        self._max_wait_s = limits.max_wait_seconds
+        self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
+        self._observer = observer
+        self._calls: set[Call] = set()  # accepted and not fully answered; touched on the event loop only
+        self._all_answered = asyncio.Event()
+        self._closed = False
+        self._lock = threading.Lock()  # guards the next two, and the callers of every queued text
+        self._on_their_way: dict[bytes, QueuedText] = {}  # by token ids; the payload is the list of callers
+        self._cache = AnswerCache(limits.cache_entries)
+        queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
+        good_ids = model.tokenizer.encode(["News"])[0].ids
+        self._batcher = Batcher(
+            model.engine, queue, observer, self._finish, self._expire, good_ids, self._first_tokens_per_second
+        )
+        self._tokenizing = TokenizerThread(model.tokenizer, observer, self._lengths, self._enqueue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait for a forward pass; of texts not tokenised yet, as many as they are expected to have."""
+        return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds until all that was accepted will be answered, by the measured speed."""
+        return self._unanswered_tokens / self.tokens_per_second
+
+    @property
+    def _unanswered_tokens(self) -> int:
+        return self._batcher.unanswered_tokens + self._tokenizing.reserved_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens worked off in a second, over the last forward passes."""
+        return self._batcher.tokens_per_second
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds that the longest forward pass or tokenizer call in hand has taken; 0 when none is."""
+        return max(self._batcher.heartbeat_age_s, self._tokenizing.thread.busy_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all threads run."""
+        return not self._closed and self._tokenizing.thread.is_alive and self._batcher.is_alive
+
+    @property
+    def health(self) -> EngineHealth:
+        """Whether the engine answers."""
+        return self._batcher.health
+
+    def refuse_if_down(self) -> None:
+        """Raise `WorkerDownError` if no text can be answered now."""
+        if not self.is_alive:
+            raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
+        if self.health.failure is not None:
+            raise WorkerDownError(self.health.failure)
+
+    def full_error(self) -> QueueFullError | None:
+        """What a single text of usual length would meet now, None while it would be accepted."""
+        return self._refusal(int(self._lengths.tokens_per_text), 1)
+
+    def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:
+        """Accept the texts of one call.
+
+        Args:
+            texts: At least one.
+            timeout_s: Seconds until those without an answer fail.
+
+        Returns:
+            One future a text, in order. Each ends in an `Answer` or one of `DeadlineExceededError`, `ForwardError`,
+            `RefusedTextError` (a blank text) and `WorkerDownError`; cancelling it takes the text out of the queue.
+
+        Raises:
+            QueueFullError: The last of them would be answered too late; none is accepted.
+            WorkerDownError: The classifier is closed, or its engine fails on every text.
+        """
+        self.refuse_if_down()
+        call = Call(texts, timeout_s, self._max_wait_s, self._lengths)
+        if (refusal := self._refusal(call.reserved_tokens, len(texts))) is not None:
+            raise refusal
+        self._calls.add(call)
+        for caller in call.callers:
+            caller.future.add_done_callback(functools.partial(self._on_done, caller))
+        call.timer = call.loop.call_later(timeout_s, self._time_out, call)
+        self._tokenizing.put(call)
+        return [caller.future for caller in call.callers]
+
+    async def drain(self) -> None:
+        """Wait until everything accepted is answered."""
+        while self._calls:
+            self._all_answered.clear()
+            await self._all_answered.wait()
+
+    def close(self) -> None:
+        """Stop the threads once the passes in hand are done, and fail what is left."""
+        self._closed = True
+        self._tokenizing.close()
+        self._batcher.close()
+        error = WorkerDownError("the classifier was closed before this text was answered")
+        deliver((caller, error) for call in list(self._calls) for caller in call.callers)
+
+    def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
+        waiting, speed = self._unanswered_tokens, self.tokens_per_second
+        if not waiting:
+            # A slow pass by accident must not keep out calls of many texts until others have shown the true speed.
+            speed = max(speed, self._first_tokens_per_second)
+        too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
+        if too_late_s <= 0:
+            return None
+        answered_s = (waiting + num_tokens) / speed
+        limit_s = answered_s - too_late_s
+        would_fit = num_texts == 1 or num_tokens / speed <= limit_s
+        retry_after_s = max(_SHORTEST_RETRY_S, too_late_s if would_fit else waiting / speed)
+        return QueueFullError(
+            f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit {limit_s:.2f} s "
+            f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
+            + (f"ask again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
+            retry_after_s,
+        )
+
+    def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
+        if future.cancelled():
+            self._observer.dropped("cancelled")
+            self._withdraw(caller)
+        elif isinstance(future.exception(), DeadlineExceededError):
+            self._observer.dropped("expired")
+            self._withdraw(caller)
+        call = caller.call
+        call.num_open -= 1
+        if not call.num_open:
+            call.timer.cancel()
+            self._calls.discard(call)
+            if not self._calls:
+                self._all_answered.set()
+
+    def _time_out(self, call: Call) -> None:
+        for caller in call.callers:
+            if not caller.future.done():
+                caller.future.set_exception(call.deadline_error())
+
+    def _withdraw(self, caller: Caller) -> None:
+        """Take a text out of the queue unless another caller waits for it too."""
+        with self._lock:
+            text = caller.queued
+            if text is None or caller not in text.payload:
+                return  # not tokenised yet, and will not be; or answered in this moment
+            text.payload.remove(caller)
+            if not text.payload and self._batcher.remove(text):
+                self._forget(text)
+
+    def _enqueue(self, encoded: Sequence[EncodedText], seconds: float) -> None:
+        """Queue what needs a forward pass, and answer the rest."""
+        outcomes: list[tuple[Caller, Outcome]] = []
+        fresh = []
+        with self._lock:
+            for caller, one in encoded:
+                if isinstance(one, Exception):
+                    outcomes.append((caller, one))
+                    continue
+                if caller.future.done():
+                    continue
+                caller.num_tokens, caller.truncated, caller.tokenize_s = one.num_tokens, one.truncated, seconds
+                ids = np.array(one.ids, dtype=np.int32)
+                key = ids.tobytes()
+                known = self._remembered(key)
+                if known is not None:
+                    outcomes.append((caller, caller.answer(known)))
+                elif not self._join(caller, key):
+                    caller.queued = self._on_their_way[key] = QueuedText(
+                        ids, caller.call.deadline, [caller], caller.call.promised
+                    )
+                    fresh.append((caller.call.flow, caller.queued))
+            self._batcher.put(fresh)
+        deliver(outcomes)
+
+    def _remembered(self, key: bytes) -> Probabilities | None:
+        if not self._cache.max_entries:
+            return None
+        known = self._cache.get(key)
+        if known is None:
+            self._observer.cache_miss()
+        else:
+            self._observer.cache_hit()
+        return known
+
+    def _join(self, caller: Caller, key: bytes) -> bool:
+        """Let the caller wait for an equal text that is on its way."""
+        text = self._on_their_way.get(key)
+        if text is None or not self._batcher.share(caller.call.flow, text, caller.call.deadline):
+            return False
+        text.payload.append(caller)
+        caller.queued = text
+        self._observer.deduplicated()
+        return True
+
+    def _forget(self, text: QueuedText) -> None:
+        key = text.ids.tobytes()
+        if self._on_their_way.get(key) is text:
+            del self._on_their_way[key]
+
+    def _finish(self, done: FinishedPass) -> None:
+        outcomes: list[tuple[Caller, Outcome]] = []
+        with self._lock:
+            for text, outcome in zip(done.texts, done.outcomes, strict=True):
+                self._forget(text)
+                if isinstance(outcome, Exception):
+                    outcomes += [(caller, outcome) for caller in text.payload]
+                else:
+                    self._cache.put(text.ids.tobytes(), outcome)
+                    outcomes += [(caller, caller.answer(outcome, done)) for caller in text.payload]
+        deliver(outcomes)
+        for _, outcome in outcomes:
+            if isinstance(outcome, Answer):
+                self._observer.waited(outcome.queue_s)
+
+    def _expire(self, texts: Sequence[QueuedText]) -> None:
+        outcomes: list[tuple[Caller, Outcome]] = []
+        with self._lock:
+            for text in texts:
+                self._forget(text)
+                outcomes += [(caller, caller.call.deadline_error()) for caller in text.payload]
+        deliver(outcomes)

@@ -1,0 +1,182 @@
+"""The one model of a server process: not loaded yet, served, or refused with a reason; swapped under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.batching.classifier import Classifier, QueueLimits
+from inference.engines.model_loader import ModelLoader
+from inference.errors import ModelLoadError, ModelUnavailableError, first_line
+from inference.http.metrics import ServerMetrics
+from inference.settings import Settings
+
+LoadModel = Callable[[Path, str], ModelLoader]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model and the queue in front of it."""
+
+    model: ModelLoader
+    classifier: Classifier
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.model.info["name"]
+
+
+class ServedModel:
+    """Holds what is served, or the line that says why there is nothing."""
+
+    def __init__(self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel) -> None:
+        self.path = settings.model_checkpoint
+        self._load_model = load_model
+        self._engine = settings.engine
+        self._stuck_after_s = settings.request_timeout_s
+        self._limits = QueueLimits(
+            max_batch_tokens=settings.max_batch_tokens,
+            # Nobody hears of an answer that comes after the request's own time.
+            max_wait_seconds=min(settings.max_wait_seconds, settings.request_timeout_s),
+            cache_entries=settings.cache_entries,
+        )
+        self._metrics = metrics
+        self._current: Served | None = None
+        self._load_error = f"{self.path}: the model is still loading; ask again in a few seconds"
+        self._loading = asyncio.Lock()
+        self._draining: set[asyncio.Task[None]] = set()
+        metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
+        metrics.watch(
+            "queue_seconds",
+            "Seconds until all that was accepted is answered, by the measured speed.",
+            lambda: self._reading("queue_seconds"),
+        )
+        metrics.watch("tokens_per_second", "Measured speed of the model.", lambda: self._reading("tokens_per_second"))
+        metrics.watch("model_ready", "Whether texts can be classified.", lambda: float(self.error is None))
+
+    def _reading(self, name: str) -> float:
+        return getattr(self._current.classifier, name) if self._current else 0.0
+
+    @property
+    def error(self) -> str | None:
+        """Why no text can be classified now, None if one can."""
+        if self._current is None:
+            return self._load_error
+        classifier = self._current.classifier
+        if not classifier.is_alive:
+            return "the worker that runs the model is down and starts again; see the log"
+        if classifier.heartbeat_age_s > self._stuck_after_s:
+            return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
+        return classifier.health.failure
+
+    @property
+    def needs_restart(self) -> bool:
+        """Whether the model answers nothing until the process is started again."""
+        return self._current is not None and self._current.classifier.health.needs_restart
+
+    @property
+    def current(self) -> Served | None:
+        """What is served now."""
+        return self._current
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded, the first one or the next."""
+        return self._loading.locked()
+
+    def require(self) -> Served:
+        """Return what is served.
+
+        Raises:
+            ModelUnavailableError: There is nothing.
+        """
+        if self._current is None:
+            raise ModelUnavailableError(self._load_error)
+        return self._current
+
+    async def load(self) -> Served:
+        """Load the model that `path` names now, and serve it in place of the present one, which answers what it has.
+
+        Raises:
+            ModelLoadError: It does not load; what was served still is.
+        """
+        async with self._loading:
+            try:
+                model = await asyncio.to_thread(self._load_model, self.path, self._engine)
+                budget, longest = self._limits.max_batch_tokens, model.max_length
+                if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
+                    what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
+                    raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
+                if self._current is None:
+                    _freeze_what_stays()
+                served = Served(model, Classifier(model, self._limits, self._metrics))
+            except Exception as error:
+                self._metrics.reloads.labels("refused").inc()
+                refusal = self._refusal(error)
+                if self._current is None:
+                    self._load_error = str(refusal)
+                    logger.error(
+                        "the server runs, but without a model: every request for an answer gets 503. Put the model "
+                        "right and send SIGHUP (kill -HUP %d), or start again with another one",
+                        os.getpid(),
+                    )
+                raise refusal from error
+            before, self._current = self._current, served
+            self._metrics.reloads.labels("served").inc()
+            self._metrics.serves(served.name, model.info["revision"], model.info["engine"])
+            logger.info("serving %s: %s", served.name, model.info["reason"], extra={"fields": {"model": model.info}})
+        if before is not None:
+            self._retire(before)
+        return served
+
+    async def load_or_log(self) -> None:
+        """As `load`, for nobody who waits for the outcome: a refusal is kept in `error` and logged."""
+        with contextlib.suppress(ModelLoadError):
+            await self.load()
+
+    def _refusal(self, error: Exception) -> ModelLoadError:
+        if isinstance(error, ModelLoadError):
+            logger.error("the model is refused: %s", error)
+            return error
+        logger.error("the model does not load", exc_info=error)
+        what = f"the model does not load ({type(error).__name__}: {first_line(error)})"
+        return ModelLoadError(self.path, what, "see the traceback in the server's log, or export the model again")
+
+    def _retire(self, served: Served) -> None:
+        task = asyncio.create_task(_drain(served.classifier))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    async def close(self) -> None:
+        """Answer what was accepted, and stop."""
+        if self._current is not None:
+            self._retire(self._current)
+        if self._draining:
+            await asyncio.wait(self._draining)
+
+
+async def _drain(classifier: Classifier) -> None:
+    await classifier.drain()
+    classifier.close()
+    # A model's weights hang in cycles with its threads, and the collector, blind to memory that is not Python's, is in
+    # no hurry: without this every reload would add a model's size.
+    del classifier
+    gc.collect()
+
+
+def _freeze_what_stays() -> None:
+    # The modules that are imported by now live as long as the server: the collector looks at them this once and never
+    # again. Else it would go through hundreds of thousands of objects every few thousand requests and at each reload,
+    # while all requests wait. A classifier is made after this, so that the cycles between it and its threads are found
+    # when it is retired; the model in it, frozen here if it is the first, then goes by its reference count.
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,127 @@
+"""The thread that turns the texts of waiting calls into token ids, many at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from common.text import Encoded, TextTokenizer
+from inference.batching.batcher import Observer
+from inference.batching.calls import Call, Caller, TextLengths, deliver
+from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
+from inference.errors import ForwardError, RefusedTextError
+
+logger = logging.getLogger(__name__)
+
+# One round takes so much at most, a few milliseconds: single texts get in between those of a large call.
+TEXTS_A_ROUND = 32
+CHARS_A_ROUND = 16_384
+
+EncodedText = tuple[Caller, Encoded | Exception]
+
+
+class TokenizerThread:
+    """Takes one text of each waiting call in turn, encodes them in one go, and hands them on."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        observer: Observer,
+        lengths: TextLengths,
+        on_encoded: Callable[[Sequence[EncodedText], float], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            tokenizer: Cleans and tokenises.
+            observer: Told of every round.
+            lengths: Told of every text's length.
+            on_encoded: Gets the texts of a round with what came of each, and the round's seconds; called from the
+                thread.
+        """
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._lengths = lengths
+        self._on_encoded = on_encoded
+        self._changed = threading.Condition()  # guards everything below
+        self._closed = False
+        self._calls: deque[Call] = deque()
+        self._round: list[Caller] = []
+        self.reserved_tokens = 0
+        self.thread = SupervisedThread("tokenize", self._encode_round, self._fail)
+        self.thread.start()
+
+    def put(self, call: Call) -> None:
+        """Queue the texts of a call."""
+        with self._changed:
+            self._calls.append(call)
+            self.reserved_tokens += call.reserved_tokens
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the thread after the round in hand; what still waits is never tokenised."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.thread.join(JOIN_SECONDS)
+
+    def _encode_round(self) -> bool:
+        with self._changed:
+            while not (self._calls or self._closed):
+                self._changed.wait()
+            if self._closed:
+                return False
+            callers = self._round = self._next_callers()
+        started = self.thread.busy_since = time.monotonic()
+        wanted = [caller for caller in callers if not caller.future.done()]
+        encoded = self._encode([caller.text for caller in wanted])
+        seconds = time.monotonic() - started
+        self.thread.busy_since = None
+        for caller, one in zip(wanted, encoded, strict=True):
+            if isinstance(one, Encoded):
+                self._lengths.add(caller.text, one.num_tokens)
+        self._on_encoded(list(zip(wanted, encoded, strict=True)), seconds)
+        self._leave_round()
+        self._observer.tokenized(len(wanted), seconds)
+        return True
+
+    def _next_callers(self) -> list[Caller]:
+        chosen: list[Caller] = []
+        num_chars = 0
+        while self._calls and len(chosen) < TEXTS_A_ROUND and num_chars < CHARS_A_ROUND:
+            call = self._calls.popleft()
+            chosen.append(call.callers[call.num_taken])
+            num_chars += len(chosen[-1].text)
+            call.num_taken += 1
+            if call.num_taken < len(call.callers):
+                self._calls.append(call)
+        return chosen
+
+    def _encode(self, texts: Sequence[str]) -> list[Encoded | Exception]:
+        try:
+            cleaned = [self._tokenizer.clean(text) for text in texts]
+            encoded = self._tokenizer.encode_cleaned(cleaned)
+        except Exception as error:
+            self._observer.worker_failed()
+            logger.error("The tokenizer failed on %d texts (%s)", len(texts), type(error).__name__)
+            if len(texts) == 1:
+                return [ForwardError(f"the tokenizer failed on this text ({type(error).__name__})")]
+            return [one for text in texts for one in self._encode([text])]
+        blank = RefusedTextError("blank_text", "the text is blank: there is nothing to classify")
+        return [one if text else blank for text, one in zip(cleaned, encoded, strict=True)]
+
+    def _leave_round(self) -> list[Caller]:
+        with self._changed:
+            callers, self._round = self._round, []
+            self.reserved_tokens -= sum(caller.reserved_tokens for caller in callers)
+        return callers
+
+    def _fail(self, error: BaseException) -> None:
+        # Beyond what the tokenizer may raise: the thread drops what it has in hand and starts afresh.
+        logger.error("The tokenizer's thread failed and starts afresh (%s)", type(error).__name__)
+        failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
+        deliver((caller, failure) for caller in self._leave_round())
+        self._observer.worker_failed()

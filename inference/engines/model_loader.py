@@ -1,0 +1,119 @@
+"""From a saved model to answers: loads engine, tokenizer and labels, and classifies texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.hardware import Hardware
+from common.manifest import read_manifest
+from common.model_folder import is_artefact
+from inference.engines.forward import probabilities_of
+from inference.engines.selection import load_model
+from inference.errors import ForwardError, RefusedTextError
+
+_ANY_DEVICE = Hardware()
+
+
+class Prediction(TypedDict):
+    """The answer to one text: the most likely label, its probability, and the probability of every label."""
+
+    label: str
+    confidence: float
+    probabilities: dict[str, float]
+
+
+class ModelLoader:
+    """A loaded classifier; may be shared by threads.
+
+    Attributes:
+        labels: Class names, by class id.
+        max_length: Token ids that the model reads of a text, special tokens included.
+        metadata: The contents of the model's ``metrics.json``, empty where there is none.
+        tokenizer: Cleans and tokenises texts for this model.
+        engine: What runs the model.
+        tokens_per_second: How fast it ran when it was loaded; None where that was not measured.
+        info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
+            picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
+            ``path``.
+    """
+
+    tokens_per_second: float | None = None
+
+    def __init__(self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE) -> None:
+        """Load a model folder, a .pt file or an artefact folder.
+
+        Args:
+            path: Where it lies.
+            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what is there and takes the fastest.
+            hardware: What it may run on.
+
+        Raises:
+            ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
+        """
+        path = Path(path)
+        # A link may be pointed elsewhere while its files are read one after another: all are to be of one model.
+        loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
+        self.labels = loaded.saved.labels
+        self.max_length = loaded.saved.max_length
+        self.metadata: dict[str, Any] = loaded.saved.metadata
+        self.tokenizer = loaded.tokenizer
+        self.engine = loaded.engine
+        self.tokens_per_second = loaded.tokens_per_second
+        place = loaded.saved.path
+        self.info: dict[str, str] = {
+            "name": read_manifest(place).source["name"] if is_artefact(place) else _name(path),
+            "engine": loaded.engine.name,
+            "reason": loaded.reason,
+            "precision": loaded.precision,
+            "revision": loaded.revision,
+            "path": str(place),
+        }
+
+    def predict(self, text: str) -> Prediction:
+        """Classify one text.
+
+        Raises:
+            ForwardError: The model answers with NaN.
+            ValueError: The text is blank.
+        """
+        self._refuse_blank("text", text)
+        return self._classify([text])[0]
+
+    def predict_batch(self, texts: Sequence[str]) -> list[Prediction]:
+        """Classify texts; the answers come in the order of the texts.
+
+        Raises:
+            ForwardError: The model answers one of them with NaN.
+            ValueError: A text is blank; the line names its place.
+        """
+        for position, text in enumerate(texts):
+            self._refuse_blank(f"texts[{position}]", text)
+        return self._classify(texts)
+
+    def _classify(self, texts: Sequence[str]) -> list[Prediction]:
+        token_ids = [encoded.ids for encoded in self.tokenizer.encode(texts)]
+        return [self._prediction(row) for row in probabilities_of(self.engine, token_ids)]
+
+    def _prediction(self, probabilities: NDArray[np.float64]) -> Prediction:
+        if not np.isfinite(probabilities).all():
+            raise ForwardError("the model answers this text with NaN")
+        best = int(probabilities.argmax())
+        return {
+            "label": self.labels[best],
+            "confidence": float(probabilities[best]),
+            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
+        }
+
+    def _refuse_blank(self, name: str, text: str) -> None:
+        if not self.tokenizer.clean(text):
+            raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
+
+
+def _name(path: Path) -> str:
+    path = path.absolute()
+    return path.name if path.is_dir() else path.stem

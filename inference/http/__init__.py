@@ -1,0 +1,1 @@
+"""What speaks HTTP: routes, limits, errors, logs and metrics."""

@@ -1,0 +1,174 @@
+"""Gives every refusal the one error shape, `schemas.ErrorResponse`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from inference.errors import (
+    DeadlineExceededError,
+    ForwardError,
+    ModelUnavailableError,
+    QueueFullError,
+    RateLimitedError,
+    RefusedTextError,
+    WorkerDownError,
+)
+from inference.http.request_context import RequestContext
+from inference.http.schemas import ErrorResponse
+
+# How long to wait where nothing measured can tell: a model that loads, a worker that starts again.
+RETRY_AFTER_SECONDS = 5
+# The Open Inference Protocol prescribes {"error": "line"} on its paths.
+_PROTOCOL_PREFIX = "/v2"
+_MAX_PLACE_CHARS = 80
+
+# What asking the model for an answer may end in.
+FAILURES = (
+    RefusedTextError,
+    QueueFullError,
+    RateLimitedError,
+    ModelUnavailableError,
+    WorkerDownError,
+    DeadlineExceededError,
+    ForwardError,
+)
+
+_HTTP_CODES = {
+    400: "unreadable_body",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+    503: "server_busy",
+}
+_RETRY_AFTER_HEADER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+
+
+def _documented(description: str, **more: Any) -> dict[str, Any]:
+    return {"model": ErrorResponse, "description": description, **more}
+
+
+# What routes that classify document beside their answer.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
+    401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
+    408: _documented("The body did not arrive within REQUEST_TIMEOUT_S."),
+    413: _documented("The body is larger than MAX_BODY_MB or the limits on texts allow."),
+    415: _documented("The body is compressed (Content-Encoding)."),
+    422: _documented("The request cannot be understood or a text cannot be classified."),
+    429: _documented("More than RATE_LIMIT_PER_S with this key or from this address.", headers=_RETRY_AFTER_HEADER),
+    500: _documented("The server or the model failed; its log has the request id."),
+    503: _documented("The queue is full, or no model is loaded; /health says why.", headers=_RETRY_AFTER_HEADER),
+    504: _documented("Not answered within REQUEST_TIMEOUT_S."),
+}
+
+
+def error_response(
+    scope: MutableMapping[str, Any], status: int, code: str, message: str, retry_after_s: float | None = None
+) -> Response:
+    """Build the answer to a refused request.
+
+    Args:
+        scope: The request's ASGI scope.
+        status: HTTP status.
+        code: A short name for programs.
+        message: One line for people.
+        retry_after_s: Seconds after which to try again, rounded up to whole ones.
+    """
+    context = RequestContext.of(scope)
+    context.error_code = code
+    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    detail: Any = error_detail(code, message, context.request_id)
+    if scope["path"].startswith(_PROTOCOL_PREFIX):
+        detail = detail["message"]
+    return Response(to_json({"error": detail}), status, headers, media_type="application/json")
+
+
+def error_detail(code: str, message: str, request_id: str) -> dict[str, str]:
+    """Return the fields of `schemas.ErrorDetail`; characters that UTF-8 cannot carry are replaced."""
+    message = message.encode("utf-8", errors="replace").decode()
+    return {"code": code, "message": message, "request_id": request_id}
+
+
+def http_code(status: int) -> str:
+    """Return the code of a refusal that has no more to it than its status."""
+    return _HTTP_CODES.get(status, f"http_{status}")
+
+
+def describe(error: Exception) -> tuple[int, str, str, float | None]:
+    """Say what an error that classifying ends in means: status, code, line, seconds to wait."""
+    match error:
+        case RefusedTextError():
+            return 422, error.code, str(error), None
+        case QueueFullError():
+            return 503, "queue_full", str(error), error.retry_after_s
+        case RateLimitedError():
+            return 429, "rate_limited", str(error), error.retry_after_s
+        case ModelUnavailableError():
+            return 503, "model_unavailable", str(error), RETRY_AFTER_SECONDS
+        case WorkerDownError():
+            return 503, "worker_down", str(error), RETRY_AFTER_SECONDS
+        case DeadlineExceededError():
+            return 504, "deadline_exceeded", str(error), None
+        case ForwardError():
+            return 500, "inference_failed", "the model failed on this request; the server's log has its id", None
+        case _:
+            return 500, "internal_error", "the server failed on this request; its log has the request id", None
+
+
+def describe_invalid(error: ValidationError | RequestValidationError) -> str:
+    """Say in one line what does not fit the schema, never with the input: it may be huge or private."""
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    else:
+        problems = error.errors()
+    lines = [_place(problem["loc"]) + problem["msg"] for problem in problems[:3]]
+    return "; ".join(lines) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    place = ".".join(map(str, location))
+    if len(place) > _MAX_PLACE_CHARS:
+        place = place[:_MAX_PLACE_CHARS] + "…"
+    return f"{place}: " if place else ""
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Install the handlers for every error that a route can end in; the gate answers what nobody expected."""
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    for kind in FAILURES:
+        app.add_exception_handler(kind, _refused)
+
+
+async def _invalid_request(request: Request, error: RequestValidationError) -> Response:
+    return error_response(request.scope, 422, "invalid_request", describe_invalid(error))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, *describe(error))
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    line = _wrong_method(request, error) if error.status_code == 405 else str(error.detail)
+    response = error_response(request.scope, error.status_code, http_code(error.status_code), line)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _wrong_method(request: Request, error: HTTPException) -> str:
+    line = f"this path does not take {request.method}; use {(error.headers or {}).get('Allow')}"
+    example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
+    return f"{line} with JSON such as {example}" if example else line

@@ -1,0 +1,135 @@
+"""What the server counts and measures, for Prometheus; the queue and the gate report here, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+# Half the page otherwise: when each series began.
+disable_created_metrics()
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_CONFIDENCE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+_TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class ServerMetrics:
+    """Metrics of one server, in a registry of their own; the batcher's `Observer`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        self._requests = counter("requests", "Requests by route, method and status.", "route", "method", "status")
+        self._request_seconds = histogram("request_seconds", "Seconds of a request.", _SECONDS, "route")
+        self.in_progress = gauge("requests_in_progress", "Requests that are not answered yet.")
+        self._refusals = counter("refusals", "Requests refused or failed, by the code of the error shape.", "code")
+        stage = histogram("stage_seconds", "Seconds of a text or batch in each stage.", _SECONDS, "stage")
+        self._tokenize, self._queue, self._forward = (stage.labels(name) for name in ("tokenize", "queue", "forward"))
+        self._batch_texts = histogram("batch_texts", "Texts in a forward pass.", _TEXTS)
+        self._batch_tokens = histogram("batch_tokens", "Tokens in a forward pass.", _TOKENS)
+        self._tokenized = counter("tokenized_texts", "Texts cleaned and tokenised.")
+        self._deduplicated = counter("deduplicated_texts", "Texts answered by the same text already in flight.")
+        cache = counter("cache_lookups", "Texts looked up among remembered answers.", "result")
+        self._cache_hit, self._cache_miss = cache.labels("hit"), cache.labels("miss")
+        self._dropped = counter("dropped_texts", "Texts that left the queue before a forward pass.", "reason")
+        self._worker_failures = counter("worker_failures", "Forward passes that failed.")
+        self._predictions = counter("predictions", "Texts classified, by label: watch it for drift.", "label")
+        self._confidence = histogram("confidence", "Probability of the label: watch it for drift.", _CONFIDENCE)
+        self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
+        self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
+        # Shown at 0 from the start: to Prometheus, the first of a series that was not there is no increase.
+        for result in ("served", "refused"):
+            self.reloads.labels(result)
+        self._model = gauge("model_info", "1 for the model that is served.", "name", "revision", "engine")
+        # One dictionary look-up a request instead of prometheus_client's check of all label values.
+        self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._label_children: dict[str, Counter] = {}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"distrinews_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"distrinews_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"distrinews_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a gauge that is read when somebody asks for the metrics."""
+        self._gauge(name, text).set_function(value)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics and their content type, in the format that an Accept header asks for."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type
+
+    # What the gate and the routes report.
+
+    def request_done(self, route: str, method: str, status: int, seconds: float, error_code: str | None) -> None:
+        """Count a request; `route` and `method` must come from a bounded set."""
+        children = self._request_children.get((route, method, status))
+        if children is None:
+            children = (self._requests.labels(route, method, status), self._request_seconds.labels(route))
+            self._request_children[route, method, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
+        if error_code is not None:
+            self._refusals.labels(error_code).inc()
+
+    def predicted(self, label: str, confidence: float, truncated: bool) -> None:
+        """Count an answer."""
+        child = self._label_children.get(label)
+        if child is None:
+            child = self._label_children[label] = self._predictions.labels(label)
+        child.inc()
+        self._confidence.observe(confidence)
+        if truncated:
+            self._truncated.inc()
+
+    def serves(self, name: str, revision: str, engine: str) -> None:
+        """Say which model is served from now on."""
+        self._model.clear()
+        self._model.labels(name, revision, engine).set(1)
+
+    def tokenized(self, texts: int, seconds: float) -> None:
+        """Count texts tokenised at once; as the rest below, see `inference.batching.batcher.Observer`."""
+        self._tokenized.inc(texts)
+        self._tokenize.observe(seconds)
+
+    def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
+        """Count a forward pass."""
+        self._batch_texts.observe(texts)
+        self._batch_tokens.observe(tokens)
+        self._forward.observe(seconds)
+
+    def waited(self, seconds: float) -> None:
+        """Measure how long a text waited."""
+        self._queue.observe(seconds)
+
+    def deduplicated(self) -> None:
+        """Count a text answered by an equal one on its way."""
+        self._deduplicated.inc()
+
+    def cache_hit(self) -> None:
+        """Count a remembered answer."""
+        self._cache_hit.inc()
+
+    def cache_miss(self) -> None:
+        """Count a look-up in vain."""
+        self._cache_miss.inc()
+
+    def dropped(self, reason: str) -> None:
+        """Count a text that left unanswered: cancelled or expired."""
+        self._dropped.labels(reason).inc()
+
+    def worker_failed(self) -> None:
+        """Count a failed forward pass or tokenizer call."""
+        self._worker_failures.inc()

@@ -1,0 +1,94 @@
+"""What one request carries from the gate through its route and back: its name, its clock, and what to log."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from starlette.types import Scope
+
+from inference.http.request_limits import Allowance
+
+_KEY = "distrinews.context"
+_PREFIX = secrets.token_hex(4)
+_COUNT = itertools.count(1)
+_GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class RequestContext:
+    """One request.
+
+    Attributes:
+        allowance: What is left of the client's rate.
+        held_bytes: What the request holds of the memory set aside for bodies.
+        request_id: The caller's X-Request-ID where it is a plain word, else one of our own.
+        started: When the request arrived, on `time.perf_counter`.
+        num_texts: Texts that it asked about.
+        num_tokens: Tokens that those have.
+        stages: Seconds in each stage (tokenize, queue, forward); of several texts the longest.
+        error_code: The code of the refusal it ended in.
+        is_stream: Whether its body may arrive for as long as it keeps arriving.
+    """
+
+    __slots__ = (
+        "allowance",
+        "error_code",
+        "held_bytes",
+        "is_stream",
+        "num_texts",
+        "num_tokens",
+        "request_id",
+        "stages",
+        "started",
+    )
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.started = time.perf_counter()
+        self.num_texts = 0
+        self.num_tokens = 0
+        self.stages: tuple[float, float, float] | None = None
+        self.error_code: str | None = None
+        self.is_stream = False
+        self.allowance = Allowance()
+        self.held_bytes = 0
+
+    @classmethod
+    def begin(cls, scope: Scope) -> RequestContext:
+        """Make the context of a request and attach it to its scope."""
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        is_usable = _GIVEN_ID.fullmatch(given) is not None
+        context = cls(given.decode("ascii") if is_usable else f"{_PREFIX}-{next(_COUNT):x}")
+        scope[_KEY] = context
+        return context
+
+    @staticmethod
+    def of(scope: MutableMapping[str, Any]) -> RequestContext:
+        """Return the context that the gate attached."""
+        return scope[_KEY]
+
+    def note_answers(self, timings: Iterable[tuple[int, float, float, float]]) -> None:
+        """Add up answers, each as (tokens, seconds tokenising, seconds queued, seconds in the forward pass)."""
+        tokenize, queue, forward = self.stages or (0.0, 0.0, 0.0)
+        for num_tokens, tokenize_s, queue_s, forward_s in timings:
+            self.num_texts += 1
+            self.num_tokens += num_tokens
+            tokenize = max(tokenize, tokenize_s)
+            queue = max(queue, queue_s)
+            forward = max(forward, forward_s)
+        self.stages = (tokenize, queue, forward)
+
+    def server_timing(self) -> bytes:
+        """Return the value of the Server-Timing header as of now, in milliseconds."""
+        total = f"total;dur={(time.perf_counter() - self.started) * 1000:.2f}"
+        if self.stages is None:
+            return total.encode()
+        tokenize, queue, forward = self.stages
+        return (
+            f"tokenize;dur={tokenize * 1000:.2f}, queue;dur={queue * 1000:.2f}, "
+            f"forward;dur={forward * 1000:.2f}, {total}"
+        ).encode()

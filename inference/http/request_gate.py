@@ -1,0 +1,238 @@
+"""The one layer around every route: who may pass, how much and how long, and what is said, counted and logged of it.
+
+One layer instead of eight, since each costs every request; pure ASGI, since Starlette's base class hides that
+a client left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
+from inference.http.request_context import RequestContext
+from inference.http.request_limits import Allowance, Refusal, RequestLimits
+from inference.http.request_log import log_failure, log_request
+from inference.http.security import POLICY_HEADER, SECURITY_HEADERS
+from inference.http.server_parts import Parts
+
+# What nginx logs for a client that left before its answer; never sent.
+CLIENT_GONE = 499
+_ADMIN_PREFIX = "/admin/"
+_METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
+
+
+class RequestGate:
+    """Admits requests and accompanies them."""
+
+    def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
+        """Make the gate.
+
+        Args:
+            app: What is behind it.
+            parts: Of the server.
+            paths: Those that a refused request is counted by; what it would have met is not looked for any more.
+        """
+        settings = parts.settings
+        self.app = app
+        self.paths = paths
+        self.metrics = parts.metrics
+        self.lifecycle = parts.lifecycle
+        self.body_budget = parts.body_budget
+        self.served_model = parts.served_model
+        self.max_body_bytes = settings.max_body_bytes
+        self.timeout_s = settings.request_timeout_s
+        self._limits = RequestLimits(parts.api_keys, settings.rate_limit_per_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        await _Passage(self, scope, receive, send).run()
+
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Say why a request may not pass, judged by its first lines alone."""
+        allowance = self._limits.judge(scope)
+        if not isinstance(allowance, Allowance):
+            return allowance
+        RequestContext.of(scope).allowance = allowance
+        if scope["method"] != "POST":
+            return None
+        headers = scope["headers"]
+        announced = next((value for name, value in headers if name == b"content-length"), b"0")
+        num_bytes = int(announced) if announced.isdigit() else 0
+        if num_bytes > self.max_body_bytes and not is_stream(headers):
+            return 413, "body_too_large", self.too_large, None
+        if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
+            return 503, "server_busy", self.body_budget.BUSY, RETRY_AFTER_SECONDS
+        return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
+
+    def queue_refusal(self) -> tuple[int, str, str, float] | None:
+        """Say that the queue is full before a body is read: under overload that is most of what a refusal costs."""
+        served = self.served_model.current
+        error = served.classifier.full_error() if served else None
+        return None if error is None else (503, "queue_full", str(error), error.retry_after_s)
+
+    @property
+    def too_large(self) -> str:
+        """What to say of a body beyond the limit."""
+        return f"the body has more than {self.max_body_bytes} bytes; send shorter texts or fewer of them"
+
+
+def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a request's body is a stream of JSON lines."""
+    content_type = next((value for name, value in headers if name == b"content-type"), b"")
+    return content_type.partition(b";")[0].strip().lower() == b"application/x-ndjson"
+
+
+class _Passage:
+    """One request on its way: stands between the server's receive and send and the app's."""
+
+    __slots__ = (
+        "context",
+        "gate",
+        "inner_receive",
+        "inner_send",
+        "is_answered",
+        "is_gone",
+        "scope",
+        "status",
+        "task",
+        "watch",
+    )
+
+    def __init__(self, gate: RequestGate, scope: Scope, receive: Receive, send: Send) -> None:
+        self.gate = gate
+        self.scope = scope
+        self.inner_receive = receive
+        self.inner_send = send
+        self.context = RequestContext.begin(scope)
+        self.status = CLIENT_GONE
+        self.is_answered = False
+        self.is_gone = False
+        self.task = asyncio.current_task()
+        self.watch: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        gate = self.gate
+        gate.metrics.in_progress.inc()
+        try:
+            if (refusal := gate.refusal(self.scope)) is None:
+                await gate.app(self.scope, self.receive, self.send)
+            else:
+                await error_response(self.scope, *refusal)(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            if not self.is_gone:
+                raise
+            self.status = CLIENT_GONE
+        except Exception as error:
+            await self.fail(error)
+        finally:
+            self.finish()
+
+    async def fail(self, error: Exception) -> None:
+        log_failure(self.context, error)
+        if self.status != CLIENT_GONE:
+            raise error  # the answer has begun: all that is left is to break the connection off
+        response = error_response(
+            self.scope, 500, "internal_error", "the server failed on this request; its log has the request id"
+        )
+        await response(self.scope, self.receive, self.send)
+
+    def finish(self) -> None:
+        gate, context = self.gate, self.context
+        if self.watch is not None:
+            self.watch.cancel()
+        gate.body_budget.give_back(context.held_bytes)
+        gate.metrics.in_progress.dec()
+        seconds = time.perf_counter() - context.started
+        method = self.scope["method"]
+        method = method if method in _METHODS else "OTHER"
+        route = self.route()
+        gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
+        log_request(context, method, route, self.status, seconds)
+
+    async def send(self, message: Message) -> None:
+        """Pass an answer on, with the headers that every answer has."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = self.complete(message.get("headers", []))
+        elif not message.get("more_body", False):
+            self.is_answered = True
+        if not self.context.is_stream:
+            await self.inner_send(message)
+            return
+        try:
+            async with asyncio.timeout(self.gate.timeout_s):
+                await self.inner_send(message)
+        except TimeoutError:
+            self.cancel()  # a client that takes nothing any more is as good as gone
+            await asyncio.sleep(0)
+
+    def complete(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        added = [
+            (b"x-request-id", self.context.request_id.encode()),
+            (b"server-timing", self.context.server_timing()),
+        ]
+        if self.scope["method"] == "POST":
+            added.append((b"cache-control", b"no-store"))
+        if self.gate.lifecycle.is_draining:
+            added.append((b"connection", b"close"))
+        if any(name == POLICY_HEADER for name, _ in headers):
+            return [*headers, *SECURITY_HEADERS[:-1], *added]
+        return [*headers, *SECURITY_HEADERS, *added]
+
+    async def receive(self) -> Message:
+        """Pass a piece of the body on, counted and within its time; after the last one, tell when the client leaves."""
+        if self.watch is not None:
+            await asyncio.wait((self.watch,))
+            return {"type": "http.disconnect"}
+        message = await self.receive_in_time()
+        if message["type"] == "http.disconnect":
+            self.cancel()
+            await asyncio.sleep(0)  # let it arrive here, where this is the task cancelled
+        elif not message.get("more_body", False):
+            self.watch = asyncio.create_task(self.cancel_when_gone())
+        return message
+
+    async def receive_in_time(self) -> Message:
+        gate = self.gate
+        left_s = gate.timeout_s
+        if not self.context.is_stream:
+            left_s -= time.perf_counter() - self.context.started
+        try:
+            async with asyncio.timeout(left_s):
+                message = await self.inner_receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {gate.timeout_s:g} s; send it again") from None
+        if not self.context.is_stream:
+            num_bytes = len(message.get("body", b""))
+            self.context.held_bytes += num_bytes
+            gate.body_budget.take(num_bytes)
+            if self.context.held_bytes > gate.max_body_bytes:
+                raise HTTPException(413, gate.too_large)
+            if not gate.body_budget.has_room(0):
+                raise HTTPException(503, gate.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+        return message
+
+    async def cancel_when_gone(self) -> None:
+        while (await self.inner_receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_answered:
+            self.cancel()
+
+    def cancel(self) -> None:
+        # Cancelling the request cancels the futures that it waits for, and those take its texts out of the queue.
+        self.is_gone = True
+        self.task.cancel()
+
+    def route(self) -> str:
+        # From a bounded set: a route's template, never what a client made up.
+        if (route := self.scope.get("route")) is not None:
+            return route.path
+        path = self.scope["path"]
+        return path if path in self.gate.paths else "unmatched"

@@ -1,0 +1,77 @@
+"""The log: JSON lines on standard output, one a request, never with a text in it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from typing import Any
+
+from pydantic_core import to_json
+
+from inference.http.request_context import RequestContext
+
+_requests = logging.getLogger("inference.requests")
+_errors = logging.getLogger("inference.errors")
+
+
+class JsonLines(logging.Formatter):
+    """Renders a record as one line of JSON: time, level, logger, message, and the record's `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render one record."""
+        seconds, fraction = divmod(record.created, 1)
+        line: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(fraction * 1000):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            line["exception"] = _without_message(record.exc_info[1])
+        return to_json(line, fallback=str, inf_nan_mode="strings").decode()
+
+
+def _without_message(error: BaseException) -> dict[str, Any]:
+    # A library's message may quote what it failed on, which may be somebody's text: kind and place say enough.
+    frames = traceback.extract_tb(error.__traceback__)
+    return {"type": type(error).__name__, "frames": [f"{frame.filename}:{frame.lineno}" for frame in frames]}
+
+
+def configure_logging(level: str, logger: logging.Logger) -> None:
+    """Send a logger's records to standard output as JSON lines, unless somebody has already decided otherwise."""
+    if logger.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(JsonLines())
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+
+
+def log_request(context: RequestContext, method: str, route: str, status: int, seconds: float) -> None:
+    """Write the line of one request."""
+    if not _requests.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, Any] = {
+        "request_id": context.request_id,
+        "method": method,
+        "route": route,
+        "status": status,
+        "ms": round(seconds * 1000, 2),
+    }
+    if context.num_texts:
+        fields["texts"] = context.num_texts
+        fields["tokens"] = context.num_tokens
+    if context.stages is not None:
+        names = ("tokenize_ms", "queue_ms", "forward_ms")
+        fields |= {name: round(one * 1000, 2) for name, one in zip(names, context.stages, strict=True)}
+    if context.error_code is not None:
+        fields["code"] = context.error_code
+    _requests.info("request", extra={"fields": fields})
+
+
+def log_failure(context: RequestContext, error: BaseException) -> None:
+    """Write down an error that nobody expected, with the id of the request that met it."""
+    _errors.error("request failed", exc_info=error, extra={"fields": {"request_id": context.request_id}})

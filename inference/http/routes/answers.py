@@ -1,0 +1,133 @@
+"""From texts to answers: what every route that classifies shares."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+
+from inference.batching.classifier import Answer
+from inference.batching.served_model import Served
+from inference.errors import RefusedTextError
+from inference.http.body_budget import weight_of
+from inference.http.error_responses import RETRY_AFTER_SECONDS
+from inference.http.request_context import RequestContext
+from inference.http.server_parts import Parts
+from inference.settings import Settings
+
+
+async def classify(
+    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str = "texts[{}]"
+) -> list[Answer]:
+    """Classify texts in order, all or none.
+
+    Args:
+        request: On whose behalf.
+        parts: Of the server.
+        served: What classifies them.
+        texts: At least one.
+        name: What the caller calls them, with ``{}`` for their place.
+
+    Raises:
+        RefusedTextError: One is blank.
+        RateLimitedError: The client has sent more texts than it may.
+        HTTPException: 503, the texts do not fit into the memory set aside for them.
+        QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
+    """
+    return cast("list[Answer]", await classify_some(request, parts, served, texts, name, num_required=len(texts)))
+
+
+async def classify_some(
+    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str, *, num_required: int
+) -> list[Answer | None]:
+    """Classify texts, of which all but the first `num_required` may be blank: they get None; else as `classify`."""
+    context = RequestContext.of(request.scope)
+    context.allowance.require()
+    _hold(parts, context, weight_of(texts))
+    futures = served.classifier.submit(texts, parts.settings.request_timeout_s)
+    context.allowance.take(len(texts) - 1)  # the gate took the first
+    answers: list[Answer | None] = []
+    try:
+        for future in futures:
+            try:
+                answers.append(await future)
+            except RefusedTextError as error:
+                if len(answers) < num_required:
+                    place = name.format(len(answers))
+                    raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
+                answers.append(None)
+    finally:
+        abandon(futures)  # where one fails or the client is gone, what still waits leaves the queue
+    note(context, [answer for answer in answers if answer is not None])
+    return answers
+
+
+def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
+    # The body is gone once its texts are read: the request holds the heavier of the two.
+    more = num_bytes - context.held_bytes
+    if more <= 0:
+        return
+    if not parts.body_budget.has_room(more):
+        raise HTTPException(503, parts.body_budget.BUSY, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+    parts.body_budget.take(more)
+    context.held_bytes += more
+
+
+def abandon(futures: Sequence[Future[Answer]]) -> None:
+    """Cancel what is not answered yet, and take note of what failed, so that nobody wonders about it later."""
+    for future in futures:
+        if not future.done():
+            future.cancel()
+        elif not future.cancelled():
+            future.exception()
+
+
+def note(context: RequestContext, answers: Sequence[Answer]) -> None:
+    """Keep what the log and Server-Timing say of answers."""
+    context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
+
+
+def decide(parts: Parts, served: Served, answer: Answer) -> tuple[str, float]:
+    """Return the label of an answer and its probability, and count it."""
+    confidence = max(answer.probabilities)
+    label = served.model.labels[answer.probabilities.index(confidence)]
+    parts.metrics.predicted(label, confidence, answer.truncated)
+    return label, confidence
+
+
+def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
+    """Turn an answer into the fields of `schemas.PredictionResponse`, and count it."""
+    label, confidence = decide(parts, served, answer)
+    named = dict(zip(served.model.labels, answer.probabilities, strict=True))
+    if top_k is not None:
+        named = dict(sorted(named.items(), key=lambda item: -item[1])[:top_k])
+    return {
+        "label": label,
+        "confidence": confidence,
+        "probabilities": named,
+        "truncated": answer.truncated,
+        "num_tokens": answer.num_tokens,
+    }
+
+
+def refuse_long(name: str, text: str, settings: Settings) -> None:
+    """Raise `RefusedTextError` for a text of more than MAX_TEXT_CHARS."""
+    if len(text) > settings.max_text_chars:
+        raise RefusedTextError(
+            "text_too_long",
+            f"{name} has {len(text)} characters > maximum {settings.max_text_chars}; shorten it",
+        )
+
+
+def refuse_many(name: str, texts: Sequence[str], settings: Settings) -> None:
+    """Raise `RefusedTextError` for more texts than MAX_BATCH_TEXTS, or for one of them that is too long."""
+    if len(texts) > settings.max_batch_texts:
+        raise RefusedTextError(
+            "too_many_texts",
+            f"{name} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
+        )
+    for position, text in enumerate(texts):
+        refuse_long(f"{name}[{position}]", text, settings)

@@ -1,0 +1,70 @@
+"""Which words decide: each is left out in turn, and the label's probability compared."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fastapi import APIRouter, Request
+
+from inference.batching.classifier import Answer
+from inference.http.error_responses import REFUSALS
+from inference.http.routes.answers import classify_some, refuse_long, render
+from inference.http.routes.dependencies import parts_of
+from inference.http.routes.json_route import JsonRoute
+from inference.http.schemas import ExplainRequest, ExplainResponse
+
+router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
+
+_WORD = re.compile(r"\S+")
+
+
+@router.post("/explain", response_model=ExplainResponse)
+async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+    """Classify a text, and tell how far the label's probability falls without each word.
+
+    A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight.
+    Words beyond what the model reads weigh 0.
+    """
+    parts = parts_of(request)
+    refuse_long("text", body.text, parts.settings)
+    served = parts.served_model.require()
+    spans = [match.span() for match in _WORD.finditer(body.text)]
+    shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
+    texts = [body.text, *(text for _, text in shortened)]
+    # Only the tokenizer's thread cleans texts: those that hold nothing else than markup take it milliseconds each.
+    answers = await classify_some(request, parts, served, texts, "text", num_required=1)
+    whole = cast("Answer", answers[0])
+    label = whole.probabilities.index(max(whole.probabilities))
+    weights: list[float] = []
+    for (num_words, _), answer in zip(shortened, answers[1:], strict=True):
+        # Where nothing is left to read, nothing speaks for any label.
+        without = 1 / len(whole.probabilities) if answer is None else answer.probabilities[label]
+        weights += [(whole.probabilities[label] - without) / num_words] * num_words
+    weights += [0.0] * (len(spans) - len(weights))
+    return {**render(parts, served, whole), "words": _words(body.text, spans, weights)}
+
+
+def _without_each(
+    text: str, spans: Sequence[tuple[int, int]], max_length: int, max_passes: int
+) -> list[tuple[int, str]]:
+    """Leave out each word, or each group of words; returns how many words are missing, and what is left to read."""
+    # A word has a token or more: what stands behind as many words as the model reads tokens is not read.
+    num_read = min(len(spans), max_length)
+    size = max(1, math.ceil(num_read / max(1, max_passes)))
+    shortened = []
+    for first in range(0, num_read, size):
+        after = min(first + size, num_read)
+        end = spans[min(after + max_length, len(spans)) - 1][1]
+        shortened.append((after - first, text[: spans[first][0]] + text[spans[after - 1][1] : end]))
+    return shortened
+
+
+def _words(text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]) -> list[dict[str, Any]]:
+    return [
+        # Half a character of JSON ("\\ud83d") is none that an answer could carry.
+        {"word": text[start:end].encode("utf-8", "replace").decode(), "start": start, "end": end, "weight": weight}
+        for (start, end), weight in zip(spans, weights, strict=True)
+    ]

@@ -1,0 +1,78 @@
+"""The Hugging Face face: `InferenceClient(base_url=".../hub").text_classification(...)` works unchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference.batching.cache import Probabilities
+from inference.http.error_responses import REFUSALS
+from inference.http.routes.answers import classify, decide, refuse_long, refuse_many
+from inference.http.routes.dependencies import parts_of
+from inference.http.routes.json_route import JsonRoute, json_list
+from inference.http.schemas import Texts
+
+router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
+
+
+class HubParameters(BaseModel):
+    """What the hub's clients may set; other fields of theirs are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    top_k: int | None = Field(default=None, ge=1, description="Give only so many labels; null gives all.")
+    function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
+        default=None, description="From scores to answers; null is softmax."
+    )
+
+
+class HubRequest(BaseModel):
+    """What the hub's clients send; other fields of theirs (such as options) are ignored."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
+
+    inputs: str | Annotated[Texts, Field(min_length=1)] = Field(description="One text, or 1 to MAX_BATCH_TEXTS texts.")
+    parameters: HubParameters = HubParameters()
+
+
+class HubScore(BaseModel):
+    """One label and its score."""
+
+    label: str
+    score: float
+
+
+@router.post("/hub", response_model=list[list[HubScore]])
+async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
+    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first."""
+    parts = parts_of(request)
+    served = parts.served_model.require()
+    is_single = isinstance(body.inputs, str)
+    texts = [body.inputs] if is_single else body.inputs
+    if is_single:
+        refuse_long("inputs", body.inputs, parts.settings)
+    else:
+        refuse_many("inputs", texts, parts.settings)
+    answers = await classify(request, parts, served, texts, "inputs" if is_single else "inputs[{}]")
+    function = _FUNCTIONS[body.parameters.function_to_apply or "softmax"]
+    labels = served.model.labels
+    for answer in answers:
+        decide(parts, served, answer)
+    return await json_list(_best(labels, function(answer.probabilities), body.parameters.top_k) for answer in answers)
+
+
+def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> list[dict[str, Any]]:
+    ordered = sorted(zip(labels, scores, strict=True), key=lambda one: -one[1])
+    return [{"label": label, "score": score} for label, score in ordered[:top_k]]
+
+
+_FUNCTIONS: dict[str, Callable[[Probabilities], Sequence[float]]] = {
+    "softmax": lambda probabilities: probabilities,
+    "none": Probabilities.scores,
+    # 1 / (1 + exp(-score)), which would overflow
+    "sigmoid": lambda probabilities: [(1 + math.tanh(score / 2)) / 2 for score in probabilities.scores()],
+}

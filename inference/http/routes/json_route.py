@@ -1,0 +1,206 @@
+"""Routes whose JSON body is read, checked and answered by hand: FastAPI documents them, and costs them a third."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inference.http.error_responses import describe_invalid, error_response
+from inference.http.routes.dependencies import parts_of
+from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
+
+# Python's parser takes up to nine times a body's size in memory, so it reads no larger one.
+_LARGEST_SECOND_PARSE_BYTES = 4 * 2**20
+# What no int of a request has; the time to read one grows with the square of its digits.
+_MOST_DIGITS = 300
+# Where a field goes that was sent to the wrong route.
+_PATHS = {"texts": "/predict/batch", "text": "/predict", "inputs": "/hub"}
+# Between two chances for others on the event loop.
+_LONGEST_HOLD_S = 0.005
+
+Model = TypeVar("Model", bound=BaseModel)
+Handlers = Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]
+Endpoint = Callable[..., Awaitable[Mapping[str, Any] | Response]]
+
+
+class JsonRoute(APIRoute):
+    """A route `async def endpoint(request: Request, body: SomeModel, ...)`, with path parameters as text.
+
+    The endpoint returns what becomes JSON, in the shape that its response model documents, or a response.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        endpoint: Endpoint = self.endpoint
+        assert self.body_field is not None, f"{self.path}: a JsonRoute needs a body"
+        model: type[BaseModel] = self.body_field.field_info.annotation
+
+        async def answer(request: Request) -> Response:
+            refuse_encoded(request)
+            return await self.respond(request, model, endpoint)
+
+        self.answer = answer
+        return answer
+
+    async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
+        """Read and check the body, and answer with what the endpoint makes of it."""
+        try:
+            body = self.parse(model, await self.read(request), request)
+        except ValidationError as error:
+            line = f"body: {describe_invalid(error)}{self._remedy(error)}"
+            return error_response(request.scope, 422, "invalid_request", line)
+        content = await endpoint(request=request, body=body, **request.path_params)
+        if isinstance(content, Response):
+            return content
+        return Response(to_json(content), media_type="application/json")
+
+    @property
+    def example(self) -> str:
+        """A body that this route answers, as JSON."""
+        assert self.body_field is not None
+        return json.dumps(self.body_field.field_info.annotation.model_config["json_schema_extra"]["examples"][0])
+
+    def _remedy(self, error: ValidationError) -> str:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        if problems[0]["type"] == "json_invalid":
+            return f"; send JSON such as {self.example}"
+        strange = {problem["loc"][0] for problem in problems if problem["type"] == "extra_forbidden"}
+        path = next((path for field, path in _PATHS.items() if field in strange), None)
+        return f"; such a body goes to {path}" if path else ""
+
+    async def read(self, request: Request) -> bytes:
+        """Read the whole body; as `read_body`."""
+        return await read_body(request)
+
+    def parse(self, model: type[Model], body: bytes, request: Request) -> Model:
+        """Check a body against its model; as `parse_json`."""
+        return parse_json(model, body)
+
+
+def refuse_encoded(request: Request) -> None:
+    """Raise `HTTPException` 415 for a compressed body."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise HTTPException(415, "compressed bodies are not read; send it without Content-Encoding")
+
+
+async def read_body(request: Request, num_json_bytes: int | None = None) -> bytes:
+    """Read the whole body, nearly always one piece; the gate counts it and gives it its time.
+
+    Args:
+        request: Whose body.
+        num_json_bytes: How much of the body is JSON; None is all of it.
+
+    Raises:
+        RefusedTextError: The JSON is beyond `JsonBounds`; the rest of it is not waited for.
+    """
+    message = await request.receive()
+    if not message.get("more_body", False) and len(message.get("body", b"")) <= SMALL_BODY_BYTES:
+        return message.get("body", b"")
+    bounds = JsonBounds(parts_of(request).settings)
+    pieces: list[bytes] = []
+    num_bytes = 0
+    while True:
+        piece = message.get("body", b"")
+        bounds.feed(piece if num_json_bytes is None else piece[: max(0, num_json_bytes - num_bytes)])
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+        message = await request.receive()
+
+
+async def json_list(items: Iterable[Any]) -> Response:
+    """Answer with a list, made and written an item at a time: all at once, many labels would hold the event loop."""
+    written: list[bytes] = []
+    paused = time.monotonic()
+    for item in items:
+        written.append(to_json(item))
+        if time.monotonic() - paused > _LONGEST_HOLD_S:
+            await asyncio.sleep(0)
+            paused = time.monotonic()
+    return Response(b"[" + b",".join(written) + b"]", media_type="application/json")
+
+
+class ShortCut:
+    """Takes requests straight to the JSON routes of fixed paths: what FastAPI does around a route costs as much as one.
+
+    It knows the same routes and the same error handlers, so that nothing but the way is another.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[JsonRoute], handlers: Handlers) -> None:
+        self.app = app
+        self._routes = {route.path: route for route in routes if not route.param_convertors}
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass on."""
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive, send)
+        try:
+            response = await route.answer(request)
+        except Exception as error:
+            handler = self._handlers.get(type(error))
+            if handler is None:
+                raise
+            response = await handler(request, error)
+        await response(scope, receive, send)
+
+
+def parse_json(model: type[Model], body: bytes) -> Model:
+    """Check a JSON body against its model.
+
+    Raises:
+        ValidationError: It is no JSON or does not fit.
+        HTTPException: 400, it is not UTF-8 or nested too deep to be read.
+    """
+    try:
+        return model.__pydantic_validator__.validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        if problem["type"] != "json_invalid":
+            raise
+        refusal, reason = error, problem["ctx"]["error"]
+    if reason.startswith("recursion limit"):
+        raise HTTPException(400, "the body is nested too deep to be read")
+    if reason.startswith("invalid unicode") or not _begins_as_utf8(body):
+        raise HTTPException(400, "the body is not UTF-8")
+    # The fast parser refuses lone surrogates ("\ud83d"), which Python's reads; texts with them are cleaned like others.
+    is_surrogate = "surrogate" in reason or "hex escape" in reason
+    if not is_surrogate or len(body) > _LARGEST_SECOND_PARSE_BYTES:
+        raise refusal
+    try:
+        content = json.loads(body.decode("utf-8"), parse_int=_short_int)
+    except (RecursionError, ValueError):
+        raise refusal from None
+    return model.__pydantic_validator__.validate_python(content)
+
+
+def _begins_as_utf8(body: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(body[:SMALL_BODY_BYTES])
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError  # the refusal is the fast parser's
+    return int(digits)

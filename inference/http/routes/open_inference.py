@@ -1,0 +1,210 @@
+"""The Open Inference Protocol, version 2, over HTTP: KServe's and Triton's clients work unchanged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+import inference
+from inference.batching.served_model import Served
+from inference.errors import RefusedTextError
+from inference.http.error_responses import REFUSALS
+from inference.http.routes.answers import classify, decide, refuse_many
+from inference.http.routes.dependencies import PartsDep, parts_of
+from inference.http.routes.json_route import JsonRoute, parse_json, read_body
+from inference.http.routes.open_inference_schemas import (
+    BINARY_HEADER,
+    INPUT_NAME,
+    InferRequest,
+    InferResponse,
+    Liveness,
+    ModelMetadata,
+    ModelReadiness,
+    ProtocolError,
+    Readiness,
+    ServerMetadata,
+    TensorMetadata,
+    read_binary_texts,
+)
+from inference.http.server_parts import Parts
+
+_UNKNOWN = {404: {"model": ProtocolError, "description": "No model of this name or version is served."}}
+_NOT_READY = {503: {**REFUSALS[503], "model": ProtocolError}}
+_READINESS = _UNKNOWN | {503: {"model": ModelReadiness, "description": "Texts cannot be classified now."}}
+_REFUSALS = {status: {**documented, "model": ProtocolError} for status, documented in REFUSALS.items()} | _UNKNOWN
+
+_WRONG_LENGTH = f"{BINARY_HEADER} must be a number of bytes within the body"
+
+router = APIRouter(prefix="/v2", tags=["compatible"])
+
+
+@router.get("")
+async def get_server_metadata() -> ServerMetadata:
+    """Describe the server."""
+    return ServerMetadata(name="distrinews", version=inference.__version__, extensions=["binary_tensor_data"])
+
+
+@router.get("/health/live", responses={503: {"model": Liveness, "description": "Start the process again."}})
+async def get_server_liveness(parts: PartsDep, response: Response) -> Liveness:
+    """Say that the process answers, as `/livez` does."""
+    response.status_code = 200 if parts.dead is None else 503
+    return Liveness(live=parts.dead is None)
+
+
+@router.get("/health/ready", responses={503: {"model": Readiness, "description": "Send requests elsewhere."}})
+async def get_server_readiness(parts: PartsDep, response: Response) -> Readiness:
+    """Say whether requests should come here."""
+    response.status_code = 200 if parts.unready is None else 503
+    return Readiness(ready=parts.unready is None)
+
+
+@router.get("/models/{name}", responses=_UNKNOWN | _NOT_READY)
+async def get_model_metadata(name: str, parts: PartsDep) -> ModelMetadata:
+    """Describe the model."""
+    served = _served(parts, name)
+    num_labels = len(served.model.labels)
+    return ModelMetadata(
+        name=served.name,
+        versions=[served.model.info["revision"]],
+        platform=served.model.info["engine"].replace(" ", "_"),
+        inputs=[TensorMetadata(name=INPUT_NAME, datatype="BYTES", shape=[-1])],
+        outputs=[
+            TensorMetadata(name="label", datatype="BYTES", shape=[-1]),
+            TensorMetadata(name="confidence", datatype="FP32", shape=[-1]),
+            TensorMetadata(name="probabilities", datatype="FP32", shape=[-1, num_labels]),
+        ],
+    )
+
+
+@router.get("/models/{name}/ready", responses=_READINESS)
+async def get_model_readiness(name: str, parts: PartsDep, response: Response) -> ModelReadiness:
+    """Say whether the model can classify."""
+    if parts.served_model.current is not None:
+        _served(parts, name)
+    response.status_code = 200 if parts.unready is None else 503
+    return ModelReadiness(name=name, ready=parts.unready is None)
+
+
+@router.get("/models/{name}/versions/{version}", responses=_UNKNOWN | _NOT_READY)
+async def get_version_metadata(name: str, version: str, parts: PartsDep) -> ModelMetadata:
+    """Describe the model if this is the version that is served."""
+    _served(parts, name, version)
+    return await get_model_metadata(name, parts)
+
+
+@router.get("/models/{name}/versions/{version}/ready", responses=_READINESS)
+async def get_version_readiness(name: str, version: str, parts: PartsDep, response: Response) -> ModelReadiness:
+    """Say whether this version of the model can classify."""
+    if parts.served_model.current is not None:
+        _served(parts, name, version)
+    return await get_model_readiness(name, parts, response)
+
+
+class InferRoute(JsonRoute):
+    """A JSON route whose tensor may stand behind the JSON."""
+
+    async def read(self, request: Request) -> bytes:
+        """Read the whole body, of which only what stands before the tensor is JSON."""
+        return await read_body(request, _num_json_bytes(request))
+
+    def parse(self, model: type[InferRequest], body: bytes, request: Request) -> InferRequest:
+        """Check a body against its model, and bring the tensor into it."""
+        num_json_bytes = _num_json_bytes(request)
+        if num_json_bytes is None:
+            return parse_json(model, body)
+        if num_json_bytes > len(body):
+            raise RefusedTextError("invalid_request", _WRONG_LENGTH)
+        infer_request = parse_json(model, body[:num_json_bytes])
+        tensor = infer_request.inputs[0]
+        if "binary_data_size" in tensor.parameters:
+            settings = parts_of(request).settings
+            try:
+                tensor.data = read_binary_texts(
+                    body[num_json_bytes:], settings.max_batch_texts, settings.max_text_chars
+                )
+            except UnicodeDecodeError:
+                raise HTTPException(400, "the tensor is not UTF-8") from None
+        return infer_request
+
+
+def _num_json_bytes(request: Request) -> int | None:
+    announced = request.headers.get(BINARY_HEADER)
+    if announced is None:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", announced):
+        raise RefusedTextError("invalid_request", _WRONG_LENGTH)
+    return int(announced)
+
+
+async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any]:
+    """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out."""
+    parts = parts_of(request)
+    served = _served(parts, name)
+    texts = _texts(body)
+    refuse_many("data", texts, parts.settings)
+    answers = await classify(request, parts, served, texts, "data[{}]")
+    labels, confidences = zip(*(decide(parts, served, answer) for answer in answers), strict=True)
+    names = served.model.labels
+    probabilities = [value for answer in answers for _, value in zip(names, answer.probabilities, strict=True)]
+    tensors = {
+        "label": _tensor("label", "BYTES", body.inputs[0].shape, labels),
+        "confidence": _tensor("confidence", "FP32", body.inputs[0].shape, confidences),
+        "probabilities": _tensor("probabilities", "FP32", [len(answers), len(names)], probabilities),
+    }
+    wanted = [output.name for output in body.outputs] or list(tensors)
+    response: dict[str, Any] = {
+        "model_name": served.name,
+        "model_version": served.model.info["revision"],
+        "outputs": [tensors[one] for one in wanted],
+    }
+    # Half a character of JSON ("\\ud83d") is none that an answer could carry.
+    return response if body.id is None else {**response, "id": body.id.encode("utf-8", "replace").decode()}
+
+
+def _served(parts: Parts, name: str, version: str | None = None) -> Served:
+    served = parts.served_model.require()
+    if name != served.name:
+        raise HTTPException(404, f"no model of this name; {served.name} is served")
+    revision = served.model.info["revision"]
+    if version not in (None, revision):
+        raise HTTPException(404, f"no such version of the model; {revision} is served")
+    return served
+
+
+def _texts(body: InferRequest) -> list[str]:
+    tensor = body.inputs[0]
+    texts = [text for row in tensor.data or [] for text in ([row] if isinstance(row, str) else row)]
+    if not texts:
+        raise RefusedTextError("invalid_request", "the tensor holds no text")
+    if math.prod(tensor.shape) != len(texts):
+        raise RefusedTextError("invalid_request", f"the shape {tensor.shape} is not that of {len(texts)} texts")
+    return texts
+
+
+def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+async def infer_by_version(request: Request, body: InferRequest, name: str, version: str) -> dict[str, Any]:
+    """Classify texts as `infer` does if this is the version that is served."""
+    _served(parts_of(request), name, version)
+    return await infer(request, body, name)
+
+
+for _path, _endpoint in (
+    ("/models/{name}/infer", infer),
+    ("/models/{name}/versions/{version}/infer", infer_by_version),
+):
+    router.add_api_route(
+        _path,
+        _endpoint,
+        methods=["POST"],
+        response_model=InferResponse,
+        responses=_REFUSALS,
+        route_class_override=InferRoute,
+    )

@@ -1,0 +1,144 @@
+"""Requests and responses of the Open Inference Protocol, version 2, with its binary extension for what comes in."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference.errors import RefusedTextError
+from inference.http.schemas import Texts
+
+# Triton's clients put tensors behind the JSON; this header says where the JSON ends.
+BINARY_HEADER = "inference-header-content-length"
+INPUT_NAME = "text"
+_MAX_UTF8_BYTES = 4  # of one character
+
+
+class TensorMetadata(BaseModel):
+    """What a tensor looks like; -1 stands for any number."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ServerMetadata(BaseModel):
+    """The server."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class Liveness(BaseModel):
+    """Answer to the live probe."""
+
+    live: bool
+
+
+class Readiness(BaseModel):
+    """Answer to the ready probe of the server."""
+
+    ready: bool
+
+
+class ModelReadiness(Readiness):
+    """Answer to the ready probe of a model."""
+
+    name: str
+
+
+class ModelMetadata(BaseModel):
+    """The model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class InputTensor(BaseModel):
+    """Texts, in `data` or (binary_data_size) behind the JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    shape: list[Annotated[int, Field(ge=0, le=2**31)]] = Field(
+        min_length=1, max_length=2, description="[texts] or [texts, 1]."
+    )
+    datatype: Literal["BYTES"]
+    parameters: dict[str, Any] = {}
+    data: Texts | Annotated[list[Texts], Field(fail_fast=True)] | None = Field(default=None, description="The texts.")
+
+
+class RequestedOutput(BaseModel):
+    """A tensor to answer with."""
+
+    name: Literal["label", "confidence", "probabilities"]
+    parameters: dict[str, Any] = {}
+
+
+class InferRequest(BaseModel):
+    """Texts to classify; unknown fields are ignored, as the protocol asks."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"inputs": [{"name": INPUT_NAME, "shape": [1], "datatype": "BYTES", "data": ["Shares fall"]}]}]
+        },
+    )
+
+    id: str | None = None
+    parameters: dict[str, Any] = {}
+    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
+    outputs: list[RequestedOutput] = Field(default=[], max_length=3, fail_fast=True, description="Default: all three.")
+
+
+class OutputTensor(TensorMetadata):
+    """A tensor of answers, in row-major order."""
+
+    data: list[str] | list[float]
+
+
+class InferResponse(BaseModel):
+    """The answers."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[OutputTensor]
+
+
+class ProtocolError(BaseModel):
+    """The protocol's own error shape: one line."""
+
+    error: str
+
+
+def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[str]:
+    """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes and then UTF-8.
+
+    Raises:
+        UnicodeDecodeError: An element is not UTF-8.
+        RefusedTextError: The lengths do not add up, or there are more texts than the limit or longer ones.
+    """
+    texts: list[str] = []
+    place = 0
+    while place < len(data):
+        if len(texts) == max_texts:
+            raise RefusedTextError(
+                "too_many_texts", f"data has more entries than the maximum of {max_texts}; send more batches"
+            )
+        if place + 4 > len(data):
+            raise RefusedTextError("invalid_request", "the tensor ends within the length of an element")
+        (length,) = struct.unpack_from("<I", data, place)
+        place += 4 + length
+        if place > len(data):
+            raise RefusedTextError("invalid_request", "the tensor ends within an element")
+        if length > max_text_chars * _MAX_UTF8_BYTES:
+            line = f"data[{len(texts)}] has {length} bytes, more than {max_text_chars} characters can have; shorten it"
+            raise RefusedTextError("text_too_long", line)
+        texts.append(data[place - length : place].decode("utf-8"))
+    return texts

@@ -1,0 +1,82 @@
+"""What a visitor with a browser meets: the front door, and the demo page, which asks nobody but this server."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+from fastapi.responses import RedirectResponse
+from starlette.exceptions import HTTPException
+
+router = APIRouter(include_in_schema=False)
+
+_WEB = Path(__file__).parents[2] / "web"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE = "index.html"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asset:
+    body: bytes
+    gzipped: bytes
+    headers: dict[str, str]
+
+
+def _load_asset(path: Path) -> _Asset:
+    body = path.read_bytes()
+    headers = {
+        "Content-Type": f"{_MEDIA_TYPES[path.suffix]}; charset=utf-8",
+        # File names carry no version, so a browser asks each time; mostly it hears 304.
+        "Cache-Control": "no-cache",
+        "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',
+        "Vary": "Accept-Encoding",
+    }
+    return _Asset(body, gzip.compress(body, mtime=0), headers)
+
+
+# All in memory: a few dozen kilobytes, and no request ever names a path on disk.
+_ASSETS = {path.name: _load_asset(path) for path in sorted(_WEB.iterdir()) if path.suffix in _MEDIA_TYPES}
+
+_OptionalHeader = Annotated[str, Header()]
+
+
+# Redirects are relative, so that they hold under whatever path a proxy puts the server.
+@router.api_route("/", methods=["GET", "HEAD"])
+async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
+    """Send a visitor with a browser to the demo page, and any other client to the documentation."""
+    return RedirectResponse("demo" if "text/html" in accept else "docs", headers={"Vary": "Accept"})
+
+
+@router.api_route("/demo", methods=["GET", "HEAD"])
+async def show_demo(accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = "") -> Response:
+    """Answer with the demo page."""
+    return _answer(_PAGE, accept_encoding, if_none_match)
+
+
+@router.api_route("/demo/", methods=["GET", "HEAD"])
+async def leave_demo_folder() -> RedirectResponse:
+    """Send a visitor to the address without a slash, which the page's own links are relative to."""
+    return RedirectResponse("../demo")
+
+
+@router.api_route("/demo/{name}", methods=["GET", "HEAD"])
+async def get_demo_file(
+    name: str, accept_encoding: _OptionalHeader = "", if_none_match: _OptionalHeader = ""
+) -> Response:
+    """Answer with one file of the demo page."""
+    return _answer(name, accept_encoding, if_none_match)
+
+
+def _answer(name: str, accept_encoding: str, if_none_match: str) -> Response:
+    asset = _ASSETS.get(name)
+    if asset is None:
+        raise HTTPException(404)
+    if asset.headers["ETag"] in if_none_match:
+        return Response(status_code=304, headers=asset.headers)
+    if "gzip" in accept_encoding:
+        return Response(asset.gzipped, headers=asset.headers | {"Content-Encoding": "gzip"})
+    return Response(asset.body, headers=asset.headers)

@@ -1,0 +1,187 @@
+"""Streams of texts: JSON lines in, JSON lines out, answers flowing in order while the body still arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inference.batching.classifier import Answer
+from inference.batching.served_model import Served
+from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
+from inference.http.body_budget import weight_of
+from inference.http.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
+from inference.http.request_context import RequestContext
+from inference.http.routes.answers import abandon, note, refuse_long, render
+from inference.http.routes.dependencies import parts_of
+from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
+from inference.http.routes.json_route import parse_json
+from inference.http.routes.lines import LineReader
+from inference.http.schemas import PredictRequest
+from inference.http.server_parts import Parts
+
+MEDIA_TYPE = "application/x-ndjson"
+# One group is classified while the next waits: enough to fill forward passes, too little to crowd others out.
+_GROUP_LINES = 32
+_GROUPS_AT_ONCE = 2
+_LONGEST_PAUSE_S = 1.0
+# A stream of which so many lines in a row are refused is no stream of texts.
+_MOST_REFUSED_LINES = 1024
+
+
+@dataclass(slots=True)
+class _Group:
+    """Lines submitted together: for each its top_k, or the error that it is answered with; futures for the former."""
+
+    served: Served
+    lines: list[PredictRequest | Exception]
+    futures: list[asyncio.Future[Answer]]
+    held_bytes: int
+
+
+class StreamResponse(Response):
+    """Reads lines `{"text": ..., "top_k"?: ...}` and writes a line for each, in their order, with its `index`."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(media_type=MEDIA_TYPE)
+        del self.headers["content-length"]
+        self._parts: Parts = parts_of(request)
+        self._parts.served_model.require().classifier.refuse_if_down()  # then the whole request is refused
+        self._context = RequestContext.of(request.scope)
+        self._context.is_stream = True
+        self._index = 0
+        self._num_refused = 0  # of the last lines in a row
+        self._unsubmitted: list[PredictRequest | Exception] = []
+        self._group_lines = _GROUP_LINES
+        self._give_up_at = 0.0
+        settings = self._parts.settings
+        self._timeout_s = settings.request_timeout_s
+        self._reader = LineReader(
+            request, self._parts.body_budget, settings.max_line_bytes, max_waiting_bytes=settings.max_body_bytes
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; see the class."""
+        groups: deque[_Group] = deque()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while self._num_refused < _MOST_REFUSED_LINES and await self._fill(groups):
+                body = await self._answer(groups[0])
+                self._leave(groups.popleft())
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await asyncio.sleep(0)  # lines that are refused wait for nothing that would let others get on
+            await send({"type": "http.response.body", "body": self._last_words()})
+        finally:
+            self._reader.close()
+            for group in groups:
+                self._leave(group)
+
+    async def _fill(self, groups: deque[_Group]) -> bool:
+        """Submit lines until enough are under way; False once there is nothing left to answer."""
+        while len(groups) < _GROUPS_AT_ONCE:
+            if not self._unsubmitted:
+                lines = self._reader.take_ready(_GROUP_LINES) if groups else await self._reader.take(_GROUP_LINES)
+                self._unsubmitted = [self._parsed(line) for line in lines]
+                self._give_up_at = time.monotonic() + self._timeout_s
+            if not self._unsubmitted:
+                break
+            try:
+                groups.append(self._submit(self._unsubmitted[: self._group_lines]))
+            except (QueueFullError, RateLimitedError, WorkerDownError) as error:
+                # A stream is in no hurry: it waits for room, where a single request is better refused at once.
+                if groups:
+                    break
+                self._group_lines = max(1, self._group_lines // 2)
+                await self._pause(error)
+            else:
+                self._unsubmitted = self._unsubmitted[self._group_lines :]
+                self._group_lines = _GROUP_LINES
+        return bool(groups)
+
+    async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
+        if time.monotonic() > self._give_up_at:
+            self._unsubmitted = [error if isinstance(one, PredictRequest) else one for one in self._unsubmitted]
+        else:
+            await asyncio.sleep(min(getattr(error, "retry_after_s", math.inf), _LONGEST_PAUSE_S))
+
+    def _parsed(self, line: bytes | None) -> PredictRequest | Exception:
+        settings = self._parts.settings
+        try:
+            if line is None:
+                raise RefusedTextError("text_too_long", f"the line has more than {settings.max_line_bytes} bytes")
+            if len(line) > SMALL_BODY_BYTES:
+                JsonBounds(settings).feed(line)
+            request = parse_json(PredictRequest, line)
+            refuse_long("text", request.text, settings)
+        except (ValidationError, HTTPException, RefusedTextError) as error:
+            return error
+        return request
+
+    def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
+        served = self._parts.served_model.require()
+        texts = [line.text for line in lines if isinstance(line, PredictRequest)]
+        if texts:
+            self._context.allowance.require()
+        futures = served.classifier.submit(texts, self._timeout_s) if texts else []
+        self._context.allowance.take(len(texts))
+        group = _Group(served, lines, futures, weight_of(texts))
+        self._parts.body_budget.take(group.held_bytes)
+        return group
+
+    def _leave(self, group: _Group) -> None:
+        self._parts.body_budget.give_back(group.held_bytes)
+        abandon(group.futures)
+
+    async def _answer(self, group: _Group) -> bytes:
+        """Wait for a group and render its lines; one that failed is answered with an error of its own."""
+        futures = iter(group.futures)
+        rendered: list[bytes] = []
+        for line in group.lines:
+            content = await self._outcome(group, line, futures)
+            rendered.append(to_json({"index": self._index, **content}))
+            self._index += 1
+        return b"\n".join(rendered) + b"\n"
+
+    async def _outcome(
+        self, group: _Group, line: PredictRequest | Exception, futures: Iterator[asyncio.Future[Answer]]
+    ) -> dict[str, Any]:
+        if isinstance(line, Exception):
+            return self._error(line)
+        try:
+            answer = await next(futures)
+        except FAILURES as error:
+            return self._error(error)
+        note(self._context, [answer])
+        self._num_refused = 0
+        return render(self._parts, group.served, answer, line.top_k)
+
+    def _error(self, error: Exception) -> dict[str, Any]:
+        if isinstance(error, ValidationError | HTTPException | RefusedTextError):
+            self._num_refused += 1
+        match error:
+            case ValidationError():
+                code, message = "invalid_request", f"line: {describe_invalid(error)}"
+            case HTTPException():
+                code, message = http_code(error.status_code), str(error.detail)
+            case _:
+                _, code, message, _ = describe(error)
+        return {"error": error_detail(code, message, self._context.request_id)}
+
+    def _last_words(self) -> bytes:
+        # The status is long sent: what ends a body early can only be told here.
+        refusal: Exception | None = self._reader.refusal
+        if self._num_refused >= _MOST_REFUSED_LINES:
+            line = f"{self._num_refused} lines in a row were refused, so the rest is not read; correct the lines"
+            refusal = RefusedTextError("too_many_refused", line)
+        return b"" if refusal is None else to_json({"index": self._index, **self._error(refusal)}) + b"\n"

@@ -1,0 +1,85 @@
+"""Traces for OpenTelemetry, where they are asked for: a span a request, with its stages inside."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference import __version__
+from inference.errors import SettingsError
+from inference.http.request_context import RequestContext
+
+# Probes and metrics come every few seconds and tell nothing.
+_UNTRACED = ("/livez", "/readyz", "/health", "/metrics", "/v2/health/")
+_STAGES = ("tokenize", "queue", "forward")
+
+
+class Tracing:
+    """Makes spans and sends them to a collector, in batches on a thread of their own."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Make the tracer.
+
+        Raises:
+            SettingsError: OpenTelemetry is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind, set_span_in_context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise SettingsError('OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"') from None
+        resource = Resource.create({"service.name": "distrinews", "service.version": __version__})
+        provider = TracerProvider(resource=resource)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self.tracer = provider.get_tracer("distrinews")
+        self.kind = SpanKind.SERVER
+        self.inside = set_span_in_context
+        self.propagator = TraceContextTextMapPropagator()
+
+
+class TraceMiddleware:
+    """Makes a span for every request, as a child of the caller's where it names one."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Trace one request."""
+        if scope["type"] != "http" or scope["path"].startswith(_UNTRACED):
+            await self.app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting_status(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        started = time.time_ns()
+        tracing = self._tracing
+        parent = tracing.propagator.extract(headers)
+        span = tracing.tracer.start_span(scope["method"], parent, kind=tracing.kind, start_time=started)
+        try:
+            await self.app(scope, receive, noting_status)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            span.update_name(f"{scope['method']} {route}")
+            span.set_attributes(
+                {"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status}
+            )
+            context = RequestContext.of(scope)
+            span.set_attributes({"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts})
+            inside = tracing.inside(span)
+            for name, seconds in zip(_STAGES, context.stages or (), strict=False):
+                # One after the other, as they are for a single text; of several texts the longest of each.
+                stage = tracing.tracer.start_span(name, inside, start_time=started)
+                started += int(seconds * 1e9)
+                stage.end(started)
+            span.end()

@@ -1,0 +1,119 @@
+"""The collectives on small numbers: what every rank holds before and after each.
+
+    torchrun --standalone --nproc_per_node=4 learn/by_hand/collectives.py
+
+A collective is a call that every rank of a group makes, in the same order. All of distributed training is sent by the
+few below. Rank r holds 1 to N, times 10^r, so that the digits of a sum tell which ranks are in it.
+
+Source: the MPI standard, chapter "Collective Communication".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed as dist
+
+from learn.by_hand.demonstration import demonstrate
+from training.parallelism.distributed import Ranks
+
+Held = Iterator[torch.Tensor]  # what this rank holds: at first, and at the end
+NOTHING = torch.empty(0)
+
+
+def broadcast(row: torch.Tensor) -> Held:
+    """All get what rank 0 has. This is how replicas start equal."""
+    yield row
+    dist.broadcast(row, src=0)
+    yield row
+
+
+def reduce(row: torch.Tensor) -> Held:
+    """Rank 0 gets the sum; what the others hold afterwards is undefined. A loss that only rank 0 logs."""
+    yield row
+    dist.reduce(row, dst=0)
+    yield row if dist.get_rank() == 0 else NOTHING
+
+
+def all_reduce(row: torch.Tensor) -> Held:
+    """All get the sum. This is how data parallelism averages gradients."""
+    yield row
+    dist.all_reduce(row)
+    yield row
+
+
+def scatter(row: torch.Tensor) -> Held:
+    """Rank 0 deals its numbers out. Rows that one rank has read."""
+    is_first, own = dist.get_rank() == 0, torch.empty_like(row[:1])
+    yield row if is_first else NOTHING
+    dist.scatter(own, list(row.chunk(len(row))) if is_first else None, src=0)
+    yield own
+
+
+def gather(row: torch.Tensor) -> Held:
+    """Rank 0 collects one number of each. The whole model, to be written to a file."""
+    is_first, own, everyones = dist.get_rank() == 0, row[:1], torch.empty_like(row)
+    yield own
+    dist.gather(own, list(everyones.chunk(len(row))) if is_first else None, dst=0)
+    yield everyones if is_first else NOTHING
+
+
+def all_gather(row: torch.Tensor) -> Held:
+    """All collect one number of each. This is how FSDP puts a block's weights together before their turn."""
+    own, everyones = row[:1], torch.empty_like(row)
+    yield own
+    dist.all_gather(list(everyones.chunk(len(row))), own)
+    yield everyones
+
+
+def reduce_scatter(row: torch.Tensor) -> Held:
+    """Each gets its place of the sum. This is how FSDP leaves each rank the gradients of its shard."""
+    own = torch.empty_like(row[:1])
+    yield row
+    dist.reduce_scatter(own, list(row.chunk(len(row))))
+    yield own
+
+
+def all_to_all(row: torch.Tensor) -> Held:
+    """Each sends a number to each: rows become columns. This is how tokens travel to their experts."""
+    columns = torch.empty_like(row)
+    yield row
+    dist.all_to_all_single(columns, row)
+    yield columns
+
+
+def send_and_receive(row: torch.Tensor) -> Held:
+    """Each sends to the next rank; no collective, but two ranks at a time. This is how stages of a pipeline speak."""
+    rank, size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(row)
+    yield row
+    for transfer in (dist.isend(row, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)):
+        transfer.wait()
+    yield received
+
+
+COLLECTIVES = (broadcast, reduce, all_reduce, scatter, gather, all_gather, reduce_scatter, all_to_all, send_and_receive)
+
+
+def show(ranks: Ranks) -> None:
+    """Run each and print what the ranks held; rank 0 asks the others only to print it."""
+    size, width = ranks.world_size, ranks.world_size + 1
+    for collective in COLLECTIVES:
+        row = torch.arange(1, size + 1) * 10**ranks.rank
+        rows = ranks.gather([held.tolist() for held in collective(row)])
+        if not ranks.is_first:
+            continue
+        print(f"{collective.__name__}: {collective.__doc__}")
+        for rank, states in enumerate(rows):
+            before, after = ("".join(f"{number:{width}}" for number in numbers) or " -" for numbers in states)
+            print(f"  rank {rank} |{before:{size * width}}  ->  {after}".rstrip())
+        print()
+
+
+if __name__ == "__main__":
+    demonstrate("learn/by_hand/collectives.py", show)

@@ -1,0 +1,85 @@
+"""Data parallelism by hand beside DDP: the same weights after every step.
+
+    torchrun --standalone --nproc_per_node=2 learn/by_hand/compare_with_ddp.py
+
+Two copies of a model take the same steps on the same images, one by :mod:`learn.by_hand.data_parallel`, the other in
+``DistributedDataParallel``. After each step their losses, gradients and weights are held against each other. On two
+ranks they are equal to the bit. On more they may differ in their last bits: DDP sums many gradients in one call, and so
+adds the ranks' numbers up in another order; and where this divides by N, it multiplies by 1/N. All is in float64: in
+float32 such a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DistributedSampler
+
+from common.errors import TrainingFailure
+from learn.by_hand.batches import training_batches
+from learn.by_hand.cifar10 import Split
+from learn.by_hand.cnn import CNN
+from learn.by_hand.data_parallel import average_gradients, broadcast_parameters
+from learn.by_hand.demonstration import demonstrate, largest_gap
+from learn.by_hand.shapes import draw_shapes
+from training.parallelism.distributed import Ranks
+
+STEPS = 10
+ROWS_PER_RANK = 16
+TOLERANCE = 1e-12  # what rounding can do
+Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
+
+
+def show(mine: Ranks) -> None:
+    """Print a row for each step, of rank 0's losses and the largest differences on any rank.
+
+    Raises:
+        TrainingFailure: they differ by more than rounding.
+    """
+    say: Callable[[str], None] = print if mine.is_first else lambda _: None
+    say("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
+    widest = 0.0
+    for step, row in enumerate(compare(mine), start=1):
+        rows = mine.gather(row)
+        gradients, weights = max(row[2] for row in rows), max(row[3] for row in rows)
+        say(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
+        widest = max(widest, weights)
+    if widest > TOLERANCE:
+        raise TrainingFailure(f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first)
+    say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for rounding, {widest:.1e} at most"))
+
+
+def compare(mine: Ranks) -> Iterator[Row]:
+    """Take a step in both ways, and say what came of it."""
+    torch.manual_seed(mine.rank)  # the ranks start apart: both ways must bring them together
+    by_hand = CNN(width=8).double()
+    in_ddp = copy.deepcopy(by_hand)
+    broadcast_parameters(by_hand)
+    ddp = DistributedDataParallel(in_ddp)
+    optimizers = [SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (by_hand, in_ddp)]
+    images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * mine.world_size, seed=0))
+    sampler = DistributedSampler(images, mine.world_size, mine.rank)
+    for pixels, labels in training_batches(images, sampler, ROWS_PER_RANK, seed=0):
+        losses = [F.cross_entropy(model(pixels.double()), labels) for model in (by_hand, ddp)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()  # during which DDP averages its gradients
+        average_gradients(by_hand)
+        for optimizer in optimizers:
+            optimizer.step()
+        gradients = largest_gap(*([parameter.grad for parameter in model.parameters()] for model in (by_hand, in_ddp)))
+        yield losses[0].item(), losses[1].item(), gradients, largest_gap(by_hand.parameters(), in_ddp.parameters())
+
+
+if __name__ == "__main__":
+    demonstrate("learn/by_hand/compare_with_ddp.py", show)

@@ -1,0 +1,36 @@
+"""What the demonstrations share: their ranks, and one line for whoever starts one without torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from common.errors import UserError, run_command
+from training.parallelism.distributed import Ranks, ranks
+
+MOST_RANKS = 16  # a wider table is no longer read
+
+
+def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
+    """Call ``show`` on every rank that torchrun started, on the CPU, and leave with its exit code.
+
+    A foreseen error is one line: ``script`` was started without torchrun, or on more than ``MOST_RANKS`` ranks.
+    """
+
+    def main() -> None:
+        with ranks("cpu") as mine:
+            if not 2 <= mine.world_size <= MOST_RANKS:
+                raise UserError(
+                    f"{script} on {mine.world_size} rank{'s' * (mine.world_size > 1)}: it shows 2 to {MOST_RANKS}; "
+                    f"start it with torchrun --standalone --nproc_per_node=4 {script}",
+                    quiet=not mine.is_first,
+                )
+            show(mine)
+
+    run_command(main)
+
+
+def largest_gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """The largest difference of a number and its counterpart."""
+    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))

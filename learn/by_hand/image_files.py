@@ -1,0 +1,100 @@
+"""Images as files, in a folder or packed as ``.tar.gz``: ``train/CLASS/NAME.png`` and ``test/CLASS/NAME.png``."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from common.errors import UserError, first_line
+
+SPLITS = ("train", "test")
+SUFFIXES = (".png", ".jpg", ".jpeg")
+SIDE = 32  # pixels
+MOST_BYTES = 64 * 2**20  # of a file; a batch of CIFAR-10 has 30 million
+# No **: it would leave out linked folders, and never end where one is a link to a folder around it.
+IN_A_FOLDER = ("*", "*/*", "*/*/*", "*/*/*/*")
+
+
+def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Files of a folder or of an archive, by name within it, one at a time: all may be more than memory holds.
+
+    Args:
+        path: a folder, of which four levels are searched, or a ``.tar``, packed or not, which is not unpacked onto the
+            disk.
+        wanted: whether a file is to be read, by its name.
+
+    Raises:
+        UserError: something cannot be read, or a file is larger than ``MOST_BYTES``.
+    """
+    try:
+        if path.is_dir():
+            files = chain.from_iterable(sorted(path.glob(level)) for level in IN_A_FOLDER)
+            for name, file in ((PurePosixPath(file.relative_to(path)), file) for file in files):
+                if wanted(name) and file.is_file():
+                    _check_size(name, file.stat().st_size)
+                    yield name, file.read_bytes()
+        else:
+            with tarfile.open(path) as archive:  # in its own order: to go back would unpack it from the start
+                for name, member in ((PurePosixPath(member.name), member) for member in archive):
+                    if wanted(name) and member.isfile():
+                        _check_size(name, member.size)
+                        yield name, archive.extractfile(member).read()
+    except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"cannot be read ({first_line(error)})") from error
+
+
+def _check_size(name: PurePosixPath, num_bytes: int) -> None:
+    if num_bytes > MOST_BYTES:
+        raise UserError(f"{name}: {num_bytes:,} bytes; files of more than {MOST_BYTES:,} are not read")
+
+
+def is_image_of_class(name: PurePosixPath) -> bool:
+    """Whether a name ends in ``train/CLASS/NAME.png`` or the like."""
+    return len(name.parts) >= 3 and name.parts[-3] in SPLITS and name.suffix.lower() in SUFFIXES
+
+
+def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
+    """An image, uint8, (32, 32, 3); one of another size is scaled.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{name}: no image that can be read ({type(error).__name__})") from error
+    return np.asarray(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE)))
+
+
+def classes_of(images: Mapping[PurePosixPath, np.ndarray]) -> list[str]:
+    """The names of the folders under ``train``, sorted: the order of labels."""
+    return sorted({name.parts[-2] for name in images if name.parts[-3] == "train"})
+
+
+def stack_images(
+    images: Mapping[PurePosixPath, np.ndarray], split: str, classes: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The images of a split, in the order of their names.
+
+    Returns:
+        Pixels, uint8, (rows, 32, 32, 3), and labels, int64, (rows,).
+
+    Raises:
+        UserError: there are none, or one is of an unknown class (named).
+    """
+    names = sorted(name for name in images if name.parts[-3] == split)
+    if not names:
+        raise UserError(f"holds no {split}/CLASS/*.png or *.jpg")
+    strange = next((name for name in names if name.parts[-2] not in classes), None)
+    if strange:
+        raise UserError(f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}")
+    labels = [classes.index(name.parts[-2]) for name in names]
+    return np.stack([images[name] for name in names]), np.array(labels, dtype=np.int64)

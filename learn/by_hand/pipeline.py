@@ -1,0 +1,119 @@
+"""A pipeline by hand: every rank holds one stage of the model, and micro-batches follow each other through the stages.
+
+    torchrun --standalone --nproc_per_node=4 learn/by_hand/pipeline.py
+
+A stage sends its activations to the next rank and gets back the loss's gradient with respect to them: autograd ends at
+the border of a process, so both transfers are written out. What is left to choose is the order in which a rank works:
+
+- GPipe: all forwards, then all backwards. A stage keeps the activations of all M micro-batches.
+- 1F1B: a backward as soon as one can run. Of N stages, stage s keeps N - s micro-batches at most.
+
+While the pipeline fills and drains, ranks wait: (N - 1) / (M + N - 1) of the time, if all actions take equally long.
+
+Source: Huang et al., "GPipe", arXiv 1811.06965, section 2; for 1F1B Narayanan et al., arXiv 2104.04473, section 2.2.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from learn.by_hand.demonstration import demonstrate, largest_gap
+from learn.by_hand.pipeline_timeline import Event, describe
+from training.parallelism.distributed import Ranks
+
+Action = tuple[str, int]  # "F" or "B", and the micro-batch
+
+
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """The order of GPipe, the same for every stage: all forwards, then all backwards."""
+    return [(kind, index) for kind in "FB" for index in range(num_micro_batches)]
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """The order of 1F1B: as many forwards as there are stages behind, then forward and backward by turns."""
+    warm_up = min(num_stages - 1 - stage, num_micro_batches)
+    forwards, backwards = ([(kind, index) for index in range(num_micro_batches)] for kind in "FB")
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    return forwards[:warm_up] + list(chain.from_iterable(pairs)) + backwards[num_micro_batches - warm_up :]
+
+
+class Stage:
+    """This rank's part of the model, at work on one batch; gradients add up in the module's parameters.
+
+    Args:
+        module: keeps the shape of what it is given.
+        inputs: the micro-batches, all alike in size; ranks but the first read only their shapes.
+        targets: of the same shapes, for the mean square error on the last rank.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.module, self.inputs, self.targets = module, inputs, targets
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what a backward needs of its forward
+
+    def run(self, actions: Sequence[Action]) -> list[Event]:
+        """Work through the actions in their order; returns when each was done."""
+        # Nobody waits to send: with 1F1B two neighbours would wait for each other, each sending, none receiving.
+        events, sends = [], []
+        for kind, index in actions:
+            message, receiver = self._forward(index) if kind == "F" else self._backward(index)
+            events.append(Event(self.rank, kind, index, time.monotonic(), len(self.kept)))
+            if 0 <= receiver <= self.last:
+                sends.append(dist.isend(message, receiver))
+        for send in sends:
+            send.wait()
+        return events
+
+    def _forward(self, index: int) -> tuple[torch.Tensor, int]:
+        x = self.inputs[index]
+        if self.rank > 0:
+            x = torch.empty_like(x)
+            dist.recv(x, self.rank - 1)
+            x.requires_grad_()  # its gradient is what the stage before waits for
+        y = self.module(x)
+        if self.rank == self.last:
+            y = F.mse_loss(y, self.targets[index]) / len(self.targets)
+        self.kept[index] = x, y
+        return y.detach(), self.rank + 1
+
+    def _backward(self, index: int) -> tuple[torch.Tensor | None, int]:
+        x, y = self.kept.pop(index)
+        gradient = torch.empty_like(y) if self.rank < self.last else None
+        if gradient is not None:
+            dist.recv(gradient, self.rank + 1)
+        y.backward(gradient)
+        return x.grad, self.rank - 1
+
+
+def show(ranks: Ranks, num_micro_batches: int = 8) -> None:
+    """Run both orders on the same batch, compare each with one process, and print what ran when."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(ranks.world_size))).double()
+    inputs, targets = torch.randn(2, 64, 16, dtype=torch.float64)
+    module = layers[ranks.rank]
+    expected = torch.autograd.grad(F.mse_loss(layers(inputs), targets), list(module.parameters()))
+    for name, order in (("GPipe", gpipe), ("1F1B", one_forward_one_backward)):
+        module.zero_grad()
+        stage = Stage(module, inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches))
+        events = ranks.gather(stage.run(order(ranks.rank, ranks.world_size, num_micro_batches)))
+        gap = f"{largest_gap([parameter.grad for parameter in module.parameters()], expected):.1e}"
+        gaps = ", ".join(ranks.gather(gap))
+        if ranks.is_first:
+            print(f"{name}: {ranks.world_size} stages, {num_micro_batches} micro-batches\n{describe(events)}")
+            print(f"largest difference to the gradients of one process, by stage: {gaps}\n")
+
+
+if __name__ == "__main__":
+    demonstrate("learn/by_hand/pipeline.py", show)

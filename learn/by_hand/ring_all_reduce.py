@@ -1,0 +1,119 @@
+"""All-reduce by hand, as a ring of sends and receives.
+
+    torchrun --standalone --nproc_per_node=4 learn/by_hand/ring_all_reduce.py
+
+Every rank holds a tensor as large as the others' and wants the sum of all. Were each to send its whole tensor to every
+other, N - 1 times the tensor would leave every rank. Instead the tensor is cut into N chunks, and every rank only ever
+sends to the next one, around the ring:
+
+- reduce-scatter, N - 1 steps: a chunk travels from rank to rank and each adds its own part. At the end every rank holds
+  one chunk that is the sum of all.
+- all-gather, N - 1 steps: the summed chunks travel around once more and replace what each rank had.
+
+2 (N - 1) steps of 1/N of the tensor: 2 (N - 1) / N of it leave each rank, nearly the same for 4 ranks as for 4,000. If
+only the ranks can add, no all-reduce sends less; a switch that adds (SHARP) needs about half. But each step also costs
+the latency of a message, 2 (N - 1) of them one after the other: for small tensors on many ranks NCCL sends along trees.
+Each chunk is summed hop by hop, then copied: all ranks hold the same bits.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed as dist
+
+from learn.by_hand.demonstration import demonstrate
+from training.parallelism.distributed import Ranks
+
+REDUCE_SCATTER, ALL_GATHER = "reduce-scatter", "all-gather"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank did in one step: the chunks by their number, and the bytes that it sent."""
+
+    phase: str
+    sent: int
+    received: int
+    num_bytes: int
+
+
+def ring_all_reduce(tensor: torch.Tensor) -> int:
+    """Sum a contiguous tensor over all ranks, in place, as ``dist.all_reduce`` does; returns the bytes sent."""
+    return sum(step.num_bytes for step in ring_steps(tensor))
+
+
+def ring_steps(tensor: torch.Tensor) -> Iterator[Step]:
+    """The same, one step for each value that is taken: 2 (N - 1) on N ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Views: what is written into a chunk is written into the tensor. The first ones are longer by 1 if N does not
+    # divide the tensor, and the last ones empty if it has fewer than N elements.
+    chunks = tensor.detach().view(-1).tensor_split(size)
+    for step in range(size - 1):
+        yield _pass_on(chunks, REDUCE_SCATTER, (rank - step) % size)
+    # Now this rank's chunk rank + 1 is the whole sum: the first to be shown around.
+    for step in range(size - 1):
+        yield _pass_on(chunks, ALL_GATHER, (rank + 1 - step) % size)
+
+
+def _pass_on(chunks: Sequence[torch.Tensor], phase: str, sent: int) -> Step:
+    """Send a chunk to the next rank while the chunk before it comes from the previous rank."""
+    rank, size = dist.get_rank(), len(chunks)
+    received = (sent - 1) % size
+    incoming = torch.empty_like(chunks[received])
+    # Both are begun before either is waited for: if every rank first waited to send, none would come to receive.
+    for transfer in (dist.isend(chunks[sent], (rank + 1) % size), dist.irecv(incoming, (rank - 1) % size)):
+        transfer.wait()
+    if phase == REDUCE_SCATTER:
+        chunks[received].add_(incoming)
+    else:
+        chunks[received].copy_(incoming)
+    return Step(phase, sent, received, chunks[sent].nbytes)
+
+
+def show(ranks: Ranks) -> None:
+    """Print what every rank holds after each step; rank 0 asks the others only to print it."""
+    size, tensor = ranks.world_size, torch.arange(1, 10) * 10**ranks.rank
+    expected = tensor.clone()
+    dist.all_reduce(expected)
+
+    say = print if ranks.is_first else lambda *_: None
+    say(
+        f"Rank r holds 1 to 9, times 10^r: the digits of a sum tell which ranks are in it. {size} ranks, {size} chunks."
+    )
+    say("\nbefore")
+    _print_rows(ranks, tensor, received=None)
+    sent_bytes = 0
+    for number, step in enumerate(ring_steps(tensor)):
+        sent_bytes += step.num_bytes
+        verb = "adds" if step.phase == REDUCE_SCATTER else "takes"
+        say(f"\n{step.phase}, step {number % (size - 1) + 1} of {size - 1}: each rank {verb} the chunk marked *")
+        _print_rows(ranks, tensor, step.received)
+
+    say(f"\nbytes sent by each rank: {ranks.gather(sent_bytes)}")
+    say(f"2 (N - 1) / N of the tensor's {tensor.nbytes} bytes: {2 * (size - 1) / size * tensor.nbytes:g}")
+    say(f"equal to dist.all_reduce, rank by rank: {ranks.gather(torch.equal(tensor, expected))}")
+
+
+def _print_rows(ranks: Ranks, tensor: torch.Tensor, received: int | None) -> None:
+    width = ranks.world_size + 1
+    for rank, (held, marked) in enumerate(ranks.gather((tensor, received))):
+        cells = [
+            (" *"[index == marked]) + "".join(f"{value:{width}}" for value in chunk.tolist())
+            for index, chunk in enumerate(held.tensor_split(ranks.world_size))
+        ]
+        if ranks.is_first:
+            print(f"  rank {rank} |" + " |".join(cells))
+
+
+if __name__ == "__main__":
+    demonstrate("learn/by_hand/ring_all_reduce.py", show)

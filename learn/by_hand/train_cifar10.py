@@ -1,0 +1,145 @@
+"""Train a CNN on CIFAR-10, data parallel by hand: torchrun --nproc_per_node=2 learn/by_hand/train_cifar10.py."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+if not __package__:  # started by path: the imports below need the folder above training/
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DistributedSampler
+
+from common.errors import OneLineParser, UserError, one_voice, positive, run_command
+from common.files import format_time
+from learn.by_hand.batches import Batch, evaluation_batches, training_batches
+from learn.by_hand.cifar10 import ImageData, load_images
+from learn.by_hand.cnn import CNN
+from learn.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
+from training.fault_tolerance.interruption import run_rank
+from training.parallelism.distributed import Ranks, ranks
+
+# Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def main() -> None:
+    """Parse, join the process group, train."""
+    with one_voice():
+        options = _parse()
+    if "RANK" not in os.environ:
+        os.environ |= ALONE
+    with ranks(options.device) as mine:
+        if options.batch_size % mine.world_size:
+            complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
+            raise UserError(complaint, quiet=not mine.is_first)
+        load = partial(load_images, options.data)
+        train(mine.first_then_rest(load) if options.data == "cifar10" else mine.together(load), options, mine)
+
+
+def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
+    """Train for some epochs, of which rank 0 prints a line each; returns the model.
+
+    Raises:
+        UserError: there are not enough rows for one batch.
+    """
+    steps = len(data.train) // options.batch_size
+    if not steps:
+        complaint = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
+        raise UserError(complaint, quiet=not mine.is_first)
+    rows_per_rank = options.batch_size // mine.world_size
+    # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
+    torch.manual_seed(options.seed + mine.rank)
+    model = CNN(len(data.classes)).to(mine.device)
+    broadcast_parameters(model)
+    optimizer = AdamW(model.parameters(), options.learning_rate)
+    schedule = one_cycle(optimizer, options.epochs * steps)
+    train_sampler = DistributedSampler(data.train, mine.world_size, mine.rank, seed=options.seed)
+    test_sampler = DistributedSampler(data.test, mine.world_size, mine.rank, shuffle=False)
+    for epoch in range(1, options.epochs + 1):
+        began = time.perf_counter()
+        train_sampler.set_epoch(epoch)
+        batches = training_batches(data.train, train_sampler, rows_per_rank, options.seed)
+        loss = train_epoch(model, batches, optimizer, schedule, mine)
+        accuracy = evaluate(model, evaluation_batches(data.test, test_sampler, rows_per_rank), mine.device)
+        if mine.is_first:
+            took = format_time(time.perf_counter() - began)
+            print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
+    return model
+
+
+def train_epoch(
+    model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, mine: Ranks
+) -> float:
+    """One step a batch; returns the mean loss of the global batches."""
+    model.train()
+    losses = []
+    for images, labels in batches:
+        loss = F.cross_entropy(model(images.to(mine.device)), labels.to(mine.device))
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return mine.sum_(torch.stack(losses).mean()).item() / mine.world_size
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+    """The accuracy over all ranks' test rows."""
+    model.eval()
+    correct = total = 0
+    for images, labels in batches:
+        correct += int((model(images.to(device)).argmax(dim=1) == labels.to(device)).sum())
+        total += len(labels)
+    return global_accuracy(correct, total)
+
+
+def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
+    """The learning rate rises over the first quarter of the steps and falls to nothing over the others.
+
+    Source: Smith and Topin, "Super-Convergence", arXiv 1708.07120, section 3.
+    """
+    peak = max(1, steps // 4)
+    return LambdaLR(optimizer, lambda step: min((step + 1) / peak, (steps - step) / (steps - peak + 1)))
+
+
+def _parse() -> Namespace:
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
+    parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
+    parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
+    parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")
+    parser.add_argument("--seed", type=_seed, default=1, help="default: 1")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    return parser.parse_args()
+
+
+def _rate(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (rate := float(text)) < math.inf:
+            return rate
+    raise ArgumentTypeError(f"{text}: must be a number above 0")
+
+
+def _seed(text: str) -> int:
+    if (seed := positive(text)) >= 2**32:
+        raise ArgumentTypeError(f"{text}: must be a whole number, at least 1 and below {2**32:,}")
+    return seed
+
+
+if __name__ == "__main__":
+    run_rank(lambda: run_command(main))

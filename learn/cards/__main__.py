@@ -1,0 +1,123 @@
+"""The twelve cards: python -m learn.cards run, show, or serve."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import OneLineParser, UserError, positive, run_command
+from common.files import only_run_in
+
+# What brings PyTorch along is imported where it is used: --help and a wrong flag take no seconds.
+if TYPE_CHECKING:
+    from learn.cards.pipeline import Pipeline
+
+DEFAULT_OUTPUT = Path("checkpoints/cards")
+DEFAULT_PORT = 8420
+
+
+def build_parser() -> OneLineParser:
+    """The flags of the three commands."""
+    parser = OneLineParser(prog="python -m learn.cards", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a pipeline on real ranks")
+    run.add_argument("--report", type=Path, metavar="FILE.html", help="write a page of the run, whole in one file")
+    show = commands.add_parser("show", help="draw the wiring of a pipeline")
+    show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
+    serve = commands.add_parser("serve", help="step through a pipeline on a page")
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
+    for command in (run, serve):
+        kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"
+        command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
+    for command in (run, show, serve):
+        command.add_argument("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
+        command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
+        command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
+        command.add_argument("--strategy", metavar="{ddp,fsdp,deepspeed}", help="how the model lies over the ranks")
+    return parser
+
+
+def configured(flags: argparse.Namespace) -> Pipeline:
+    """The pipeline that the flags name, with what they set.
+
+    Raises:
+        UserError: it cannot be read or run, or has no card for a flag, or none that takes its value.
+    """
+    from learn.cards.pipeline import SETTINGS
+    from learn.cards.wiring import DEFAULT_PIPELINE, read_pipeline
+
+    pipeline = read_pipeline(flags.pipeline or DEFAULT_PIPELINE)
+    for name in SETTINGS:
+        value = getattr(flags, name)
+        if value is not None:
+            pipeline = pipeline.with_setting(name, value, f"--{name} {value}")
+    return pipeline
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Run a pipeline to its end."""
+    from learn.cards.history import History
+    from learn.cards.progress import Progress
+    from learn.cards.report import check_report, write_report
+    from learn.cards.runner import Event, Runner
+
+    pipeline = configured(flags)
+    if flags.report:
+        check_report(flags.report)
+    history = History(pipeline)
+    progress = Progress(pipeline, history)
+
+    def follow(event: Event) -> None:
+        history.record(event)
+        progress.show(event)
+
+    runner = Runner(pipeline, flags.output, follow)
+    try:
+        with progress, runner:
+            runner.run()
+    finally:
+        # Of a run that failed too: there it says most.
+        if flags.report:
+            write_report(flags.report, runner, history)
+            print(f"The run on a page: {flags.report}")
+    print(f"What each rank held before and after each card: {runner.storage.folder}")
+
+
+def show(flags: argparse.Namespace) -> None:
+    """Draw the wiring of a pipeline."""
+    from rich.console import Console
+
+    from learn.cards.drawing import as_mermaid, as_table
+    from learn.cards.runner import epochs_of, workers_of
+
+    pipeline = configured(flags)
+    if flags.mermaid:
+        print(as_mermaid(pipeline))
+    else:
+        Console(highlight=False, markup=False).print(as_table(pipeline, workers_of(pipeline), epochs_of(pipeline)))
+
+
+def serve(flags: argparse.Namespace) -> None:
+    """Step through a pipeline on a page, until Ctrl-C."""
+    from learn.cards.serve import serve_page
+
+    serve_page(configured(flags), flags.output, flags.port)
+
+
+def main() -> None:
+    """Parse, and do what is asked for."""
+    flags = build_parser().parse_args()
+    if flags.command == "show":
+        show(flags)
+        return
+    try:
+        flags.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {flags.output}: cannot be written ({error.strerror})") from error
+    with only_run_in(flags.output, "--output"):
+        {"run": run, "serve": serve}[flags.command](flags)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,73 @@
+"""What has become of every card so far; the page and the report draw it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from learn.cards.pipeline import Pipeline
+from learn.cards.runner import Event, epochs_of
+
+
+class History:
+    """Keeps of every card its latest event, and of the training loop the loss of every pass.
+
+    Args:
+        pipeline: that runs.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.epochs = epochs_of(pipeline)
+        self.losses: list[float] = []
+        self.failure = ""  # why a card failed; empty as long as none has
+        self.latest: dict[str, Event] = {}  # by node
+        self.metrics: dict[str, dict[str, float]] = {}  # by node, of its latest event that had any
+        self._nodes = [node.id for node in pipeline.nodes]
+
+    def record(self, event: Event) -> None:
+        """A card begins, is done, or failed."""
+        self.latest[event.node] = event
+        if event.state == "failed":
+            self.failure = event.message
+        if event.metrics:
+            self.metrics[event.node] = event.metrics
+        if event.epoch and "loss" in event.metrics:
+            self.losses.append(event.metrics["loss"])
+
+    def has_run(self, node_id: str) -> bool:
+        """Whether a card has been done once: of one of the training loop also while it runs again."""
+        event = self.latest.get(node_id)
+        return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
+
+    def state(self, losses_from: int = 0) -> dict[str, Any]:
+        """All of it as JSON.
+
+        Args:
+            losses_from: number of the first loss to tell, from 0.
+        """
+        cards = {}
+        for node_id in self._nodes:
+            event = self.latest.get(node_id)
+            told = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
+            cards[node_id] = told | {"metrics": self.metrics.get(node_id, {})}
+        return writable(
+            {
+                "cards": cards,
+                "epochs": self.epochs,
+                "failure": self.failure,
+                "losses_from": losses_from,
+                "losses": self.losses[losses_from:],
+            }
+        )
+
+
+def writable(value: Any) -> Any:
+    """The same value with its numbers that JSON does not know, infinities and NaN, as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: writable(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [writable(part) for part in value]
+    return value

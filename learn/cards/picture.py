@@ -1,0 +1,153 @@
+"""What there is to see of a pipeline and of each of its cards, as JSON: the page and the report draw it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from learn.cards.distributed.forward import MOST_ROWS
+from learn.cards.history import writable
+from learn.cards.pipeline import Node, Pipeline
+from learn.cards.runner import Runner, workers_of
+from learn.cards.sharding.shard_data import global_batches, rows_of
+from learn.cards.storage import Storage
+
+MOST_SHARDED_ROWS = 1000
+MOST_CELLS = 32  # of a tensor, along each of its dimensions
+
+FIRST_PASS = "epoch 1, batch 1"
+LAID_OUT = "laid out"
+# What of the model a card changes, and the moments at which to look at it.
+HELD = {
+    "dist_setup_process_group": (
+        "parameters",
+        {"before": "before the broadcast", "broadcast": "after the broadcast", "after": LAID_OUT},
+    ),
+    "dist_backward": ("gradients", {"after": "after the backward pass"}),
+    "dist_allreduce": ("gradients", {"before": "before the all-reduce", "after": "after the all-reduce"}),
+    "dist_optimizer_step": ("parameters", {"before": "before the step", "after": "after the step"}),
+}
+
+
+def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
+    """The wiring, and what every card says of itself and how it is set."""
+    return {
+        "name": pipeline.name,
+        "workers": workers_of(pipeline),
+        "loop": [node.id for node in pipeline.loop],
+        "nodes": [_node_picture(node) for node in pipeline.nodes],
+    }
+
+
+def _node_picture(node: Node) -> dict[str, Any]:
+    card = node.card
+    return {
+        "id": node.id,
+        "card_type": card.card_type,
+        "name": card.display_name,
+        "description": card.description,
+        "look_at": card.look_at,
+        "execution_mode": card.execution_mode,
+        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
+        "outputs": list(card.output_schema),
+        "schema": card.config_schema.model_json_schema(),
+        "config": node.config.model_dump(mode="json"),
+    }
+
+
+def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
+    """What a card made and what each rank held, of a card that has run.
+
+    Returns:
+        One picture, or of a card of the training loop two, once there are: of its first pass, and of the latest that
+        was kept. Each has the card's preview, and what there is of: shards, batch, held, counts.
+    """
+    storage = runner.storage.at(node.id)
+    latest = _pass_picture(node, storage, runner.pipeline)
+    if not node.in_loop or latest["pass"] == FIRST_PASS:
+        return [latest]
+    return [_pass_picture(node, storage.first_pass(), runner.pipeline), latest]
+
+
+def _pass_picture(node: Node, storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+    outputs = storage.load(storage.key("outputs", 0 if node.card.execution_mode == "distributed" else None))
+    [made] = outputs.values()
+    name = "epoch {epoch}, batch {batch}".format_map(made) if node.in_loop else ""
+    picture = {"pass": name, "preview": node.card.get_output_preview(outputs, storage)}
+    return writable(picture | _drawings(node, outputs, storage, pipeline))
+
+
+def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+    """What the page draws of this card beside its preview."""
+    card_type = node.card.card_type
+    if card_type == "dist_shard_data":
+        return {"shards": _shards(outputs["sharded_data"], storage)}
+    if card_type == "dist_forward":
+        return {"batch": storage.of_ranks("batch"), "most_rows": MOST_ROWS}
+    if card_type == "dist_evaluate":
+        return {"counts": [found["eval_metrics"]["own"] for found in storage.of_ranks("outputs")]}
+    if card_type in HELD:
+        return {"held": _held(*HELD[card_type], storage, pipeline)}
+    return {}
+
+
+def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
+    """The global batches of the first epoch, as rows of the data set, and the rank that each row goes to."""
+    tensors = storage.tensors(sharded["prepared"]["tensors"])
+    train, test = tensors["train_rows"], tensors["test_rows"]
+    batches, owners = [], []
+    for batch in global_batches(sharded["prepared"], epoch=0):
+        owner = torch.empty_like(batch)
+        for rank in range(sharded["num_workers"]):
+            rows_of(owner, rank, sharded["num_workers"]).fill_(rank)
+        batches.append(train[batch].tolist())
+        owners.append(owner.tolist())
+        if sum(map(len, batches)) >= MOST_SHARDED_ROWS:
+            break
+    shown = {"batches": batches, "owners": owners, "test_rows": test[:MOST_SHARDED_ROWS].tolist()}
+    return shown | {"rows": len(train) + len(test)}
+
+
+def _held(kind: str, titles: dict[str, str], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+    """What every rank held of parameters or gradients at each moment."""
+    group = pipeline.of_type("dist_setup_process_group")
+    assert group is not None, "a distributed card has a process group before it"
+    whole = {
+        name.partition("/")[2]: facts["shape"] for name, facts in storage.at(group.id).of_ranks("before")[0].items()
+    }
+    moments = []
+    for moment, title in titles.items():
+        ranks = [_held_by(rank, moment, kind, storage) for rank in storage.ranks()]
+        # Where every rank keeps all of the model, there is nothing to lay out after the broadcast.
+        if title != LAID_OUT or ranks != moments[-1]["ranks"]:
+            moments.append({"title": title, "ranks": ranks})
+    for moment in moments:
+        for name, shape in whole.items():
+            _place([held[name] for held in moment["ranks"]], shape)
+    return {"kind": kind, "whole": whole, "moments": moments}
+
+
+def _held_by(rank: int, moment: str, kind: str, storage: Storage) -> dict[str, dict[str, Any]]:
+    key = storage.key(moment, rank)
+    checksums, tensors = storage.load(key), storage.tensors(key)
+    return {
+        name.partition("/")[2]: facts | {"values": _values(tensors[name])}
+        for name, facts in checksums.items()
+        if name.startswith(kind)
+    }
+
+
+def _place(slices: list[dict[str, Any]], whole: list[int]) -> None:
+    """Say of what each rank holds of a tensor with which row of the whole it begins."""
+    is_sliced = any(held["shape"][0] != whole[0] for held in slices)
+    starts = accumulate((held["shape"][0] for held in slices[:-1]), initial=0)
+    for held, start in zip(slices, starts, strict=True):
+        held["first_row"] = start if is_sliced else 0
+
+
+def _values(tensor: torch.Tensor) -> list[list[float]]:
+    """Its upper left corner, row by row, to the seven digits that an fp32 number has; a vector is a column."""
+    matrix = tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
+    return [[float(f"{value:.7g}") for value in row] for row in matrix[:MOST_CELLS, :MOST_CELLS].tolist()]

@@ -1,0 +1,182 @@
+"""Runs a pipeline card by card, and the cards of the training loop for every global batch of every epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import ForeseenError, TrainingFailure, first_line
+from learn.cards.pipeline import Node, Pipeline
+from learn.cards.storage import Storage
+from learn.cards.workers import Job, Workers, keep_traceback
+
+
+@dataclass(frozen=True)
+class Event:
+    """A card begins, is done, or failed."""
+
+    node: str
+    state: Literal["running", "done", "failed"]
+    epoch: int = 0  # from 1, of a card of the training loop; else 0
+    batch: int = 0
+    is_last_batch: bool = False  # of the epoch
+    seconds: float = 0.0  # that the card took; of one of the loop, all its passes so far
+    metrics: dict[str, float] = field(default_factory=dict)
+    message: str = ""  # why it failed
+
+
+class Runner:
+    """One run of a pipeline; a context manager, after which no process is left.
+
+    Args:
+        pipeline: a checked one.
+        folder: the values are kept in a folder of the pipeline's name in it; the first step removes those of an
+            earlier run.
+        on_event: told of every card as it begins and ends, in the thread that runs it.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, folder: Path, on_event: Callable[[Event], None] = lambda event: None
+    ) -> None:
+        self.pipeline = pipeline
+        self.storage = Storage(folder / pipeline.name)
+        self.on_event = on_event
+        # By node: what each rank put out; a local card counts as one.
+        self.outputs: dict[str, list[dict[str, Any]]] = {}
+        self.seconds: dict[str, float] = {}
+        self._num_workers = workers_of(pipeline)
+        self.passes_done = 0  # of the training loop
+        self._next = 0  # place in pipeline.nodes
+        self._workers: Workers | None = None
+
+    @property
+    def next_node(self) -> Node | None:
+        """The node whose card runs next; None at the end."""
+        return self.pipeline.nodes[self._next] if self._next < len(self.pipeline.nodes) else None
+
+    @property
+    def total_passes(self) -> int:
+        """Passes of the training loop: global batches of all epochs; 0 before the rows are sharded."""
+        return epochs_of(self.pipeline) * self._batches_per_epoch
+
+    @property
+    def _batches_per_epoch(self) -> int:
+        shard = self.pipeline.of_type("dist_shard_data")
+        outputs = self.outputs.get(shard.id) if shard else None
+        return outputs[0]["sharded_data"]["batches_per_epoch"] if outputs else 0
+
+    def step(self) -> bool:
+        """Run the next card, and keep what each rank held before and after it; returns whether there was one.
+
+        Raises:
+            UserError: a configuration does not go with the data, or the folder holds something else than a run.
+            TrainingFailure: a rank died, or the card failed.
+        """
+        return self._step(recording=True)
+
+    def run(self) -> None:
+        """Run all that is left; of the training loop the first and the last pass are kept.
+
+        Raises:
+            UserError, TrainingFailure: as :meth:`step`.
+        """
+        while self._step(recording=self.passes_done in (0, self.total_passes - 1)):
+            pass
+
+    def close(self) -> None:
+        """End all processes, also from another thread than the one that runs."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(self, *, recording: bool) -> bool:
+        node = self.next_node
+        if node is None:
+            return False
+        place = self._place(node)
+        self.on_event(Event(node.id, "running", *place, self.seconds.get(node.id, 0.0)))
+        start = time.monotonic()
+        try:
+            self._run_card(node, recording=recording or not node.in_loop)
+        except ForeseenError as error:
+            self.on_event(Event(node.id, "failed", *place, message=str(error)))
+            raise
+        self.seconds[node.id] = self.seconds.get(node.id, 0.0) + time.monotonic() - start
+        metrics = node.card.metrics(self.outputs[node.id][0])
+        self.on_event(Event(node.id, "done", *place, self.seconds[node.id], metrics))
+        return True
+
+    def _run_card(self, node: Node, *, recording: bool) -> None:
+        try:
+            if not self.outputs:
+                self.storage.begin_run()
+            self.outputs[node.id] = self._execute(node, recording=recording)
+            self._advance(node)
+        except ForeseenError:
+            raise
+        except Exception as error:  # of a local card, or of this program around the ranks; theirs are foreseen there
+            said = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
+            raise TrainingFailure(f"card {node.card.card_type} (node {node.id}): {said}") from error
+
+    def _place(self, node: Node) -> tuple[int, int, bool]:
+        """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""
+        if not node.in_loop:
+            return 0, 0, False
+        epoch, batch = divmod(self.passes_done, self._batches_per_epoch)
+        return epoch + 1, batch + 1, batch + 1 == self._batches_per_epoch
+
+    def _advance(self, node: Node) -> None:
+        """Go on to the next node: after the last of the loop, to its first until all passes are done."""
+        self._next += 1
+        loop = self.pipeline.loop
+        if not loop or node != loop[-1]:
+            return
+        self.passes_done += 1
+        if self.passes_done == 1:
+            for member in loop:
+                self.storage.at(member.id).keep_first_pass()
+        if self.passes_done < self.total_passes:
+            self._next -= len(loop)
+
+    def _execute(self, node: Node, *, recording: bool) -> list[dict[str, Any]]:
+        if node.card.execution_mode == "local":
+            storage = self.storage.at(node.id)
+            outputs = node.card.execute(node.config, self._inputs(node, 0), storage)
+            storage.save("outputs", outputs)
+            return [outputs]
+        if self._workers is None:
+            self._workers = Workers(self._num_workers, self.storage.folder)
+        return self._workers.run(
+            [
+                Job(node.card.card_type, node.id, node.config.model_dump(), self._inputs(node, rank), recording)
+                for rank in range(self._num_workers)
+            ]
+        )
+
+    def _inputs(self, node: Node, rank: int) -> dict[str, Any]:
+        """What a rank takes: its own output of the card before, or the only one of a local card."""
+        values = {}
+        for name, source in node.inputs.items():
+            outputs = self.outputs[source.node]
+            values[name] = outputs[rank if len(outputs) > 1 else 0][source.output]
+        return values
+
+
+def epochs_of(pipeline: Pipeline) -> int:
+    """How long the training loop runs: until the epoch that is saved."""
+    save = pipeline.of_type("dist_save_checkpoint")
+    return 1 if save is None else save.config.epoch
+
+
+def workers_of(pipeline: Pipeline) -> int:
+    """Ranks that the distributed cards run on."""
+    shard = pipeline.of_type("dist_shard_data")
+    return 1 if shard is None else shard.config.num_workers

@@ -1,0 +1,145 @@
+"""Where a run keeps what can be looked at: JSON for values, safetensors for tensors, by pipeline, node and rank.
+
+iris/prepare/prepared.safetensors          of a local card
+iris/allreduce/rank_0/before.json          of a distributed card: what rank 0 held before it
+iris/allreduce/first/rank_0/before.json    of a card of the training loop: the same, of the first pass
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from common.errors import UserError
+
+# Of a folder that a run made, which a later run may therefore empty.
+MARK = ".cards"
+
+
+class Storage:
+    """One card's part of a run's folder; it reads everywhere, and writes in its own place.
+
+    What it saves has a key, the path without its ending, relative to the folder: ``forward/rank_0/batch``.
+
+    Args:
+        folder: of the pipeline.
+        node: of the card.
+        rank: of the process that the card runs in; None for a local card, or to look at all ranks.
+        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward pass.
+        recording: when false, nothing is written: a pass of the training loop that nobody will look at.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str = "",
+        rank: int | None = None,
+        *,
+        live: dict[str, Any] | None = None,
+        recording: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.node = node
+        self.rank = rank
+        self.live = {} if live is None else live
+        self.recording = recording
+
+    def begin_run(self) -> None:
+        """Make the folder, without what an earlier run kept in it.
+
+        Raises:
+            UserError: it holds something else, or cannot be written.
+        """
+        if self.folder.exists() and not (self.folder / MARK).exists():
+            raise UserError(f"{self.folder}: is there already and is no run of cards; choose another --output")
+        try:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            (self.folder / MARK).touch()
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
+
+    def at(self, node: str) -> Storage:
+        """Another card's part."""
+        return Storage(self.folder, node)
+
+    def key(self, name: str, rank: int | None = None) -> str:
+        """The key of something of this card.
+
+        Args:
+            name: it was, or will be, saved under.
+            rank: whose; this storage's own when not given.
+        """
+        rank = self.rank if rank is None else rank
+        return "/".join([self.node, *([] if rank is None else [f"rank_{rank}"]), name])
+
+    def save(self, name: str, value: Any) -> str:
+        """Write a value as JSON, whole or not at all; returns its key."""
+        key = self.key(name)
+        if self.recording:
+            self._write(f"{key}.json", json.dumps(value, indent=2, ensure_ascii=False).encode())
+        return key
+
+    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Write tensors as safetensors, whole or not at all; returns their key."""
+        key = self.key(name)
+        if self.recording:
+            plain = {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
+            self._write(f"{key}.safetensors", save(plain))
+        return key
+
+    def load(self, key: str) -> Any:
+        """The value under a key, of any card.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+
+    def tensors(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors under a key, of any card, in the order of their names.
+
+        Empty ones come out of a file in any order, and ranks that go through theirs together must keep in step.
+
+        Raises:
+            FileNotFoundError: there are none.
+        """
+        return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
+
+    def of_ranks(self, name: str) -> list[Any]:
+        """What each rank of this card saved as JSON under a name, in the order of ranks."""
+        return [self.load(self.key(name, rank)) for rank in self.ranks()]
+
+    def ranks(self) -> range:
+        """The ranks that have saved something of this card."""
+        return range(len(list((self.folder / self.node).glob("rank_*"))))
+
+    def first_pass(self) -> Storage:
+        """This card's part as it was after its first pass of the training loop."""
+        return Storage(self.folder, f"{self.node}/first", self.rank)
+
+    def keep_first_pass(self) -> None:
+        """Copy what the ranks have saved of this card, before a later pass writes over it."""
+        for rank in self.ranks():
+            source = self.folder / self.node / f"rank_{rank}"
+            shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Put a file in its place by a rename: who looks while a card runs sees the old one or the new one.
+
+        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and no run goes on
+        after a power cut.
+        """
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(data)
+        aside.replace(path)

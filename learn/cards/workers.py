@@ -1,0 +1,202 @@
+"""The ranks: long-lived processes that each run the card they are told to, and keep their model from card to card."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from common.errors import TrainingFailure, UserError, first_line
+from learn.cards.held import record_held
+from learn.cards.registry import CARDS
+from learn.cards.storage import Storage
+from training.parallelism.distributed import is_lost_rank, use_loopback
+
+# Once a rank says that another is gone, that other one has this long to say why.
+SECONDS_FOR_THE_CAUSE = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A card to run on a rank."""
+
+    card_type: str
+    node: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    recording: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job."""
+
+    kind: Literal["done", "user error", "failed", "lost a rank"]
+    outputs: Mapping[str, Any]
+    message: str = ""
+
+
+class Workers:
+    """As many processes as there are ranks, until :meth:`close` leaves none.
+
+    They find each other as under torchrun: by its environment variables, and a store that their parent holds.
+
+    Args:
+        count: of ranks.
+        folder: of the pipeline's storage.
+    """
+
+    def __init__(self, count: int, folder: Path) -> None:
+        # A fork of a server that has imported torch starts in no time, and holds none of this program's files.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer imports when it is made
+        _start_fork_server()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes, self._pipes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            place = (theirs, folder, rank, count, self._store.port)
+            process = context.Process(target=_run_rank, args=place, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Run a card on all ranks, one job each; returns their outputs in the order of ranks.
+
+        Raises:
+            UserError: of the card, on the first rank that raised one.
+            TrainingFailure: a rank died or its card failed; no process is left.
+        """
+        try:
+            for pipe, job in zip(self._pipes, jobs, strict=True):
+                pipe.send(job)
+            answers = self._answers()
+        except ConnectionError:  # a rank is gone; its answer says how
+            answers = self._answers()
+        bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
+        if not bad:
+            return [dict(answers[rank].outputs) for rank in range(len(self._pipes))]
+        self.close()
+        rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
+        if answer.kind == "user error":
+            raise UserError(answer.message)
+        raise TrainingFailure(f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}")
+
+    def _answers(self) -> dict[int, Answer]:
+        """Every rank's answer; fewer once one has failed, since the others may wait for it for ever."""
+        answers: dict[int, Answer] = {}
+        deadline = None
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                answers[waiting[pipe]] = self._answer(pipe, waiting[pipe])
+            kinds = {answer.kind for answer in answers.values()}
+            if kinds & {"user error", "failed"} or (deadline and not ready):
+                break
+            if "lost a rank" in kinds and deadline is None:
+                deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
+        return answers
+
+    def _answer(self, pipe: Connection, rank: int) -> Answer:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join()
+            code = process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return Answer("failed", {}, f"the process ended ({how})")
+
+    def close(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _start_fork_server() -> None:
+    """Start the server, deaf to Ctrl-C, which reaches the whole terminal: the parent ends its ranks itself.
+
+    What is blocked where a process is started stays blocked in it and in all that it starts, so from the first moment.
+    """
+    resource_tracker.ensure_running()  # else the server's start does it, and lets the signal through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
+    """A rank's life: a job, an answer, until the parent ends it or is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The parent holds the store, as torchrun's agent does: no port is chosen before it is taken.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    use_loopback()
+    live: dict[str, Any] = {}
+    with suppress(EOFError, ConnectionError):  # the parent is gone
+        while True:
+            job = pipe.recv()
+            pipe.send(_answer_of(job, Storage(folder, job.node, rank, live=live, recording=job.recording)))
+
+
+def _answer_of(job: Job, storage: Storage) -> Answer:
+    card = CARDS[job.card_type]
+    try:
+        record_held("before", storage)
+        outputs = card.execute(card.config_schema.model_validate(job.config), job.inputs, storage)
+        record_held("after", storage)
+        storage.save("outputs", outputs)
+    except UserError as error:
+        return Answer("user error", {}, str(error))
+    except Exception as error:
+        trace = keep_traceback(storage)
+        if is_lost_rank(error):
+            said = f"another rank went away, or the collective failed ({first_line(error)})"
+            return Answer("lost a rank", {}, said + trace)
+        return Answer("failed", {}, f"{type(error).__name__}: {first_line(error)}{trace}")
+    return Answer("done", outputs)
+
+
+def keep_traceback(storage: Storage) -> str:
+    """Write down where the card's error came from; returns the words that say where it stands."""
+    path = storage.folder / f"{storage.key('error')}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:  # such as a full disk, which may be the error itself
+        return ""
+    return f"; traceback in {path}"
+
+
+def _end_with_parent() -> None:
+    """Leave no rank behind when the parent is killed, not even one that waits for the others in a collective."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,88 @@
+"""Check your three functions of data parallelism on real ranks: python -m learn.check my_solution.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # started by path: the imports below need the folder above this one
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common.errors import OneLineParser, UserError, positive, run_command
+from learn.checking.finding import MOST_RANKS, NOT_WRITTEN
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from learn.checking.verdict import Verdict
+
+MOST_LINES = 5  # of what a rank printed
+
+
+def main() -> int:
+    """Check a file; returns 0 if all of it is right."""
+    parser = OneLineParser(prog="python -m learn.check", description=__doc__)
+    parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of learn/by_hand/exercise.py")
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="ranks to check on; one more is tried too, so that no number can be built in (default: 2)",
+    )
+    options = parser.parse_args()
+    if not 2 <= options.workers < MOST_RANKS:
+        raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}")
+    # Here, since they bring PyTorch along: --help and a wrong flag take no seconds.
+    from rich.console import Console
+
+    from learn.checking.exercises import EXERCISES
+    from learn.checking.solution import compile_solution
+    from learn.checking.verdict import check_function
+
+    compile_solution(options.solution)
+    world_sizes = (options.workers, options.workers + 1)
+
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    sizes = " and ".join(map(str, world_sizes))
+    console.print(f"{options.solution}: each function is called on {sizes} ranks, processes of their own\n")
+    verdicts = []
+    for name in EXERCISES:
+        with console.status(f"{name} ..."):
+            verdicts.append(check_function(options.solution, name, world_sizes))
+        console.print(describe(verdicts[-1], EXERCISES[name].promise))
+    num_right = sum(verdict.finding is None for verdict in verdicts)
+    whole = num_right == len(verdicts)
+    end = ". This is data parallelism; DDP does the same, sooner." if whole else ""
+    console.print(f"{num_right} of {len(verdicts)} right{end}")
+    return 0 if whole else 1
+
+
+def describe(verdict: Verdict, promise: str) -> Text:
+    """A verdict as it is shown: one line if all is well, which says what the function is held to."""
+    from rich.text import Text
+
+    finding = verdict.finding
+    if finding is None:
+        return Text.assemble(("right  ", "bold green"), (verdict.name, "bold"), f": {promise}\n")
+    if finding == NOT_WRITTEN:
+        return Text.assemble(
+            ("to do  ", "bold yellow"), (verdict.name, "bold"), f": {finding.problem}; {finding.hint}\n"
+        )
+    text = Text.assemble(("wrong  ", "bold red"), (verdict.name, "bold"), f", on {verdict.world_size} ranks: ")
+    text.append(f"{finding.problem}\n", "red")
+    for line in finding.detail.splitlines():
+        text.append(f"       {line}\n")
+    text.append(f"       hint: {finding.hint}\n", "cyan")
+    for rank, printed in verdict.printed.items():
+        lines = printed.splitlines()
+        for line in lines[:MOST_LINES]:
+            text.append(f"       rank {rank} printed: {line}\n", "dim")
+        if len(lines) > MOST_LINES:
+            text.append(f"       rank {rank} printed more\n", "dim")
+    return text
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,113 @@
+"""``broadcast_parameters``: what a solution does to models that differ from rank to rank, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from learn.checking.finding import WAIT, Finding
+from learn.checking.probe import Probe, same
+
+PROMISE = "every rank starts with rank 0's weights and buffers"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's model after the call.
+
+    Args:
+        tensors: its weights and buffers by name.
+        replaced: parameters that are other objects than before.
+        switched: parameters that learn now and did not, or the other way round.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    replaced: list[str]
+    switched: list[str]
+
+
+def observe(function: Callable[[nn.Module], None]) -> Seen:
+    """Call a solution on this rank."""
+    model = Probe(dist.get_rank())
+    before = dict(model.named_parameters())
+    learning = {name: parameter.requires_grad for name, parameter in before.items()}
+    function(model)
+    after = dict(model.named_parameters())
+    replaced = [name for name in before if after.get(name) is not before[name]]
+    switched = [name for name in after if name in learning and after[name].requires_grad != learning[name]]
+    return Seen(model.tensors(), replaced, switched)
+
+
+def judge(seen: Sequence[Seen]) -> Finding | None:
+    """Read what the ranks hold, in their order."""
+    own = [Probe(rank).tensors() for rank in range(len(seen))]
+    kinds = {name: _kind(name, seen, own) for name in own[0]}
+    wrong = [name for name, kind in kinds.items() if kind != "right"]
+    if wrong:
+        return _wrong_values(kinds, wrong, seen, own)
+    if replaced := [name for one in seen for name in one.replaced]:
+        return Finding(
+            f"{replaced[0]} is a new object",
+            "The values are right, but an optimizer, or DDP, that was given the parameters before still holds the old "
+            "ones and would step those: what you broadcast after wrapping is lost. Can you write into the tensor there "
+            "is?",
+        )
+    if switched := [name for one in seen for name in one.switched]:
+        return Finding(
+            f"requires_grad of {switched[0]} has changed",
+            "The values are right, but autograd treats the weight otherwise than before: what learned is to learn "
+            "still, what was frozen is to stay frozen. Only values should change.",
+        )
+    return None
+
+
+def _kind(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
+    """Whose values the ranks hold now."""
+    held = [one.tensors.get(name) for one in seen]
+    for source, of_source in enumerate(own):
+        if all(same(tensor, of_source[name]) for tensor in held):
+            return "right" if source == 0 else f"rank {source}"
+    if all(same(tensor, mine[name]) for tensor, mine in zip(held, own, strict=True)):
+        return "own"
+    mean = torch.stack([mine[name] for mine in own]).double().mean(0).to(own[0][name].dtype)
+    return "mean" if all(same(tensor, mean) for tensor in held) else "other"
+
+
+def _wrong_values(
+    kinds: dict[str, str], wrong: Sequence[str], seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]
+) -> Finding:
+    parameters = {name for name, _ in Probe(0).named_parameters()}
+    found = {kinds[name] for name in wrong}
+    detail = _example(wrong[0], seen, own)
+    if sources := sorted(kind for kind in found if kind.startswith("rank")):
+        return Finding(f"broadcasts from {sources[0]}, not from rank 0", "Which argument names the source?", detail)
+    if "mean" in found:
+        hint = "A mean is one model for all too, but nobody's: all are to start with what rank 0 has."
+        return Finding("averages the ranks' weights", hint, detail)
+    if found == {"own"} and len(wrong) == len(kinds):
+        hint = f"Nothing has been written into the model. Does the call work in place, on its own tensors? {WAIT}"
+        return Finding("each rank keeps its own weights", hint, detail)
+    if wrong == ["norm.table"]:
+        hint = "A buffer registered with persistent=False is not in state_dict(), and yet the model answers by it."
+        return Finding("norm.table is not broadcast", hint, detail)
+    if found == {"own"} and not parameters & set(wrong):
+        hint = (
+            "BatchNorm's running mean is no parameter, and yet the model answers by it. Where does a module keep such?"
+        )
+        return Finding("forgot the buffers", hint, detail)
+    if found == {"own"}:
+        hint = "Which parameters does your loop pass over? A frozen one, or one without gradient, is part of the model."
+        return Finding(f"only some of the model is broadcast, {', '.join(wrong)} not", hint, detail)
+    return Finding("not all ranks hold rank 0's values", "Every rank makes the same calls, in the same order.", detail)
+
+
+def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
+    """A tensor of the first rank that does not hold what rank 0 started with."""
+    rank = next(rank for rank, one in enumerate(seen) if not same(one.tensors.get(name), own[0][name]))
+    held = seen[rank].tensors.get(name)
+    is_now = "is gone" if held is None else f"is {held.flatten().tolist()}"
+    return f"{name} was {own[0][name].flatten().tolist()} on rank 0; on rank {rank} it {is_now}"

@@ -1,0 +1,146 @@
+"""``average_gradients``: what a solution does to gradients that differ from rank to rank, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from learn.checking.finding import WAIT, Finding
+from learn.checking.probe import Probe, same
+
+PROMISE = "every gradient is the mean over the ranks"
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's model after the call: gradients by the parameter's name, and the weights that were changed."""
+
+    gradients: Gradients
+    changed: list[str]
+
+
+def observe(function: Callable[[nn.Module], None]) -> Seen:
+    """Call a solution on this rank."""
+    model = Probe(0)
+    before = model.tensors()
+    for name, gradient in model.gradients(dist.get_rank()).items():
+        model.get_parameter(name).grad = gradient
+    function(model)
+    gradients = {  # at once: what nobody waited for must not be done in the meantime
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+    after = model.tensors()
+    return Seen(gradients, [name for name, tensor in before.items() if not same(after.get(name), tensor)])
+
+
+def judge(seen: Sequence[Seen]) -> Finding | None:
+    """Read what the ranks hold, in their order."""
+    if changed := [name for one in seen for name in one.changed]:
+        hint = "The gradients are in each parameter's .grad; to change the weights by them is the optimizer's part."
+        return Finding(f"changes the weights themselves ({changed[0]})", hint)
+    own = [Probe(0).gradients(rank) for rank in range(len(seen))]
+    kinds = {name: _kind([one.gradients.get(name) for one in seen], [mine[name] for mine in own]) for name in own[0]}
+    if set(kinds.values()) == {"right"}:
+        return _invented(seen, own)
+    worst = next(name for name, kind in kinds.items() if kind != "right")
+    return _wrong(kinds, len(seen), _example(worst, seen, own))
+
+
+def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> str:
+    """What the ranks' gradients of one parameter are; ``sum / K`` for a K that is not their number."""
+    num_ranks, total = len(own), torch.stack(list(own)).sum(0)
+    right = [total / num_ranks] * num_ranks
+    divided = [gradient / num_ranks for gradient in own]
+    suspects = {"right": right, "own": own, "own, divided": divided, "rank 0's": [own[0]] * num_ranks}
+    for kind, expected in suspects.items():
+        if all(map(same, held, expected)):
+            return kind
+    if any(gradient is None for gradient in held):
+        return "gone"
+    factor = (held[0] * total).sum() / total.square().sum()
+    if factor > 0 and all(same(gradient, factor * total) for gradient in held):
+        return f"sum / {1 / factor.item():.4g}"
+    return "right on rank 0" if same(held[0], right[0]) else "other"
+
+
+def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
+    left = [name for name, kind in kinds.items() if kind == "own"]
+    if left and len(left) < len(kinds):
+        hint = "Which parameters does your loop pass over? Each that has a gradient needs its mean."
+        return Finding(f"only some gradients are averaged, {', '.join(left)} not", hint, detail)
+    mistakes = set(kinds.values()) - {"right"}
+    kind = mistakes.pop() if len(mistakes) == 1 else "other"
+    if kind.startswith("sum / "):
+        return _wrong_divisor(kind.removeprefix("sum / "), num_ranks, detail)
+    problem, hint = _EXPLAINED[kind]
+    return Finding(problem, hint, detail)
+
+
+def _wrong_divisor(divisor: str, num_ranks: int, detail: str) -> Finding:
+    if divisor == "1":
+        hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
+        return Finding("forgot to divide", hint, detail)
+    if divisor == f"{num_ranks**2:.4g}":
+        hint = "Does the collective divide already, or each rank before it?"
+        return Finding("divided twice", hint, detail)
+    hint = "The process group knows how many ranks there are; the checker tries more than one number."
+    return Finding(f"divides by {divisor}, but there are {num_ranks} ranks", hint, detail)
+
+
+_EXPLAINED = {
+    "own": (
+        "each rank still has its own gradients",
+        f"Nothing was written into .grad. Does the call work in place, or return what you have to keep? {WAIT}",
+    ),
+    "own, divided": (
+        "divides, but does not sum over the ranks",
+        f"Each rank has its own gradient divided by the number of ranks: where do the others' come in? {WAIT}",
+    ),
+    "rank 0's": (
+        "every rank has rank 0's gradients",
+        "A broadcast throws away what the other ranks have learned from their rows.",
+    ),
+    "right on rank 0": (
+        "only rank 0 has the mean",
+        f"Some collectives give their result to one rank, others to all of them; every rank has to step. {WAIT}",
+    ),
+    "gone": (
+        "a gradient is gone: .grad is None",
+        "The optimizer reads each parameter's .grad after your function has returned.",
+    ),
+    "other": (
+        "the gradients are not the mean over the ranks",
+        f"Print one gradient before and after. {WAIT}",
+    ),
+}
+
+
+def _invented(seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> Finding | None:
+    """Parameters that have no gradient may keep it so, or get zeros."""
+    for one in seen:
+        for name, gradient in one.gradients.items():
+            if name not in own[0] and gradient is not None and gradient.any():
+                hint = "No rank had a gradient for it: where does this one come from?"
+                return Finding(f"{name} took no part in the loss and has a gradient now", hint)
+    return None
+
+
+def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
+    """The first element that is wrong, on the first rank where one is."""
+    numbers = torch.stack([mine[name].flatten() for mine in own])
+    mean = numbers.mean(0)
+    for rank, one in enumerate(seen):
+        held = one.gradients.get(name)
+        if same(held, mean.view_as(own[0][name])):
+            continue
+        is_now = "None" if held is None else f"{held.flatten()[0].item():g}"
+        terms = " + ".join(f"{number:g}" for number in numbers[:, 0].tolist())
+        return f"{name}.grad, first element: ({terms}) / {len(own)} = {mean[0].item():g}; rank {rank} has {is_now}"
+    return ""

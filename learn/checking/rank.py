@@ -1,0 +1,128 @@
+"""One rank of a check: a process that joins the group, calls a learner's function once and tells what came of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import ForeseenError, first_line
+from learn.checking.exercises import EXERCISES
+from learn.checking.solution import Misfit, load_function
+from training.parallelism.distributed import ranks, use_loopback
+
+READY = b"ready"
+LATE_SECONDS = 0.1  # who does not wait for rank 0 has returned by then
+MOST_PRINTED, MOST_OF_AN_ERROR = 2000, 240  # characters
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the call on one rank.
+
+    Args:
+        outcome: ``misfit``: it could not be called; ``waits``: it had not returned when the parent asked; ``gone``: the
+            process ended.
+        value: what the exercise could see of a call that returned; the exit code of a process that is gone.
+        error: what was raised: its type and message, in one line.
+        place: the learner's line that raised it, or where the rank stands; empty if none.
+        printed: by the learner's file.
+    """
+
+    outcome: Literal["returned", "raised", "misfit", "waits", "gone"]
+    value: Any = None
+    error: str = ""
+    place: str = ""
+    printed: str = ""
+
+
+class Rank:
+    """This process, a rank.
+
+    Args:
+        pipe: to the parent, which learns of everything by it.
+        path: the learner's file.
+    """
+
+    def __init__(self, pipe: Connection, path: Path) -> None:
+        self.pipe, self.path = pipe, path
+        self.printed = StringIO()
+        self.may_tell = threading.Lock()  # whoever takes it tells the parent; it is never given back
+
+    def run(self, name: str) -> None:
+        """Join the group, call the function, and stay: the other ranks may be in a collective with this one."""
+        threading.Thread(target=self._obey, daemon=True).start()
+        try:
+            with ranks("cpu") as mine:
+                mine.barrier()
+                self.pipe.send_bytes(READY)
+                # A collective that was begun and not waited for would be done in time, by luck, were nobody late.
+                time.sleep(LATE_SECONDS if mine.is_first else 0)
+                self._tell(self._call(name))
+                threading.Event().wait()
+        except ForeseenError as error:
+            self.pipe.send_bytes(first_line(error.__cause__ or error).encode())
+
+    def _call(self, name: str) -> Report:
+        try:
+            with redirect_stdout(self.printed), redirect_stderr(self.printed):
+                return Report("returned", EXERCISES[name].observe(load_function(self.path, name)))
+        except Misfit as misfit:
+            return Report("misfit", error=str(misfit))
+        except BaseException as error:  # the learner's code may even call sys.exit
+            message = textwrap.shorten(str(error), MOST_OF_AN_ERROR, placeholder=" ...")
+            said = f"{type(error).__name__}: {message}".removesuffix(": ")
+            return Report("raised", error=said, place=self._place(traceback.extract_tb(error.__traceback__)))
+
+    def _obey(self) -> None:
+        """Tell the parent where this rank stands when it asks; end when it does, however it ended."""
+        try:
+            self.pipe.recv_bytes()
+            frame = sys._current_frames()[threading.main_thread().ident]
+            self._tell(Report("waits", place=self._place(traceback.extract_stack(frame))))
+            self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            pass
+        os._exit(0)
+
+    def _place(self, frames: traceback.StackSummary) -> str:
+        """The innermost line of the learner's file."""
+        own = [frame for frame in frames if frame.filename == str(self.path)]
+        return f"line {own[-1].lineno}: {own[-1].line}" if own else ""
+
+    def _tell(self, report: Report) -> None:
+        if self.may_tell.acquire(blocking=False):
+            whole = replace(report, printed=self.printed.getvalue()[:MOST_PRINTED])
+            # By value: multiprocessing's own pickler would send a tensor as shared memory, gone with this process.
+            self.pipe.send_bytes(pickle.dumps(whole))
+
+
+def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name: str) -> None:
+    """The whole life of a rank's process.
+
+    Args:
+        pipe: to the parent.
+        environment: torchrun's variables.
+        path: the learner's file.
+        name: of the function.
+    """
+    os.setsid()  # Ctrl-C is for the parent, which ends the ranks
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # what C++ writes about connections; Python's prints are kept
+        os.dup2(nothing, stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts a process that is sent another size than it expects
+    os.environ |= environment
+    use_loopback()
+    Rank(pipe, path).run(name)

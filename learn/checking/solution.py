@@ -1,0 +1,58 @@
+"""A learner's file: read, run as a module, and its functions found."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from common.errors import UserError
+from learn.by_hand import exercise
+
+
+class Misfit(Exception):
+    """The file has no such function, or one that is called in another way."""
+
+
+def compile_solution(path: Path) -> CodeType:
+    """Read a solution without running any of it.
+
+    Raises:
+        UserError: there is no such file, or it is no Python.
+    """
+    try:
+        return compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); copy learn/by_hand/exercise.py, fill it in and name it here"
+        ) from error
+    except SyntaxError as error:
+        place = f"{path}, line {error.lineno}" if error.lineno else path
+        line = (error.text or "").strip()
+        raise UserError(f"{place}: {error.msg}{f': {line}' if line else ''}") from error
+
+
+def load_function(path: Path, name: str) -> Callable[..., Any]:
+    """Run a solution's file and return one of its functions.
+
+    Raises:
+        Misfit: the file has no such function, or it does not take the exercise's arguments.
+    """
+    module = ModuleType("solution")
+    module.__file__ = str(path)
+    sys.modules["solution"] = module  # dataclasses, pickle and others look a class's module up there
+    sys.path.insert(0, str(path.parent))
+    exec(compile_solution(path), module.__dict__)
+    function = getattr(module, name, None)
+    if not inspect.isfunction(function):
+        raise Misfit(f"there is no function {name} in {path.name}")
+    expected = inspect.signature(getattr(exercise, name))
+    try:
+        inspect.signature(function).bind(*expected.parameters)
+    except TypeError:
+        theirs, ours = ", ".join(inspect.signature(function).parameters), ", ".join(expected.parameters)
+        raise Misfit(f"it takes ({theirs}), and is called as {name}({ours})") from None
+    return function

@@ -1,0 +1,115 @@
+"""Starts the ranks of a check, hears what became of them, asks those that hang where they stand, and ends them all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common.errors import TrainingFailure
+from learn.checking.rank import READY, Report, run_rank
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 5.0
+OTHERS_SECONDS = 1.0  # for the others to fail by themselves once one has
+
+
+@dataclass
+class _Started:
+    """A rank's process and the pipe to it."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+    def receive(self) -> Report:
+        """What the rank says next."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(ANSWER_SECONDS)
+            return Report("gone", value=self.process.exitcode)
+
+    def ask(self) -> Report:
+        """What has become of it, or where it stands."""
+        try:
+            self.pipe.send_bytes(b"where?")
+        except OSError:
+            return self.receive()
+        return self.receive() if self.pipe.poll(ANSWER_SECONDS) else Report("waits")
+
+
+def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
+    """Call a learner's function on new gloo ranks; returns what became of each, in their order.
+
+    Soon after one has failed, the others are asked where they stand: they may wait for it for ever.
+
+    Args:
+        world_size: number of ranks.
+        path: the learner's file, absolute.
+        name: of the function.
+        seconds: for the call; the start of the processes does not count.
+
+    Raises:
+        TrainingFailure: the ranks did not form a group.
+    """
+    context = multiprocessing.get_context("forkserver")  # imports torch once; each rank is a fork of it
+    context.set_forkserver_preload(["learn.checking.rank"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started: list[_Started] = []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, _environment(rank, world_size, store.port), path, name)
+            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            started.append(_Started(rank, process, ours))
+        _wait_for_group(started)
+        return _reports(started, seconds)
+    finally:
+        for one in started:
+            one.process.kill()
+            one.process.join()
+            one.pipe.close()
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    # The store is this process's, as it is torchrun's in a run: no rank needs a port that was free a moment ago.
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in (places | shared | {"TORCHELASTIC_RESTART_COUNT": 0}).items()}
+
+
+def _wait_for_group(started: Sequence[_Started]) -> None:
+    end = time.monotonic() + START_SECONDS
+    pending = {one.pipe: one for one in started}
+    while pending:
+        ready = wait(list(pending), max(0.0, end - time.monotonic()))
+        for pipe in ready or list(pending):
+            one, said = pending.pop(pipe), b""
+            with suppress(EOFError):
+                said = pipe.recv_bytes() if ready else b""
+            if said != READY:
+                why = said.decode() or "is the machine out of memory?"
+                raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}")
+
+
+def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:
+    end = time.monotonic() + seconds
+    reports: dict[int, Report] = {}
+    pending = {one.pipe: one for one in started}
+    while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
+        reports |= {one.rank: one.receive() for one in map(pending.pop, ready)}
+        if any(report.outcome != "returned" for report in reports.values()):
+            end = min(end, time.monotonic() + OTHERS_SECONDS)
+    reports |= {one.rank: one.ask() for one in pending.values()}
+    return [reports[one.rank] for one in started]

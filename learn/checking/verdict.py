@@ -1,0 +1,107 @@
+"""From what became of the ranks to a verdict on a function."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from learn.checking.exercises import EXERCISES
+from learn.checking.finding import NOT_WRITTEN, Finding
+from learn.checking.rank import Report
+from learn.checking.supervision import call_on_ranks
+
+SECONDS = 20.0  # for a call that takes milliseconds
+
+# What is raised most often, and what is behind it.
+_HINTS = {
+    "NoneType": "A parameter that took no part in the loss has no gradient: its .grad is None, on every rank.",
+    "leaf Variable that requires grad": "To autograd, a write into a weight is a part of the loss. Values are changed "
+    "where it does not look: under torch.no_grad(), or in .detach().",
+    "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
+    "operation can write its result into one.",
+    "type torch.Tensor": "A collective takes a tensor and works in it; a plain number has to be put into one first.",
+    "trying to initialize": "The process group stands already when your functions are called.",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about one function.
+
+    Args:
+        name: of the function.
+        finding: what is wrong; None if nothing is.
+        world_size: the number of ranks of the last call.
+        printed: what the learner's file printed in it, by rank.
+    """
+
+    name: str
+    finding: Finding | None
+    world_size: int
+    printed: dict[int, str]
+
+
+def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: float = SECONDS) -> Verdict:
+    """Call a learner's function on each number of ranks, until something is wrong.
+
+    Args:
+        path: the learner's file.
+        name: of the function, as in the exercise.
+        world_sizes: numbers of ranks, at least one.
+        seconds: after which a call counts as hanging.
+    """
+    for world_size in world_sizes:
+        reports = call_on_ranks(world_size, path.resolve(), name, seconds)
+        finding = explain(name, reports, seconds)
+        printed = {rank: report.printed for rank, report in enumerate(reports) if report.printed}
+        if finding:
+            break
+    return Verdict(name, finding, world_size, printed)
+
+
+def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | None:
+    """What is wrong, from what became of each rank; of several that failed by themselves the first is quoted."""
+    failed = {rank: report for rank, report in enumerate(reports) if report.outcome not in ("returned", "waits")}
+    for rank, report in failed.items():
+        if not _failed_by_others(report):
+            return _failure(rank, report)
+    if failed:
+        hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
+        return Finding("the ranks' collectives do not fit together", hint, _places(reports))
+    if any(report.outcome == "waits" for report in reports):
+        hint = "Every rank must make each call, or some wait for ever. Which ranks come to that line, and how often?"
+        return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
+    return EXERCISES[name].judge([report.value for report in reports])
+
+
+def _failed_by_others(report: Report) -> bool:
+    """Whether gloo failed: it lost another rank, or was sent another size than expected, which aborts the process."""
+    if report.outcome == "gone":
+        return report.value == -signal.SIGABRT
+    return report.outcome == "raised" and re.search("gloo|Connection", report.error) is not None
+
+
+def _failure(rank: int, report: Report) -> Finding:
+    if report.outcome == "misfit":
+        return Finding(report.error, "Keep the names and the arguments of exercise.py.")
+    if report.outcome == "gone":
+        hint = "The function is to return: was it os._exit, or a crash outside of Python?"
+        return Finding(f"the process of rank {rank} ended during the call, with exit code {report.value}", hint)
+    if report.error == "NotImplementedError":
+        return NOT_WRITTEN
+    hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
+    hint = next(hints, "This is the last line of your file that ran; print what it works on, and it is shown here.")
+    return Finding(f"rank {rank} raised {report.error}", hint, report.place)
+
+
+def _places(reports: Sequence[Report]) -> str:
+    """Where each rank is, one line each."""
+    verbs = {"returned": "has returned", "raised": "failed", "gone": "is gone"}
+    lines = []
+    for rank, report in enumerate(reports):
+        where = f" at {report.place}" if report.place else ""
+        lines.append(f"rank {rank} {verbs.get(report.outcome, 'stands')}{where}")
+    return "\n".join(lines)

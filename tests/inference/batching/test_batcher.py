@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
+from inference.batching.scheduler import FairQueue, Flow, QueuedText
+from inference.engines.base import PASSES_AT_ONCE
+from inference.errors import ForwardError, WorkerDownError
+from tests.inference.servers import until
+from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
+
+BUDGET = 64
+GOOD = [1, 2]  # token ids of the text that tells a broken engine from a bad text
+NEVER = float("inf")
+PATIENCE = 30  # seconds; far more than anything here takes
+
+
+class Counts(Observer):
+    def __init__(self) -> None:
+        self.failures = 0
+        self.passes: list[tuple[int, int]] = []
+
+    def worker_failed(self) -> None:
+        self.failures += 1
+
+    def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.passes.append((texts, tokens))
+
+
+class Bench:
+    """A batcher with all that it reports, one entry a text."""
+
+    def __init__(self, engine: StandInEngine, seconds_between_trials: float = 60) -> None:
+        self.engine = engine
+        self.counts = Counts()
+        self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
+        waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
+        reports = (self._finished, self._expired)
+        self.batcher = Batcher(
+            engine, waiting, self.counts, *reports, GOOD, seconds_between_trials=seconds_between_trials
+        )
+
+    def _finished(self, done: FinishedPass) -> None:
+        for pair in zip(done.texts, done.outcomes, strict=True):
+            self.reports.put(pair)
+
+    def _expired(self, texts: Sequence[QueuedText]) -> None:
+        for text in texts:
+            self.reports.put((text, "expired"))
+
+    def put_call(self, texts: Sequence[tuple[int, ...]], deadline: float = NEVER) -> list[QueuedText]:
+        flow = Flow(len(texts))
+        queued = [QueuedText(np.array(ids, np.int32), deadline, ids) for ids in texts]
+        self.batcher.put((flow, text) for text in queued)
+        return queued
+
+    def outcomes(self, num_texts: int) -> dict[tuple[int, ...], object]:
+        """What came of the next texts, by their token ids."""
+        return {
+            text.payload: outcome for text, outcome in (self.reports.get(timeout=PATIENCE) for _ in range(num_texts))
+        }
+
+
+@contextmanager
+def running(engine: StandInEngine, seconds_between_trials: float = 60) -> Iterator[Bench]:
+    bench = Bench(engine, seconds_between_trials)
+    try:
+        yield bench
+    finally:
+        engine.let_go()
+        bench.batcher.close()
+
+
+texts_of_any_kind = st.lists(
+    st.sampled_from([*range(1, 10), RAISES, DIES, ANSWERS_NAN]), min_size=1, max_size=BUDGET // 4
+).map(tuple)
+
+
+@given(
+    num_slots=st.integers(1, 3),
+    pads=st.booleans(),
+    calls=st.lists(
+        st.tuples(st.lists(texts_of_any_kind, min_size=1, max_size=8), st.sampled_from([NEVER, NEVER, -NEVER])),
+        min_size=1,
+        max_size=8,
+    ),
+    removed=st.sets(st.integers(0, 20)),
+    held=st.booleans(),
+)
+@settings(deadline=None, max_examples=100)
+def test_every_text_is_reported_exactly_once_whatever_happens(
+    num_slots: int, pads: bool, calls: list, removed: set[int], held: bool
+) -> None:
+    engine = StandInEngine(num_slots=num_slots, pads=pads)
+    if held:
+        engine.hold()
+    with running(engine) as bench:
+        texts = [text for call, deadline in calls for text in bench.put_call(call, deadline)]
+        taken_back = {i for i, text in enumerate(texts) if i in removed and bench.batcher.remove(text)}
+        engine.let_go()
+        places = {id(text): i for i, text in enumerate(texts)}
+        reports = [bench.reports.get(timeout=PATIENCE) for _ in range(len(texts) - len(taken_back))]
+        bench.batcher.close()
+        assert bench.reports.empty()
+        assert sorted(places[id(text)] for text, _ in reports) == sorted(set(range(len(texts))) - taken_back)
+        for text, outcome in reports:
+            check_outcome(text, outcome)
+        assert bench.batcher.queued_tokens == 0
+    assert engine.most_slots_busy <= num_slots
+    for one in engine.passes:
+        longest = max(map(len, one.texts))
+        assert (longest * len(one.texts) if pads else sum(map(len, one.texts))) <= BUDGET
+
+
+def check_outcome(text: QueuedText, outcome: object) -> None:
+    if text.deadline < 0:
+        assert outcome == "expired"
+    elif RAISES in text.payload or DIES in text.payload or ANSWERS_NAN in text.payload:
+        assert isinstance(outcome, ForwardError)
+    else:  # a neighbour of one that kills the worker goes down with it
+        assert isinstance(outcome, ForwardError) or outcome == pytest.approx(answer_of(text.payload))
+
+
+def test_one_text_that_raises_fails_alone() -> None:
+    engine = StandInEngine()
+    with running(engine) as bench:
+        engine.hold()
+        bench.put_call([(9,)])
+        engine.begun.acquire()
+        bench.put_call([(1, 2), (3, RAISES), (4,)])
+        engine.let_go()
+        outcomes = bench.outcomes(4)
+        assert outcomes[1, 2] == pytest.approx(answer_of((1, 2)))
+        assert outcomes[4,] == pytest.approx(answer_of((4,)))
+        assert isinstance(outcomes[3, RAISES], ForwardError)
+    assert "RuntimeError" in str(outcomes[3, RAISES])
+    assert [len(one.texts) for one in engine.passes] == [1, 3, 1, 1, 1]
+    assert bench.counts.failures == 2  # the pass of three, and the text alone
+
+
+def test_one_text_with_nan_fails_alone_and_no_pass_is_repeated() -> None:
+    engine = StandInEngine()
+    with running(engine) as bench:
+        engine.hold()
+        bench.put_call([(9,)])
+        engine.begun.acquire()
+        bench.put_call([(1,), (ANSWERS_NAN,), (2,)])
+        engine.let_go()
+        outcomes = bench.outcomes(4)
+        assert isinstance(outcomes[ANSWERS_NAN,], ForwardError)
+        assert outcomes[2,] == pytest.approx(answer_of((2,)))
+    assert [len(one.texts) for one in engine.passes] == [1, 3]
+    assert bench.counts.failures == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_worker_that_dies_fails_its_texts_and_starts_afresh(num_slots: int) -> None:
+    with running(StandInEngine(num_slots=num_slots)) as bench:
+        for _ in range(3):
+            bench.put_call([(DIES,)])
+            assert isinstance(bench.outcomes(1)[DIES,], ForwardError)
+        bench.put_call([(5,)])
+        assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))
+        assert bench.batcher.is_alive
+        assert bench.counts.failures == 3
+        assert bench.engine.passes[-1].threads == num_slots  # the dead ones gave their slots back
+
+
+def test_texts_that_fail_never_make_the_engine_look_broken() -> None:
+    with running(StandInEngine()) as bench:
+        for i in range(10):
+            bench.put_call([(i, RAISES), (i, ANSWERS_NAN)])
+            assert {type(outcome) for outcome in bench.outcomes(2).values()} == {ForwardError}
+        assert bench.batcher.health.failure is None
+
+
+def test_an_engine_that_fails_on_a_good_text_too_is_broken_after_three_passes() -> None:
+    engine = StandInEngine()
+    with running(engine) as bench:
+        engine.broken = "out of order"
+        for i in range(3):
+            assert bench.batcher.health.failure is None
+            bench.put_call([(i,)])
+            assert isinstance(bench.outcomes(1)[i,], WorkerDownError)
+        assert "out of order" in bench.batcher.health.failure
+        assert not bench.batcher.health.needs_restart
+        # What was queued before is tried again, but the known text goes first.
+        engine.broken = None
+        bench.put_call([(5,)])
+        assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))
+        assert bench.batcher.health.failure is None
+
+
+def test_a_broken_engine_is_tried_again_without_any_text() -> None:
+    engine = StandInEngine(num_slots=2)
+    with running(engine, seconds_between_trials=0.01) as bench:
+        engine.broken = "CUDA error: device-side assert triggered"
+        for i in range(3):
+            bench.put_call([(i,)])
+            bench.outcomes(1)
+        assert bench.batcher.health.needs_restart
+        engine.broken = None
+        until(lambda: bench.batcher.health.failure is None)
+        assert not bench.batcher.health.needs_restart
+        bench.put_call([(5,)])
+        assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))
+        assert engine.passes[-1].threads == 2  # the trials gave their slot back
+
+
+def test_a_text_alone_takes_all_slots_and_several_share_them() -> None:
+    engine = StandInEngine(num_slots=2)
+    with running(engine) as bench:
+        engine.hold()
+        bench.put_call([(1,)])
+        engine.begun.acquire()
+        bench.put_call([(2,) * 10, (3,) * 10, (4,) * 10, (5,) * 10])
+        engine.let_one_go()
+        for _ in range(2):
+            engine.begun.acquire()
+        engine.let_go()
+        bench.outcomes(5)
+    assert [(len(one.texts), one.threads) for one in engine.passes] == [(1, 2), (2, 1), (1, 1), (1, 1)]
+    assert engine.most_slots_busy == 2
+
+
+def test_many_processors_mean_wider_passes_not_more_workers() -> None:
+    engine = StandInEngine(num_slots=256)
+    before = threading.active_count()
+    with running(engine) as bench:
+        assert threading.active_count() - before == PASSES_AT_ONCE
+        engine.hold()
+        bench.put_call([(1,) * 50])
+        engine.begun.acquire()
+        bench.put_call([(2,) * 50] * 30)
+        for _ in range(PASSES_AT_ONCE - 1):
+            engine.begun.acquire()
+        # Nine threads share the 50 tokens of a text, about six each; the rest is there for others.
+        assert [one.threads for one in engine.passes] == [9] * PASSES_AT_ONCE
+        engine.let_go()
+        bench.outcomes(31)
+    assert engine.most_slots_busy <= 256
+
+
+def test_a_slot_that_is_free_while_another_works_takes_what_waits() -> None:
+    engine = StandInEngine(num_slots=2)
+    with running(engine) as bench:
+        engine.hold()
+        bench.put_call([(1,), (2,)])
+        for _ in range(2):
+            engine.begun.acquire()
+        assert [one.threads for one in engine.passes] == [1, 1]
+        engine.let_go()
+        bench.outcomes(2)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_call_of_256_texts_delays_a_single_text_by_two_passes_at_most(pads: bool) -> None:
+    engine = StandInEngine(pads=pads)
+    with running(engine) as bench:
+        engine.hold()
+        bench.put_call([(1 + i % 9,) * 8 for i in range(256)])
+        for _ in range(5):  # some way into the call
+            engine.begun.acquire()
+            engine.let_one_go()
+        engine.begun.acquire()
+        before = len(engine.passes)
+        bench.put_call([(7,) * 11])
+        engine.let_go()
+        bench.outcomes(257)
+    place = next(i for i, one in enumerate(engine.passes) if (7,) * 11 in one.texts)
+    assert place - before < 2
+
+
+def test_the_heartbeat_ages_with_a_pass_and_rests_without_one() -> None:
+    engine = StandInEngine()
+    with running(engine) as bench:
+        assert bench.batcher.heartbeat_age_s == 0
+        engine.hold()
+        bench.put_call([(1,)])
+        engine.begun.acquire()
+        first = bench.batcher.heartbeat_age_s
+        assert bench.batcher.heartbeat_age_s > first >= 0
+        engine.let_go()
+        bench.outcomes(1)
+        assert bench.batcher.heartbeat_age_s == 0
+        assert bench.batcher.is_alive
+    assert not bench.batcher.is_alive
+
+
+def test_speed_is_assumed_first_and_measured_then() -> None:
+    with running(StandInEngine(num_slots=2)) as bench:
+        assert bench.batcher.tokens_per_second == ASSUMED_TOKENS_PER_SECOND
+        bench.put_call([(1,) * 30] * 20)
+        bench.outcomes(1)
+        assert bench.batcher.tokens_per_second != ASSUMED_TOKENS_PER_SECOND
+        assert bench.batcher.tokens_per_second > 0
+
+
+def test_a_closed_batcher_has_ended_its_threads_and_takes_nothing_more() -> None:
+    engine = StandInEngine(num_slots=2)
+    before = threading.active_count()
+    with running(engine) as bench:
+        assert threading.active_count() == before + 2
+        bench.put_call([(1,)])
+        bench.outcomes(1)
+        bench.batcher.close()
+        bench.put_call([(2,)])
+    assert threading.active_count() == before
+    assert len(engine.passes) == 1
+    assert bench.reports.empty()
+
+
+def test_texts_from_many_threads_are_all_answered() -> None:
+    per_thread = 200
+    with running(StandInEngine(num_slots=2)) as bench:
+
+        def send(number: int) -> None:
+            for i in range(per_thread):
+                bench.put_call([(number, i + 100)])
+
+        senders = [threading.Thread(target=send, args=(number,)) for number in range(1, 5)]
+        for sender in senders:
+            sender.start()
+        outcomes = bench.outcomes(4 * per_thread)
+        for sender in senders:
+            sender.join()
+        assert len(outcomes) == 4 * per_thread
+    assert Counter(len(one.texts) for one in bench.engine.passes).total() <= 4 * per_thread
+    assert sum(texts for texts, _ in bench.counts.passes) == 4 * per_thread
+
+
+def test_a_late_text_is_reported_before_the_pass_that_it_missed() -> None:
+    with running(StandInEngine()) as bench:
+        bench.put_call([(1,), (2,)], deadline=time.monotonic() - 1)
+        bench.put_call([(3,)])
+        assert [text.payload for text, _ in (bench.reports.get(timeout=PATIENCE) for _ in range(3))] == [
+            (1,),
+            (2,),
+            (3,),
+        ]
+    assert [one.texts for one in bench.engine.passes] == [[(3,)]]

@@ -1,0 +1,194 @@
+"""The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
+
+import ast
+import multiprocessing
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from common.errors import TrainingFailure, run_command
+from learn import check
+from learn.by_hand import data_parallel, exercise
+from learn.check import describe
+from learn.checking import supervision
+from learn.checking.exercises import EXERCISES
+from learn.checking.verdict import SECONDS, check_function
+from tests.training.parallelism.ranks import PRELOADED
+
+TRUTH = Path(data_parallel.__file__)
+HANG_SECONDS = 5.0
+DEADLINE = 60.0  # seconds
+# The others take half a minute together.
+FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
+WRONG, RIGHT = (sorted(Path(__file__).with_name(f"{kind}_solutions").glob("*.py")) for kind in ("wrong", "right"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server_of_all_tests() -> None:
+    """A process has one fork server, and who starts it chooses its imports: ranks of other tests need more of them."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
+
+
+def _cases() -> list:
+    return [pytest.param(path, id=path.stem, marks=() if path.stem in FAST else pytest.mark.slow) for path in WRONG]
+
+
+def _expected(path: Path) -> tuple[str, list[str]]:
+    """What stands in a wrong solution's docstring: the function, and what has to be said of it."""
+    function, _, says = ast.get_docstring(ast.parse(path.read_text())).partition(": ")
+    return function, says.split(" | ")
+
+
+@pytest.mark.parametrize("path", _cases())
+def test_a_wrong_solution_is_told_what_is_wrong(path: Path) -> None:
+    function, says = _expected(path)
+
+    verdict = check_function(path, function, (2, 3), seconds=HANG_SECONDS if "hangs" in says else SECONDS)
+
+    assert verdict.finding is not None
+    shown = describe(verdict, EXERCISES[function].promise).plain
+    assert all(words in shown for words in says), shown
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_truth_passes_on_two_and_three_ranks(name: str) -> None:
+    verdict = check_function(TRUTH, name, (2, 3))
+
+    assert verdict.finding is None
+    assert verdict.world_size == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", EXERCISES)
+def test_another_right_solution_is_not_called_wrong(path: Path, name: str) -> None:
+    assert check_function(path, name, (2, 3, 5)).finding is None
+
+
+def test_an_exercise_that_nobody_has_begun_is_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _check_here(monkeypatch, exercise.__file__)
+
+    out, err = capsys.readouterr()
+    assert (code, err) == (1, "")
+    assert [line.split(": ")[0] for line in out.splitlines() if "to do" in line] == [
+        f"to do  {name}" for name in EXERCISES
+    ]
+    assert out.endswith("0 of 3 right\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (None, [], "cannot be read (No such file or directory); copy learn/by_hand/exercise.py"),
+        ("import torch\ndef average_gradients(model:\n", [], "line 2: '(' was never closed"),
+        ("x = 'no\0 text'\n", [], "my_solution.py: source code string cannot contain null bytes"),
+        ("", ["--workers", "1"], "--workers 1: must be 2 to 8"),
+        ("", ["--workers", "9"], "--workers 9: must be 2 to 8"),
+        ("", ["--worker", "2"], "unrecognized arguments: --worker 2 (see --help)"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_exit_code_2(
+    text: str | None,
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "my_solution.py"
+    if text is not None:
+        path.write_text(text)
+
+    code = _check_here(monkeypatch, path, *flags)
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_environment", _on_no_network(supervision._environment))
+
+    with pytest.raises(TrainingFailure, match=r"^rank \d of 2 did not start; .*none0"):
+        check_function(TRUTH, "global_accuracy", (2,))
+
+
+def _on_no_network(environment: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
+    return lambda *place: environment(*place) | {"GLOO_SOCKET_IFNAME": "none0"}
+
+
+def test_a_file_of_another_name_with_a_module_beside_it_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from learn.by_hand.data_parallel import *\n")
+    (tmp_path / "no suffix, é").write_text("from beside import global_accuracy\n")
+
+    assert check_function(tmp_path / "no suffix, é", "global_accuracy", (2,)).finding is None
+
+
+@pytest.mark.slow
+def test_the_command_passes_the_truth_by_path_and_as_a_module(start: Callable[..., "Run"]) -> None:  # noqa: F821
+    commands = [[check.__file__], ["-m", "learn.check"]]
+
+    runs = [start([sys.executable, *command, TRUTH, "--workers", "2"]) for command in commands]
+
+    for run in runs:
+        assert run.process.returncode == 0, run.err
+        assert run.err == ""
+        assert run.out.count("right  ") == 3
+        assert "3 of 3 right" in run.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_command(
+    ending: signal.Signals,
+    code: int,
+    start: Callable[..., "Run"],  # noqa: F821
+    tmp_path: Path,
+) -> None:
+    solution = tmp_path / "endless.py"
+    solution.write_text(
+        "import os, pathlib\n"
+        "def broadcast_parameters(model):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.rank').touch()\n"
+        "    while True: pass\n"
+    )
+    run = start([sys.executable, "-m", "learn.check", solution], wait=False)
+    run.wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
+    ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
+
+    os.kill(run.process.pid, ending)
+
+    assert run.wait() == code
+    assert run.err == ("interrupted\n" if ending == signal.SIGINT else "")
+    for rank in ranks:
+        _wait_until_gone(rank)
+
+
+def _check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """The command in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        run_command(check.main)
+    return int(ended.value.code or 0)
+
+
+def _wait_until_gone(pid: int) -> None:
+    """Returns once a process has ended."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        ended, _, _ = select.select([descriptor], [], [], DEADLINE)
+        os.close(descriptor)
+        assert ended, f"process {pid} still runs after {DEADLINE:.0f} s"

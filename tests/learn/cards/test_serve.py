@@ -1,0 +1,202 @@
+"""The server of the page: it steps, runs, sets and resets real cards, and refuses what cannot be done now."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.learn.cards.small_runs import is_idle, served, state_when, step, step_to
+
+CARDS = [sys.executable, "-m", "learn.cards"]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[httpx.Client]:
+    with served(tmp_path) as (_, client):
+        yield client
+
+
+def test_the_wiring_comes_with_schemas_configurations_and_states(client: httpx.Client) -> None:
+    pipeline = client.get("/api/pipeline").json()
+
+    assert (len(pipeline["nodes"]), pipeline["workers"]) == (12, 2)
+    assert pipeline["loop"] == ["forward", "backward", "allreduce", "step"]
+    prepare = pipeline["nodes"][1]
+    assert prepare["inputs"] == {"dataset": {"node": "load", "output": "dataset"}}
+    assert prepare["config"]["batch_size"] == 120
+    assert prepare["schema"]["properties"]["batch_size"]["minimum"] == 1
+    assert {card["state"] for card in pipeline["state"]["cards"].values()} == {"waiting"}
+
+
+def test_a_step_runs_one_card_and_what_it_made_can_be_seen(client: httpx.Client) -> None:
+    assert client.get("/api/nodes/load").json() == []
+    state = step(client)
+
+    assert (state["cards"]["load"]["state"], state["next"]) == ("done", "prepare")
+    [picture] = client.get("/api/nodes/load").json()
+    assert picture["preview"]["summary"]["rows"] == 150
+    assert client.get("/api/nodes/nothing").status_code == 404
+
+
+def test_the_shards_are_seen_as_the_batches_that_they_are_dealt_from(client: httpx.Client) -> None:
+    step_to(client, "strategy")
+    [picture] = client.get("/api/nodes/shard").json()
+    shards = picture["shards"]
+
+    assert [len(batch) for batch in shards["batches"]] == [120]
+    assert sorted(shards["batches"][0] + shards["test_rows"]) == list(range(150))
+
+
+def test_every_field_that_a_card_does_not_take_is_answered_with_a_line(client: httpx.Client) -> None:
+    values = {"batch_size": "many", "test_ratio": 2, "colour": "red", "normalize": False}
+    answer = client.put("/api/nodes/prepare/config", json=values)
+
+    assert answer.status_code == 422
+    assert list(answer.json()["fields"]) == ["test_ratio", "batch_size", "colour"]
+    assert "less than 1" in answer.json()["fields"]["test_ratio"]
+    assert client.get("/api/pipeline").json()["nodes"][1]["config"]["normalize"] is True
+
+
+def test_a_card_set_otherwise_starts_the_run_over(client: httpx.Client) -> None:
+    step(client)
+    client.put("/api/nodes/prepare/config", json={"batch_size": 30}).raise_for_status()
+    step_to(client, "strategy")
+
+    assert client.get("/api/pipeline").json()["state"]["run"] == 2
+    [picture] = client.get("/api/nodes/shard").json()
+    assert len(picture["shards"]["batches"]) == 4
+
+
+def test_a_reset_takes_another_number_of_workers(client: httpx.Client) -> None:
+    step(client)
+    state = client.post("/api/reset", json={"workers": 3}).json()
+
+    assert (state["run"], state["next"], state["cards"]["load"]["state"]) == (2, "load", "waiting")
+    assert client.get("/api/pipeline").json()["workers"] == 3
+    assert client.post("/api/reset", json={"workers": 0}).status_code == 422
+
+
+def test_what_cannot_be_done_while_a_card_runs_is_refused(client: httpx.Client, tmp_path: Path) -> None:
+    # A pipe that nobody has written to: the card that reads it is at work for as long as we like.
+    os.mkfifo(tmp_path / "slow.csv")
+    client.put("/api/nodes/load/config", json={"source_url": str(tmp_path / "slow.csv")}).raise_for_status()
+    client.post("/api/step").raise_for_status()
+    refused = [
+        client.post("/api/step"),
+        client.post("/api/run"),
+        client.put("/api/nodes/load/config", json={"target_column": "0"}),
+    ]
+    (tmp_path / "slow.csv").write_text("size,kind\n1,a\n2,b\n")
+
+    assert [answer.status_code for answer in refused] == [409] * 3
+    assert refused[0].json()["detail"] == "the ranks are at work already"
+    assert state_when(client, is_idle)["cards"]["load"]["state"] == "done"
+
+
+def test_a_card_that_fails_says_why_and_only_a_reset_goes_on(client: httpx.Client) -> None:
+    client.put("/api/nodes/load/config", json={"source_url": "nowhere.csv"}).raise_for_status()
+    state = step(client)
+
+    assert state["cards"]["load"]["state"] == "failed"
+    assert (
+        state["failure"]
+        == "source_url nowhere.csv: cannot be read ([Errno 2] No such file or directory: 'nowhere.csv')"
+    )
+    answer = client.post("/api/step")
+    assert (answer.status_code, answer.json()["detail"]) == (409, "a card has failed; reset to start over")
+    assert client.post("/api/reset", json={}).json()["failure"] == ""
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8420", "Origin": "http://localhost:8420"}, 200),
+        ({"Host": "evil.example:8420"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_only_the_servers_own_page_may_ask(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+    assert client.post("/api/reset", json={}, headers=headers).status_code == status
+    assert client.get("/", headers=headers).status_code == status
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_makes_its_card_fail(client: httpx.Client) -> None:
+    step_to(client, "forward")
+    [victim] = [process for process in multiprocessing.active_children() if process.name == "rank 1"]
+    os.kill(victim.pid, signal.SIGKILL)
+    state = step(client)
+
+    assert state["cards"]["forward"]["state"] == "failed"
+    assert state["failure"] == "rank 1, card dist_forward (node forward): the process ended (killed by SIGKILL)"
+
+
+@pytest.mark.slow
+def test_a_reset_ends_a_run_in_the_middle_and_its_ranks(tmp_path: Path) -> None:
+    with served(tmp_path, epochs=10_000) as (_, client):
+        client.post("/api/run").raise_for_status()
+        running = state_when(client, lambda state: state["losses_from"] > 20)
+        ranks = [process for process in multiprocessing.active_children() if process.name.startswith("rank ")]
+        state = client.post("/api/reset", json={}).json()
+
+        assert (running["busy"], len(ranks)) == (True, 2)
+        assert (state["run"], state["busy"], state["losses"]) == (2, False, [])
+        assert not any(process.is_alive() for process in ranks)
+
+
+@pytest.mark.slow
+def test_events_tell_every_loss_once(tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    def take(state: dict[str, Any]) -> bool:
+        assert state["losses_from"] == len(losses)
+        losses.extend(state["losses"])
+        return state["next"] is None
+
+    with served(tmp_path, batch_size=16, epochs=5) as (session, client):
+        client.post("/api/run").raise_for_status()
+        state_when(client, take)
+        assert losses == session.history.losses
+
+    assert len(losses) == 5 * 8
+
+
+@pytest.mark.slow
+def test_serve_says_where_and_ends_with_ctrl_c(start: Callable[..., Any], tmp_path: Path) -> None:
+    run = start([*CARDS, "serve", "--port", "0", "--output", tmp_path], wait=False)
+    run.wait_until(lambda: "http://127.0.0.1:" in run.out)
+    address = run.out.split("http://")[1].split()[0]
+    with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
+        step_to(client, "forward")
+        with client.stream("GET", "/api/events") as events:
+            next(events.iter_lines())
+            os.killpg(run.process.pid, signal.SIGINT)
+            assert (run.wait(), run.err) == (130, "interrupted\n")
+
+
+@pytest.mark.slow
+def test_a_run_beside_a_server_takes_another_folder(start: Callable[..., Any], tmp_path: Path) -> None:
+    server = start([*CARDS, "serve", "--port", "0", "--output", tmp_path], wait=False)
+    server.wait_until(lambda: "http://127.0.0.1:" in server.out)
+    run = start([*CARDS, "run", "--output", tmp_path])
+
+    assert run.process.returncode == 2
+    assert run.err == f"error: {tmp_path}: another run is training into this folder; use another --output\n"
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: httpx.Client) -> None:
+    run = start([*CARDS, "serve", "--port", str(client.base_url.port)])
+
+    assert run.process.returncode == 2
+    assert run.err == (
+        f"error: --port {client.base_url.port}: cannot be listened on (Address already in use); choose another\n"
+    )

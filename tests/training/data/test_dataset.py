@@ -1,0 +1,508 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from common.delimited import Columns
+from common.errors import UserError
+from training.data.dataset import AG_NEWS_LABELS, NewsData, default_cleaning, load_news, split_rows
+
+TEXTS = [f"Report number {i} on something that happened" for i in range(20)]
+
+
+def write_ag(path: Path, rows: list[list[str]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+
+
+def ag_folder(folder: Path, train: list[list[str]], test: list[list[str]] | None = None) -> Path:
+    write_ag(folder / "train.csv", train)
+    if test:
+        write_ag(folder / "test.csv", test)
+    return folder
+
+
+def texts_and_names(data: NewsData) -> list[tuple[str, str]]:
+    return [
+        (text, data.label_names[label])
+        for rows in (data.train, data.test)
+        for text, label in zip(rows.texts, rows.labels, strict=True)
+    ]
+
+
+def test_ag_news_layout_joins_title_and_description(tmp_path: Path) -> None:
+    folder = ag_folder(
+        tmp_path,
+        [["3", "Oil, again", 'Prices "soar"\nin Asia'], ["1", "Talks", "Ministers meet"]],
+        [["1", "Cease-fire", "holds"], ["3", "", "Only a description"]],
+    )
+
+    data = load_news(str(folder))
+
+    assert data.label_names == ["World", "Business"]
+    assert data.train.texts == ['Oil, again Prices "soar"\nin Asia', "Talks Ministers meet"]
+    assert data.test.texts == ["Cease-fire holds", "Only a description"]
+    assert texts_and_names(data)[0][1] == "Business"
+
+
+def test_ag_news_labels_keep_their_order_whatever_comes_first(tmp_path: Path) -> None:
+    folder = ag_folder(tmp_path, [[str(i % 4 + 1), "title", f"text {i}"] for i in (3, 2, 1, 0)], [["4", "a", "b"]])
+
+    data = load_news(str(folder))
+
+    assert data.label_names == AG_NEWS_LABELS
+    assert data.train.labels.tolist() == [3, 2, 1, 0]
+    assert data.train.labels.dtype == np.int64
+    assert data.test.labels.tolist() == [3]
+    assert data.notes == []
+
+
+def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
+    folder = ag_folder(tmp_path, [["1", "a", "b"], ["2", "c", "d"], ["3", "e", "f"]], [["3", "g", "h"]])
+    (folder / "classes.txt").write_text("calm\nmixed\r\nstormy\n\n")
+
+    data = load_news(str(folder))
+
+    assert data.label_names == ["calm", "mixed", "stormy"]
+    assert texts_and_names(data)[-1] == ("g h", "stormy")
+
+
+def test_csv_with_a_header_takes_text_and_label_wherever_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("\ufeffid,Label,source,Text\n7,ham,web,Hello there\n8,spam,web,Buy now\n", encoding="utf-8")
+    (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
+
+    data = load_news(str(tmp_path))
+
+    assert texts_and_names(data) == [("Hello there", "ham"), ("Buy now", "spam"), ("Buy", "spam")]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_json_lines_with_names_or_numbers(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": "eins", "label": 10}, {"text": "zwei", "label": 9}, {"text": "drei", "label": 10, "more": 1}]
+    (tmp_path / f"train.{suffix}").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / f"test.{suffix}").write_text(json.dumps(rows[0]))
+
+    data = load_news(str(tmp_path))
+
+    assert data.label_names == ["9", "10"]
+    assert data.train.labels.tolist() == [1, 0, 1]
+    assert data.test.texts == ["eins"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    for split, texts in (("train", TEXTS), ("test", TEXTS[:3])):
+        labels = ["even" if i % 2 == 0 else "odd" for i in range(len(texts))]
+        table = pyarrow.table({"text": texts, "label": labels, "id": list(range(len(texts)))})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}.parquet")
+
+    data = load_news(str(tmp_path))
+
+    assert data.label_names == ["even", "odd"]
+    assert (len(data.train), len(data.test)) == (20, 3)
+    assert texts_and_names(data)[1] == (TEXTS[1], "odd")
+
+
+def saved_dataset(labels: list[int], names: list[str]) -> datasets.Dataset:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    return datasets.Dataset.from_dict({"text": TEXTS[: len(labels)], "label": labels}, features=features)
+
+
+def test_a_folder_saved_by_datasets_keeps_its_class_names(tmp_path: Path) -> None:
+    names = ["zebra", "ant", "never seen"]
+    splits = {"train": saved_dataset([0, 1, 1, 0], names), "test": saved_dataset([1, 0], names)}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+
+    data = load_news(str(tmp_path / "saved"))
+
+    assert data.label_names == names
+    assert data.train.labels.tolist() == [0, 1, 1, 0]
+    assert data.test.labels.tolist() == [1, 0]
+
+
+def test_a_single_split_saved_by_datasets_gets_a_test_set(tmp_path: Path) -> None:
+    saved_dataset([0, 1] * 10, ["zebra", "ant"]).save_to_disk(tmp_path / "saved")
+
+    data = load_news(str(tmp_path / "saved"))
+
+    assert (len(data.train), len(data.test)) == (18, 2)
+
+
+def test_unlabelled_rows_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
+    splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([-1, -1], ["a", "b"])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+
+    with pytest.raises(UserError, match=r"test row 0: label -1 is out of range"):
+        load_news(str(tmp_path / "saved"))
+
+
+def test_rows_of_a_saved_dataset_without_a_label_are_named(tmp_path: Path) -> None:
+    saved = datasets.DatasetDict({"train": saved_dataset([0, 1, None, 1], ["a", "b"])})  # type: ignore[list-item]
+    saved.save_to_disk(tmp_path / "saved")
+
+    with pytest.raises(UserError, match=r"train row 2: label None"):
+        load_news(str(tmp_path / "saved"))
+
+
+def single_file(path: Path, labels: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps({"text": t, "label": y}) for t, y in zip(TEXTS, labels, strict=True)))
+    return path
+
+
+def test_a_single_file_gives_a_stratified_part_for_the_test_and_says_so(tmp_path: Path) -> None:
+    path = single_file(tmp_path / "news.jsonl", ["a", "b"] * 10)
+
+    data = load_news(str(path), seed=5)
+
+    assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
+    assert sorted(data.test.labels.tolist()) == [0, 1]
+    assert data.notes == ["no test rows in the data: 2 of the 20 rows were set aside as the test set"]
+    assert texts_and_names(data) == texts_and_names(load_news(str(path), seed=5))
+    assert any(load_news(str(path), seed=seed).test.texts != data.test.texts for seed in range(6, 9))
+
+
+def test_the_sample_is_read_by_name() -> None:
+    data = load_news("sample")
+
+    assert data.name == "sample"
+    assert data.label_names == AG_NEWS_LABELS
+    assert data.notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train.csv", '"1","a","b"\n"5","c","d"\n', r"train.csv line 2: label 5 is out of range 1 to 4"),
+        ("train.csv", '"1","a","b"\n"0","c","d"\n', r"train.csv line 2: label 0 is out of range 1 to 4"),
+        (
+            "train.csv",
+            '"1","a\nb","c"\n"x","c","d"\n',
+            r"train.csv line 3: label 'x' is no number; rows without a header are",
+        ),
+        ("train.csv", '"1","a","b"\n"2"\n', r"train.csv line 2: one field"),
+        ("train.csv", '"1","a","b"\n"2"," ",""\n', r"train.csv line 2: the text is empty"),
+        ("train.csv", '"1","a","b"\n"2","c"d","e"\n', r"train.csv line 2: not valid CSV"),
+        ("train.csv", "text,label\nhello,a\nhello\n", r"train.csv line 3: 1 fields, but the header"),
+        ("train.csv", "text,label\nhello,a\nhello,\n", r"train.csv line 3: label '' must be a name"),
+        ("train.csv", "text,label\nhello,a\nworld,a\n", r"all training rows have the label 'a'; two labels are needed"),
+        ("train.csv", "text,label\n", r"train.csv: holds no rows"),
+        ("train.csv", "", r"train.csv: holds no rows"),
+        ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b"\n', r"train.jsonl line 2: not valid JSON"),
+        ("train.jsonl", '{"text": "a", "label": 1}\n[1]\n', r"train.jsonl line 2: must be an object with text and"),
+        ("train.jsonl", '\n{"text": "a"}\n', r"train.jsonl line 2: no column label among text; name yours"),
+        ("train.jsonl", '{"text": 5, "label": 1}\n', r"train.jsonl line 1: the text is no text"),
+        ("train.jsonl", '{"text": "a", "label": true}\n', r"train.jsonl line 1: label True must be a name or a whole"),
+        ("train.jsonl", '{"text": "a", "label": 1.5}\n', r"train.jsonl line 1: label 1.5 must be a name or a whole"),
+        ("train.jsonl", '{"text": "a", "label": -1}\n', r"train.jsonl line 1: label -1 is out of range"),
+        ("train.parquet", "no parquet at all", r"train.parquet: no Parquet file that can be read"),
+        ("other.csv", "text,label\n", r"the folder holds no train.csv, train.jsonl or train.parquet"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_line(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+
+    with pytest.raises(UserError, match=message):
+        load_news(str(tmp_path))
+
+
+def test_a_test_label_that_training_does_not_have_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\nhello,a\nworld,b\n")
+    (tmp_path / "test.csv").write_text("text,label\nhello,a\nworld,c\n")
+
+    with pytest.raises(UserError, match=r"test.csv line 3: label 'c' is none of the training labels a, b"):
+        load_news(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.csv", "text;label\nHello, there;ham\nBuy; now;spam\n".replace("Buy; now", '"Buy; now"')),
+        ("train.csv", "label\ttext\nham\tHello, there\nspam\tBuy; now\n"),
+        ("train.tsv", "label\ttext\nham\tHello, there\nspam\tBuy; now\n"),
+    ],
+)
+def test_semicolons_and_tabs_separate_fields_too(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
+
+    data = load_news(str(tmp_path))
+
+    assert texts_and_names(data)[:2] == [("Hello, there", "ham"), ("Buy; now", "spam")]
+    assert data.notes == []
+
+
+def test_rows_without_a_header_may_be_separated_by_tabs(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("3\tOil, again\tPrices; up\n1\tTalks\tMinisters\n")
+    (tmp_path / "test.csv").write_text('"1","Talks; more","again; and again"\n')
+
+    data = load_news(str(tmp_path))
+
+    assert data.train.texts == ["Oil, again Prices; up", "Talks Ministers"]
+    assert data.test.texts == ["Talks; more again; and again"]
+
+
+HEADLINES = {
+    "news.csv": "id,headline,category\n" + "".join(f"{i},{text},{'ab'[i % 2]}\n" for i, text in enumerate(TEXTS)),
+    "news.jsonl": "\n".join(json.dumps({"headline": t, "category": "ab"[i % 2]}) for i, t in enumerate(TEXTS)),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(HEADLINES[name])
+
+    with pytest.raises(
+        UserError,
+        match=r"line 1: no column text and no column label among (id, )?headline, category; "
+        "name yours with --text_column and --label_column$",
+    ):
+        load_news(str(path))
+    data = load_news(str(path), columns=Columns("headline", "Category" if name.endswith("csv") else "category"))
+
+    assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
+    assert data.label_names == ["a", "b"]
+
+
+def test_a_column_that_is_missing_is_told_from_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("label,id\na,1\nb,2\n")
+
+    with pytest.raises(UserError, match=r"train.csv line 1: no column text among label, id; name yours with"):
+        load_news(str(tmp_path))
+
+
+def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -> None:
+    columns = {"Headline": TEXTS, "category": ["ab"[i % 2] for i in range(20)]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "news.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+
+    for path in (tmp_path / "news.parquet", tmp_path / "saved"):
+        data = load_news(str(path), columns=Columns("headline", "category"))
+        assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
+        with pytest.raises(UserError, match=r"no column text and no column label among Headline, category; name"):
+            load_news(str(path))
+
+
+def test_columns_that_are_not_read_are_noted(tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "text_pair": TEXTS, "label": ["ab"[i % 2] for i in range(20)], "id": [*range(20)]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "news.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    (tmp_path / "news.csv").write_text(
+        ",".join(columns)
+        + "\n"
+        + "".join(",".join(map(str, row)) + "\n" for row in zip(*columns.values(), strict=True))
+    )
+    (tmp_path / "news.jsonl").write_text(
+        "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+    )
+
+    for name in ("news.parquet", "saved", "news.csv", "news.jsonl"):
+        assert "columns that are not used: text_pair, id" in load_news(str(tmp_path / name)).notes
+
+
+def test_texts_of_any_length_are_read(tmp_path: Path) -> None:
+    long = "word " * 40_000
+    (tmp_path / "train.csv").write_text(f'text,label\n"{long}",a\nshort,b\n')
+    (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
+
+    assert load_news(str(tmp_path)).train.texts == [long, "short"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_byte_order_mark_tells_the_encoding(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "train.csv").write_bytes("text\tlabel\nUn café\ta\nZwei\tb\n".encode(encoding))
+    (tmp_path / "test.csv").write_text("text,label\nshort,b\n")
+
+    assert load_news(str(tmp_path)).train.texts == ["Un café", "Zwei"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "text,label\nhello,a\n".encode("utf-16-le"),
+            r"train.csv: not UTF-8 text \(it looks like UTF-16\); save",
+        ),
+        ("text,label\nhello,a\n".encode("utf-16")[:-1], r"train.csv: UTF-16 text that is torn at byte \d+; save it as"),
+        ("Überschrift;Kategorie\nhello;a\n".encode("cp1252"), r"train.csv line 1: not UTF-8 text; save the file as"),
+        ("text;label\nUn café;a\n".encode("cp1252"), r'line 2: not UTF-8 text; save the file as UTF-8 \(in Excel "CSV'),
+    ],
+)
+def test_an_encoding_that_is_not_read_is_named_with_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "train.csv").write_bytes(content)
+
+    with pytest.raises(UserError, match=message):
+        load_news(str(tmp_path))
+
+
+def split_texts(split: str, count: int) -> str:
+    return "text,label\n" + "".join(f"{split} row {i},{'ab'[i % 2]}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "dev"])
+@pytest.mark.parametrize("splits", [("train", "test"), ("train",)])
+def test_validation_rows_that_the_data_brings_are_kept_apart_and_said(
+    tmp_path: Path, name: str, splits: tuple[str, ...]
+) -> None:
+    for split in (*splits, name):
+        (tmp_path / f"{split}.csv").write_text(split_texts(split, 40 if split == "train" else 10))
+
+    data = load_news(str(tmp_path))
+
+    assert data.validation is not None
+    assert data.validation.texts == [f"{name} row {i}" for i in range(10)]
+    assert data.validation.labels.tolist() == [0, 1] * 5
+    assert all(text.startswith("train") for text in data.train.texts)
+    assert data.notes[0] == f"validation on the 10 rows of {tmp_path}/{name}.csv"
+    assert (len(data.train), len(data.test)) == ((40, 10) if "test" in splits else (36, 4))
+
+
+def test_a_validation_split_saved_by_datasets_is_kept_apart(tmp_path: Path) -> None:
+    splits = {name: saved_dataset([0, 1] * 5, ["a", "b"]) for name in ("train", "validation", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+
+    data = load_news(str(tmp_path / "saved"))
+
+    assert data.validation is not None
+    assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 10)
+
+
+def labelled(path: Path, labels: list[str]) -> Path:
+    path.write_text("text,label\n" + "".join(f'text {i},"{label}"\n' for i, label in enumerate(labels)))
+    return path
+
+
+def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "scores.csv", [str(i / 2) for i in range(400)])
+
+    with pytest.raises(
+        UserError,
+        match=r"400 different labels in 400 rows; is the label column a number to predict, or free",
+    ):
+        load_news(str(path))
+
+
+@pytest.mark.parametrize(
+    ("labels", "note"),
+    [
+        (["0.5", "1.5", "2"] * 8, "labels look like numbers to predict (0.5, 1.5, 2): each value is"),
+        (["a,b", "b", "c"] * 8, "labels such as 'a,b' look like lists: each combination is"),
+        (["red|big", "red|small", "blue"] * 8, "labels such as 'red|big' look like lists: each"),
+        (
+            [f"kind {i}" for i in range(20)] * 4,
+            "20 different labels in 80 rows: few rows to learn each from; is",
+        ),
+    ],
+)
+def test_labels_that_are_hardly_classes_are_said(tmp_path: Path, labels: list[str], note: str) -> None:
+    assert load_news(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
+
+
+@pytest.mark.parametrize(
+    "labels", [["1", "2", "3"], ["World", "Sci/Tech"], ["Paris, Texas", "Rome, Italy"], ["1.0", "2.0"]]
+)
+def test_labels_that_are_classes_are_not_doubted(tmp_path: Path, labels: list[str]) -> None:
+    [note] = load_news(str(labelled(tmp_path / "rows.csv", labels * 10))).notes
+    assert note.startswith("no test rows")
+
+
+def test_too_few_rows_are_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"two.csv: 2 rows leave none for validation and test; at least 3 rows of each label are needed"
+    ):
+        load_news(str(labelled(tmp_path / "two.csv", ["a", "b"])))
+
+
+def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_bytes("text,label\nhello,a\ncafé,b\n".encode("latin-1"))
+
+    with pytest.raises(UserError, match=r"train.csv line 3: not UTF-8 text"):
+        load_news(str(tmp_path))
+
+
+def test_parquet_without_the_columns_is_named(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"title": ["a"]}), tmp_path / "train.parquet")
+
+    with pytest.raises(UserError, match=r"train.parquet: no column text and no column label among title; name"):
+        load_news(str(tmp_path))
+
+
+def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "news.xml").write_text("<news/>")
+
+    with pytest.raises(UserError, match=r"news.xml: must end in .csv, .tsv, .jsonl, .json, .parquet; save a"):
+        load_news(str(tmp_path / "news.xml"))
+    with pytest.raises(UserError, match=r"--dataset ag_mews: no such dataset; did you mean ag_news\?; use ag_news"):
+        load_news("ag_mews")
+
+
+@pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./data", "~/no such", "owner/news.parquet"])
+def test_a_missing_file_is_said_at_once_and_not_sought_on_the_hub(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
+        load_news(name)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
+def test_split_rows_is_complete_disjoint_and_stratified(fraction: float) -> None:
+    labels = np.random.default_rng(0).choice(4, size=1000, p=[0.5, 0.3, 0.15, 0.05])
+
+    train, validation = split_rows(labels, fraction, seed=42)
+
+    assert np.sort(np.concatenate([train, validation])).tolist() == list(range(1000))
+    assert (np.diff(train) > 0).all()
+    assert (np.diff(validation) > 0).all()
+    for label in range(4):
+        assert (labels[validation] == label).sum() == round((labels == label).sum() * fraction)
+
+
+def test_split_rows_is_a_function_of_the_seed() -> None:
+    labels = np.arange(100) % 4
+
+    first, again, other = (split_rows(labels, 0.2, seed)[1].tolist() for seed in (1, 1, 2))
+
+    assert first == again
+    assert first != other
+
+
+def test_split_rows_keeps_a_row_of_every_label_for_training() -> None:
+    train, validation = split_rows(np.array([0, 0, 1, 2, 2, 2]), 0.9, seed=0)
+
+    labels = np.array([0, 0, 1, 2, 2, 2])
+    assert set(labels[train].tolist()) == {0, 1, 2}
+    assert set(labels[validation].tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "labels", "cleaning"),
+    [
+        ("train.csv", '"3","Oil &amp; gas","prices\\\\rise"\n', ["oil", "gas", "coal"], "news"),
+        ("train.csv", "text,label\nreturn <b>x</b>,code\n", ["code", "prose"], "none"),
+        ("train.jsonl", '{"text": "x", "label": "code"}\n', ["code", "prose"], "none"),
+        ("train.parquet", "", ["World", "Sports", "Business", "Sci/Tech"], "news"),
+        ("train.csv", "", ["code", "prose"], "none"),
+    ],
+)
+def test_texts_of_ag_news_are_cleaned_as_news_and_those_of_others_are_not(
+    tmp_path: Path, file: str, content: str, labels: list[str], cleaning: str
+) -> None:
+    (tmp_path / file).write_text(content)
+    assert default_cleaning(str(tmp_path), labels) == default_cleaning(str(tmp_path / file), labels) == cleaning
+
+
+@pytest.mark.parametrize(
+    ("name", "cleaning"),
+    [("sample", "news"), ("ag_news", "news"), ("fancyzhx/ag_news", "news"), ("someone/tickets", "none")],
+)
+def test_a_name_decides_how_its_texts_are_cleaned(name: str, cleaning: str) -> None:
+    assert default_cleaning(name, ["a", "b"]) == cleaning

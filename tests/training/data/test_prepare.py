@@ -1,0 +1,147 @@
+"""What a run reads before its first step: validation rows, repeated texts, and models that cannot be trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, DistilBertConfig
+
+from common.errors import UserError
+from training.config import TrainConfig
+from training.data.prepare import prepare_model, prepare_news
+from training.data.tokenized import load_tokenizer
+from training.parallelism.distributed import Ranks
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+
+
+def write_rows(path: Path, texts: list[str]) -> None:
+    path.write_text("text,label\n" + "".join(f"{text},{'ab'[i % 2]}\n" for i, text in enumerate(texts)))
+
+
+def config_for(folder: Path, **fields: object) -> TrainConfig:
+    return TrainConfig(dataset=str(folder), model="tiny", max_length=16, cache_dir=folder / "cache", **fields)
+
+
+def test_validation_rows_that_the_data_brings_are_validated_on_and_train_on_none(tmp_path: Path) -> None:
+    for split, count in (("train", 20), ("validation", 6), ("test", 4)):
+        write_rows(tmp_path / f"{split}.csv", [f"{split} {i}" for i in range(count)])
+    said: list[str] = []
+
+    news = prepare_news(config_for(tmp_path, max_train_rows=10), ALONE, said.append)
+
+    assert len(news.train_index) == 10
+    assert news.validation_index.tolist() == [*range(6)]
+    assert news.validation_rows is news.tokens.validation
+    assert (len(news.tokens.train), len(news.tokens.validation or []), len(news.tokens.test)) == (20, 6, 4)
+    assert f"Validation on the 6 rows of {tmp_path}/validation.csv" in said
+
+
+def test_texts_that_stand_in_training_and_elsewhere_are_counted_in_one_line(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    write_rows(tmp_path / "dev.csv", [f"row {i}" for i in range(18, 24)])
+    write_rows(tmp_path / "test.csv", [f"row {i}" for i in range(5)])
+    said: list[str] = []
+
+    news = prepare_news(config_for(tmp_path), ALONE, said.append)
+
+    line = "2 of 6 validation rows and 5 of 5 test rows repeat the text of a training row, so their scores are too good"
+    assert said.count(line) == 1
+    assert line in news.tokens.notes
+
+
+def test_repeated_texts_are_counted_between_the_parts_of_the_training_rows_too(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", ["the same text"] * 40)
+    write_rows(tmp_path / "test.csv", ["another text", "one more"])
+    said: list[str] = []
+
+    prepare_news(config_for(tmp_path), ALONE, said.append)
+
+    assert "4 of 4 validation rows repeat the text of a training row, so their scores are too good" in said
+
+
+def test_a_run_validates_on_the_rows_that_the_data_brings(
+    train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for split, count in (("train", 24), ("validation", 6), ("test", 4)):
+        write_rows(tmp_path / f"{split}.csv", [f"{split} {i}" for i in range(count)])
+    for path in tmp_path.glob("*.csv"):
+        path.write_text(path.read_text().replace("text,label", "headline;category").replace(",", ";"))
+    flags = ["--dataset", tmp_path, "--text_column", "headline", "--label-column", "Category", "--max_train_rows", 0]
+
+    code = train_here(*flags, "--epochs", 1, "--output_dir", tmp_path / "model")
+
+    assert code == 0, capfd.readouterr().err
+    assert "24 training, 6 validation, 4 test rows" in capfd.readouterr().out
+    metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())
+    assert (metrics["validation"]["rows"], metrics["text_column"], metrics["label_column"]) == (
+        6,
+        "headline",
+        "Category",
+    )
+
+
+def write_model(folder: Path) -> Path:
+    tokenizer = load_tokenizer("tiny", ["a text"], 16)
+    tokenizer.save_pretrained(folder)
+    size = {"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
+    config = DistilBertConfig(vocab_size=len(tokenizer), **size)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def pickle_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def need_code(folder: Path) -> None:
+    config = {"model_type": "made_up", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('ran the code of a model')")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (pickle_weights, "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"),
+        (need_code, "brings code of its own, which is never run; use a model of an architecture that transformers has"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
+    model = write_model(tmp_path / "model")
+    spoil(model)
+    config = config_for(tmp_path).model_copy(update={"model": str(model)})
+
+    with pytest.raises(UserError) as refusal:
+        prepare_model(config, ALONE, prepare_news(config, ALONE, print).tokens, print)
+
+    assert str(refusal.value) == f"--model {model}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("checkpoints/no/such", ": no folder of that name"),
+        ("./tiny", ": no folder of that name"),
+        ("checkpoints/tiny.pt", ": no folder of that name"),
+        ("acme/encoder@v2", ": a revision cannot be chosen; download it with hf download NAME --revision"),
+    ],
+)
+def test_a_model_that_no_hub_can_have_is_refused_before_the_data_are_read(
+    tmp_path: Path, model: str, message: str
+) -> None:
+    said: list[str] = []
+
+    with pytest.raises(UserError) as refusal:
+        prepare_news(config_for(tmp_path).model_copy(update={"model": model}), ALONE, said.append)
+
+    assert str(refusal.value).startswith(f"--model {model}{message}")
+    assert said == []

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from common.text import TextTokenizer
+from training.data.dataset import NewsData, Rows, load_news
+from training.data.tokenized import (
+    TokenizedNews,
+    cache_key,
+    encode_rows,
+    load_tokenizer,
+    read_tokens,
+    write_tokens,
+)
+
+LENGTH = 24
+
+
+def small_news() -> NewsData:
+    data = load_news("sample")
+    return NewsData("small", data.label_names, data.train.take(np.arange(60)), data.test.take(np.arange(20)))
+
+
+NEWS = small_news()
+TOKENIZER = load_tokenizer("tiny", NEWS.train.texts, LENGTH).backend_tokenizer.to_str()
+
+
+class Told(list[str]):
+    """What was said, line by line."""
+
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+def write(folder: Path, news: NewsData = NEWS, told: Told | None = None) -> str:
+    key = cache_key(news, TOKENIZER, LENGTH)
+    tokenizer = TextTokenizer.from_json(TOKENIZER, LENGTH)
+    write_tokens(folder, key, news, tokenizer, Told() if told is None else told)
+    return key
+
+
+def assert_same_news(found: TokenizedNews, expected: TokenizedNews) -> None:
+    assert (found.key, found.name, found.label_names) == (expected.key, expected.name, expected.label_names)
+    assert (found.notes, found.vocab_size) == (expected.notes, expected.vocab_size)
+    for mine, other in ((found.train, expected.train), (found.test, expected.test)):
+        assert mine.num_cut == other.num_cut
+        for part in ("ids", "offsets", "labels"):
+            np.testing.assert_array_equal(getattr(mine, part), getattr(other, part))
+
+
+def test_a_second_run_reads_the_same_from_the_cache_and_writes_nothing(tmp_path: Path) -> None:
+    told = Told()
+    key = write(tmp_path, told=told)
+    first, (file,) = read_tokens(tmp_path, key), list(tmp_path.iterdir())
+    written, said = file.stat().st_mtime_ns, len(told)
+
+    again = write(tmp_path, told=told)
+
+    assert again == key
+    assert file.stat().st_mtime_ns == written
+    assert len(told) == said == 2
+    assert_same_news(read_tokens(tmp_path, again), first)
+
+
+def test_what_is_read_is_what_was_tokenised(tmp_path: Path) -> None:
+    news = read_tokens(tmp_path, write(tmp_path))
+
+    expected = encode_rows(TextTokenizer.from_json(TOKENIZER, LENGTH), NEWS.train)
+
+    np.testing.assert_array_equal(news.train.ids, expected.ids)
+    np.testing.assert_array_equal(news.train.labels, NEWS.train.labels)
+    assert (len(news.train), len(news.test)) == (60, 20)
+    assert (news.train.ids.dtype, news.train.offsets.dtype, news.train.labels.dtype) == (np.int32, np.int64, np.int64)
+    assert news.vocab_size == TextTokenizer.from_json(TOKENIZER, LENGTH).vocab_size
+    assert news.label_names == NEWS.label_names
+
+
+def changed(**changes: object) -> NewsData:
+    return NewsData(**{**vars(NEWS), **changes})
+
+
+def test_another_text_label_name_length_or_tokenizer_gives_another_key() -> None:
+    texts = [NEWS.train.texts[0] + "!", *NEWS.train.texts[1:]]
+    labels = (NEWS.train.labels + 1) % 4
+    tokenizer = load_tokenizer("tiny", NEWS.train.texts[:30], LENGTH).backend_tokenizer.to_str()
+
+    keys = [
+        cache_key(NEWS, TOKENIZER, LENGTH),
+        cache_key(NEWS, TOKENIZER, LENGTH + 1),
+        cache_key(NEWS, TOKENIZER, LENGTH, "none"),
+        cache_key(NEWS, tokenizer, LENGTH),
+        cache_key(changed(train=Rows(texts, NEWS.train.labels)), TOKENIZER, LENGTH),
+        cache_key(changed(train=Rows(NEWS.train.texts, labels)), TOKENIZER, LENGTH),
+        cache_key(changed(test=NEWS.test.take(np.arange(19))), TOKENIZER, LENGTH),
+        cache_key(changed(label_names=["a", "b", "c", "d"]), TOKENIZER, LENGTH),
+        cache_key(changed(train=NEWS.test, test=NEWS.train), TOKENIZER, LENGTH),
+    ]
+
+    assert len(set(keys)) == len(keys)
+    assert cache_key(small_news(), TOKENIZER, LENGTH) == keys[0]
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 5000])
+def test_a_cache_file_cut_short_is_made_again(tmp_path: Path, kept: int) -> None:
+    key = write(tmp_path)
+    whole, (file,) = read_tokens(tmp_path, key), list(tmp_path.iterdir())
+    content = file.read_bytes()
+    file.write_bytes(content[:kept])
+
+    write(tmp_path)
+
+    assert file.read_bytes() == content
+    assert_same_news(read_tokens(tmp_path, key), whole)
+
+
+def test_a_cache_file_with_a_changed_byte_is_made_again_and_that_is_said(tmp_path: Path) -> None:
+    write(tmp_path)
+    (file,) = list(tmp_path.iterdir())
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+
+    write(tmp_path, told=(told := Told()))
+
+    assert told[0] == f"The cached tokens {file} are damaged (they do not match their SHA-256): made anew"
+    assert file.read_bytes() == content
+
+
+def test_a_cache_file_of_something_else_is_made_again(tmp_path: Path) -> None:
+    key = write(tmp_path)
+    (file,) = list(tmp_path.iterdir())
+    content = file.read_bytes()
+    file.write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+
+    write(tmp_path)
+
+    assert file.read_bytes() == content
+    assert read_tokens(tmp_path, key).key == key
+
+
+def test_cut_texts_are_counted() -> None:
+    tokenizer = TextTokenizer.from_json(TOKENIZER, 8)
+    rows = Rows(["oil", "oil prices rise and fall and rise and fall", "a b c d e f", "a b c d e f g"], np.zeros(4, int))
+
+    encoded = encode_rows(tokenizer, rows)
+
+    assert encoded.num_cut == sum(one.truncated for one in tokenizer.encode(rows.texts))
+    assert encoded.lengths.tolist() == [len(one.ids) for one in tokenizer.encode(rows.texts)]
+    assert encoded.lengths[1:].tolist() == [8, 8, 8]
+    assert encoded.num_cut == 2
+
+
+def test_ids_are_those_that_serving_gives(tmp_path: Path) -> None:
+    texts = [*NEWS.train.texts[:20], "AT amp;T  #39;s shares\\rose &lt;b&gt;5%&lt;/b&gt;", "Zürich 東京 \u200b naïve"]
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
+    serving = TextTokenizer.from_file(tmp_path / "tokenizer.json", LENGTH)
+
+    rows = encode_rows(TextTokenizer.from_json(TOKENIZER, LENGTH), Rows(texts, np.zeros(len(texts), int)))
+
+    for i, encoded in enumerate(serving.encode(texts)):
+        assert rows.ids[rows.offsets[i] : rows.offsets[i + 1]].tolist() == encoded.ids
+
+
+def test_the_tiny_vocabulary_repeats_exactly_in_other_processes() -> None:
+    program = (
+        "import hashlib\nfrom training.data.dataset import load_news\n"
+        "from training.data.tokenized import load_tokenizer\n"
+        f"text = load_tokenizer('tiny', load_news('sample').train.texts[:60], {LENGTH}).backend_tokenizer.to_str()\n"
+        "print(hashlib.sha256(text.encode()).hexdigest())"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+
+    digests = {process.communicate()[0].strip() for process in started}
+
+    assert digests == {hashlib.sha256(TOKENIZER.encode()).hexdigest()}
+
+
+def test_the_tiny_vocabulary_knows_every_letter_and_the_common_words() -> None:
+    tokenizer = load_tokenizer("tiny", load_news("sample").train.texts, LENGTH)
+
+    ids = tokenizer("The president said on Tuesday that oil prices fell").input_ids
+
+    assert tokenizer.vocab_size <= 8192
+    assert tokenizer.model_max_length == LENGTH
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.unk_token_id not in ids
+    assert len(ids) == 11  # nine words and two special tokens
+    assert tokenizer.unk_token_id not in tokenizer("zyxwvutsrqponm").input_ids
+
+
+def test_a_model_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--model .*: the folder cannot be read as a model"):
+        load_tokenizer(str(tmp_path), [], LENGTH)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(UserError, match=r"--cache_dir .*file/cache: cannot be written \(Not a directory\)"):
+        write(tmp_path / "file" / "cache")

@@ -1,0 +1,144 @@
+"""A run that is asked to stop in an evaluation gives it up, and ends, when it goes on, as if nothing had been."""
+
+import itertools
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.fault_tolerance.started_ranks import StartedRanks
+from training.data import prepare
+from training.monitoring.status import read_statuses
+from training.run import finish, trainer, validation
+
+FLAGS = ("--batch_size", 8, "--save_every", 0)
+
+
+def _result(output: Path) -> dict[str, Any]:
+    metrics = json.loads((output / "metrics.json").read_text())
+    return {"weights": (output / "model.safetensors").read_bytes(), **metrics}
+
+
+def _ask_before_evaluation(number: int) -> Callable[..., Any]:
+    """An evaluation before whose ``number``-th call in this process the run is asked to stop."""
+    evaluate, calls = validation.evaluate, itertools.count(1)
+
+    def evaluates(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(*arguments, **options)
+
+    return evaluates
+
+
+def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
+    train_here: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    metrics_of: Callable[..., Any],
+) -> None:
+    flags, output = (*FLAGS, "--stopped_exit_code", 75), tmp_path / "model"
+    assert train_here(*flags, "--output_dir", tmp_path / "undisturbed") == 0
+
+    # In the first epoch's validation, in the last one's and in the test after it.
+    for room, steps, epochs in ((validation, 8, 0), (validation, 16, 1), (finish, 16, 2)):
+        with monkeypatch.context() as once:
+            once.setattr(room, "evaluate", _ask_before_evaluation(1 if room is finish or not epochs else 2))
+            assert train_here(*flags, "--output_dir", output) == 75
+        assert f"Stopped at step {steps}, all saved." in capfd.readouterr().out
+        assert not output.exists()
+        assert len(metrics_of(tmp_path / "model.run", "epoch")) == epochs
+        assert [status.state for status in read_statuses(tmp_path / "model.run")] == ["stopped"]
+
+    assert train_here(*flags, "--output_dir", output) == 0
+    assert _result(output) == _result(tmp_path / "undisturbed")
+    assert [epoch["epoch"] for epoch in metrics_of(tmp_path / "model.run", "epoch")] == [1, 2]
+
+
+def test_a_run_that_is_stopped_while_data_is_prepared_says_so_and_leaves_nothing(
+    train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = prepare.load_news
+
+    def loads(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return load(*arguments)
+
+    monkeypatch.setattr(prepare, "load_news", loads)
+
+    code = train_here(*FLAGS, "--output_dir", tmp_path / "model")
+
+    assert code == 75
+    assert "Stopped before the first step, nothing to save." in capfd.readouterr().out
+    assert not list(tmp_path.glob("model*"))
+
+
+def _one_rank_is_asked(rank: int) -> None:
+    if rank == 1:
+        validation.evaluate = _ask_before_evaluation(1)
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., StartedRanks]]:
+    """`start_ranks(name, flags, fault)`: two ranks of training, ended with the test."""
+    started: list[StartedRanks] = []
+
+    def start(name: str, flags: tuple[Any, ...], fault: Callable[[int], None] | None = None) -> StartedRanks:
+        started.append(StartedRanks(tmp_path / name, 2, flags, fault))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.kill()
+
+
+@pytest.mark.slow
+def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
+    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = (*base_flags, "--batch_size", 4, "--save_every", 0)
+    stopped = start_ranks("stopped", (*flags, "--output_dir", tmp_path / "model"), _one_rank_is_asked)
+    alone = start_ranks("alone", (*flags, "--output_dir", tmp_path / "undisturbed"))
+    assert [stopped.exit_code(rank) for rank in (0, 1)] == [0, 0]
+    assert "Stopped at step 8, all saved." in stopped.out()
+
+    resumed = start_ranks("resumed", (*flags, "--output_dir", tmp_path / "model"))
+
+    assert [ranks.exit_code(rank) for ranks in (resumed, alone) for rank in (0, 1)] == [0, 0, 0, 0]
+    assert _result(tmp_path / "model") == _result(tmp_path / "undisturbed")
+
+
+def _takes_its_time_between_agreements(rank: int) -> None:
+    """As on a GPU, where agreeing costs a wait for the device: not after each step. Rank 1 is the slow one."""
+    trainer.Trainer._agrees_each_step = False
+    share = trainer.rank_share
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.4 * rank)
+        return share(*arguments, **options)
+
+    trainer.rank_share = slow
+
+
+def test_a_stop_does_not_wait_for_the_next_line_of_the_log(
+    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    flags = ("--epochs", 9, "--batch_size", 1, "--save_every", 0, "--log_every", 60, "--output_dir", tmp_path / "model")
+    ranks = start_ranks("ranks", (*base_flags, *flags), _takes_its_time_between_agreements)
+
+    def steps_done() -> int:
+        return min((status.step for status in read_statuses(tmp_path / "model.run")), default=0)
+
+    ranks.wait_until(lambda: steps_done() >= 6)
+    asked_at = steps_done()
+
+    ranks.signal(1, signal.SIGTERM)
+
+    assert [ranks.exit_code(rank) for rank in (0, 1)] == [0, 0]
+    stopped_at = int(ranks.out().partition("Stopped at step ")[2].partition(",")[0])
+    assert stopped_at - asked_at <= 8  # two seconds' worth, and what a status file is late

@@ -1,0 +1,169 @@
+"""One run on 1, 2 or 4 ranks: the same rows, the same losses, the same weights, the same scores."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from training.data.batching import DataPlace, LengthBucketSampler, rank_share
+from training.data.dataset import SAMPLE_FOLDER
+from training.data.tokenized import TokenizedRows
+
+GLOBAL_BATCH = 8
+
+# Trains through the public API, then writes down a hash of the weights that each rank ended with.
+HASHING_SCRIPT = """
+import hashlib, json, sys
+from training.config import parse_config
+from training.parallelism.distributed import ranks
+from training.run.trainer import Trainer
+
+config = parse_config(sys.argv[1:])
+with ranks(config.device) as mine:
+    trainer = Trainer(config, mine)
+    trainer.fit()
+    weights = trainer.strategy.parts[0].state_dict()
+    digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    digests = mine.gather(digest)
+    if mine.is_first:
+        (config.run_dir / "weights.json").write_text(json.dumps(digests))
+"""
+
+
+@pytest.fixture(scope="module")
+def run_on(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> Callable[[int, int], Path]:
+    """`run_on(world_size, accumulation)`: the run folder of a finished run, always of the same global batch."""
+    finished: dict[tuple[int, int], Path] = {}
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "train_and_hash.py"
+    script.write_text(HASHING_SCRIPT)
+
+    def run(world_size: int, accumulation: int = 1) -> Path:
+        if (world_size, accumulation) not in finished:
+            output = folder / f"on_{world_size}_by_{accumulation}"
+            rows = GLOBAL_BATCH // world_size // accumulation
+            batch = ("--batch_size", rows, "--gradient_accumulation", accumulation)
+            ended = launch_shared(world_size, *batch, "--save_every", 0, "--output_dir", output, script=script)
+            assert ended.process.returncode == 0, ended.err
+            finished[world_size, accumulation] = output.with_name(output.name + ".run")
+        return finished[world_size, accumulation]
+
+    return run
+
+
+def _losses(records: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([record["loss"] for record in records])
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_ranks_end_with_equal_weights(run_on: Callable[..., Path], world_size: int) -> None:
+    digests = json.loads((run_on(world_size) / "weights.json").read_text())
+
+    assert len(digests) == world_size
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"),
+    [
+        (2, 1),
+        *(pytest.param(*slower, marks=pytest.mark.slow) for slower in ((1, 2), (2, 2), (4, 1), (4, 2))),
+    ],
+)
+def test_loss_curve_with_dropout_is_that_of_one_process(
+    run_on: Callable[..., Path], metrics_of: Callable[..., Any], world_size: int, accumulation: int
+) -> None:
+    alone = metrics_of(run_on(1))
+
+    together = metrics_of(run_on(world_size, accumulation))
+
+    assert [record["step"] for record in together] == list(range(1, 17))
+    assert [record["learning_rate"] for record in together] == [record["learning_rate"] for record in alone]
+    np.testing.assert_allclose(_losses(together), _losses(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_and_test_scores_are_those_of_one_process(
+    run_on: Callable[..., Path], checkpoint_state: Callable[..., Any], metrics_of: Callable[..., Any], world_size: int
+) -> None:
+    alone = checkpoint_state(run_on(1), 16).model
+
+    together = checkpoint_state(run_on(world_size), 16).model
+
+    for name, weights in alone.items():
+        torch.testing.assert_close(
+            together[name], weights, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    [test_alone], [test_together] = metrics_of(run_on(1), "test"), metrics_of(run_on(world_size), "test")
+    assert test_together["confusion_matrix"] == test_alone["confusion_matrix"]
+
+
+def _rows(lengths: np.ndarray) -> TokenizedRows:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenizedRows(np.ones(offsets[-1], dtype=np.int32), offsets, np.zeros(len(lengths), dtype=np.int64), 0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 57, 431, 960])
+def test_an_epoch_shows_each_row_exactly_once(num_rows: int, world_size: int, accumulation: int) -> None:
+    rows = _rows(np.random.default_rng(0).integers(3, 48, num_rows))
+    sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, seed=42)
+    sampler.set_epoch(3)
+
+    seen, weight = [], 0.0
+    for batch in sampler:
+        for rank in range(world_size):
+            for share in rank_share(rows, batch, DataPlace(rank, world_size), accumulation):
+                seen += share.rows[share.rows >= 0].tolist()
+                weight += float(share.weights.sum())
+
+    assert sorted(seen) == list(range(num_rows))
+    assert weight == pytest.approx(len(sampler))
+
+
+def test_a_last_batch_smaller_than_the_ranks_leaves_stand_ins_without_weight() -> None:
+    rows = _rows(np.full(57, 12))
+    batches = list(LengthBucketSampler(rows.lengths, GLOBAL_BATCH, seed=42))
+    [last] = [batch for batch in batches if len(batch) == 1]
+
+    shares = [share for rank in range(4) for share in rank_share(rows, last, DataPlace(rank, 4))]
+
+    assert [len(share.labels) for share in shares] == [1, 1, 1, 1]
+    assert [row for share in shares for row in share.rows if row >= 0] == last.tolist()
+    assert sorted(float(share.weights.sum()) for share in shares) == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def uneven_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample with one test row less: 431 rows divide by neither 2 nor 4."""
+    folder = tmp_path_factory.mktemp("uneven")
+    for name in ("train.csv", "classes.txt"):
+        shutil.copy(SAMPLE_FOLDER / name, folder)
+    lines = (SAMPLE_FOLDER / "test.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "test.csv").write_text("".join(lines[:-1]), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_evaluation_on_several_ranks_equals_one_process(
+    run_on: Callable[..., Path], uneven_data: Path, start: Callable[..., Any], world_size: int
+) -> None:
+    run_dir = run_on(1)
+    model = run_dir.with_name(run_dir.name.removesuffix(".run"))
+    options = ["-m", "training.evaluate", model, "--dataset", uneven_data, "--device", "cpu", "--json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+
+    alone = json.loads(start([sys.executable, *options]).out)
+    together = json.loads(start([*torchrun, *options]).out)
+
+    assert alone["rows"] == 431
+    # Ranks share the cores: fewer threads each, which add up in another order. All that is counted is exactly equal.
+    sums = {name: pytest.approx(alone[name], rel=1e-6) for name in ("loss", "calibration_error")}
+    assert together == alone | sums

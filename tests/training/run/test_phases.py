@@ -1,0 +1,45 @@
+"""Seconds of a run are charged to the innermost phase, and each who asks hears of all of them once."""
+
+import time
+
+import pytest
+
+from training.run.phases import Phases
+
+
+def _pass_time() -> float:
+    began = time.monotonic()
+    while time.monotonic() - began < 0.002:
+        pass
+    return time.monotonic() - began
+
+
+def test_a_phase_is_charged_with_its_own_time_alone() -> None:
+    phases = Phases()
+    began = phases.since
+    with phases("step"):
+        outside = _pass_time()
+        with phases("forward"):
+            assert phases.now == "forward"
+            inside = _pass_time()
+        assert phases.now == "step"
+
+    spent = phases.take("anybody")
+
+    assert spent["forward"] >= inside
+    assert spent["step"] >= outside
+    assert sum(spent.values()) == pytest.approx(phases.since - began)
+
+
+def test_who_asks_hears_what_came_since_asking_last_whoever_else_asks() -> None:
+    phases = Phases()
+    with phases("data"):
+        _pass_time()
+    first = phases.take("exporter")
+    with phases("data"):
+        _pass_time()
+    second = phases.take("exporter")
+
+    assert first["data"] > 0
+    assert phases.take("status")["data"] == pytest.approx(first["data"] + second["data"])
+    assert phases.take("exporter")["data"] == 0

@@ -1,0 +1,1 @@
+"""From files of text and labels to batches of token ids."""

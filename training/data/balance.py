@@ -1,0 +1,122 @@
+"""Balance: slower ranks get fewer rows of each global batch, so that all finish a step together.
+
+A step ends when its slowest rank does. With even shares N ranks of speeds s (rows a second) take batch / (N x min s);
+with shares in proportion to their speeds, batch / sum s. Each row keeps its weight in the global mean, so the gradient
+is the same whoever computes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from training.data.batching import DataPlace, MicroBatch
+from training.parallelism.distributed import Ranks
+
+# The first step after a start pays for what happens once; after a few the ranks agree, then look again now and then.
+SKIPPED_STEPS = 1
+FIRST_LOOK = 4
+STEPS_BETWEEN_LOOKS = 20
+# Shares that promise less than this are not worth changing: measurements differ by as much.
+LEAST_GAIN = 0.05
+
+
+class Balance:
+    """The relative speeds of the data ranks, agreed upon by all of them.
+
+    Forward passes are timed, not steps: the all-reduce within the backward pass makes all ranks as slow as the slowest.
+    A rank gets at least one row a micro-batch, however slow: the stand-in that it would compute instead, to take part
+    in the all-reduce, costs as much.
+
+    Args:
+        model: whose forward passes are timed on this rank while it trains; None leaves all shares even.
+        ranks: all of them call :meth:`step_done` after the same steps.
+        place: this rank's share.
+        least_share: of a global batch, for the slowest rank.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, ranks: Ranks, place: DataPlace, least_share: float, say: Callable[[str], None]
+    ) -> None:
+        self.ranks = ranks
+        self.least_share = least_share
+        self.say = say
+        self.speeds: list[float] | None = None
+        self.steps = 0
+        self.cells = 0
+        self.stopwatch = Stopwatch(model, ranks.device) if model is not None and place.size > 1 else None
+
+    def step_done(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Learn what this rank computed in a step; now and then, agree with the others on new shares."""
+        if self.stopwatch is None:
+            return
+        self.steps += 1
+        self.cells += sum(batch.input_ids.numel() for batch in micro_batches)
+        if self.steps == SKIPPED_STEPS:
+            self._start_anew()
+        elif self.steps == FIRST_LOOK or self.steps % STEPS_BETWEEN_LOOKS == 0:
+            self.agree(self.cells, self.stopwatch.seconds())
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.cells = 0
+        self.stopwatch.reset()
+
+    def agree(self, cells: float, seconds: float) -> None:
+        """Set ``speeds`` from what each rank has measured since the last look.
+
+        Shares follow each rank's pace at its present share: once they stand still, all ranks take the same time,
+        whatever part of it does not depend on rows.
+
+        Args:
+            cells: rows times padded length that this rank computed, the same length on all.
+            seconds: its forward passes took.
+        """
+        measured = self.ranks.gather((cells, seconds))
+        paces = [cells / max(seconds, 1e-9) for cells, seconds in measured]
+        even_time = sum(cells for cells, _ in measured) / sum(paces)
+        if max(seconds for _, seconds in measured) * (1 - LEAST_GAIN) <= even_time:
+            return
+        shares = [max(pace / sum(paces), self.least_share) for pace in paces]
+        self.speeds = [share / sum(shares) for share in shares]
+        self.say(f"Balance: the ranks take {', '.join(f'{speed:.0%}' for speed in self.speeds)} of each global batch.")
+
+
+class Stopwatch:
+    """Seconds in a model's forward passes while it trains; on a GPU its own time, read without stopping it."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.laps: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._began: float | torch.cuda.Event = 0.0
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _begin(self, model: nn.Module, arguments: tuple) -> None:
+        self._began = self._now()
+
+    def _end(self, model: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
+        if model.training:
+            self.laps.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        """The sum since the last reset."""
+        if not self.on_gpu:
+            return sum(end - start for start, end in self.laps)
+        torch.cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self.laps) / 1000
+
+    def reset(self) -> None:
+        """Begin at 0."""
+        self.laps.clear()

@@ -1,0 +1,200 @@
+"""The hub: asked again when it does not answer, and by one process alone where the machines share a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from huggingface_hub import constants
+
+from common.errors import HubUnavailable, UserError, first_line
+
+if TYPE_CHECKING:
+    from training.parallelism.distributed import Ranks
+
+T = TypeVar("T")
+# Seconds before each further attempt. Within each one the hub's own client tries again for up to 23 seconds.
+RETRY_DELAYS = (2.0, 8.0, 30.0)
+# A name that cannot be resolved mostly means that there is no network: worth a short wait only.
+RESOLVE_DELAYS = (1.0, 2.0)
+TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+# The bases of what the HTTP clients raise when no answer comes: httpx and httpx2, requests, aiohttp.
+NETWORK_ERRORS = frozenset({"TransportError", "RequestException", "ClientConnectionError"})
+FILE_SUFFIXES = frozenset(
+    {".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".xls", ".xlsx", ".ods", ".gz", ".zip"}
+    | {".pt", ".bin", ".safetensors", ".onnx"}
+)
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be meant as a path: the hub's are ``name`` or ``owner/name``, without a file's suffix."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in FILE_SUFFIXES
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A suggestion in the words of an error, or nothing if no known name is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def refuse_revision(flag: str, name: str) -> None:
+    """Refuse ``owner/name@revision``.
+
+    Raises:
+        UserError: the name has one.
+    """
+    if "@" in name:
+        raise UserError(
+            f"{flag} {name}: a revision cannot be chosen; download it with hf download NAME --revision REVISION "
+            f"--local-dir FOLDER, and give {flag} FOLDER"
+        )
+
+
+def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Ask the hub, and again after a pause when it does not answer.
+
+    Without a network the cache is asked once, as with ``HF_HUB_OFFLINE=1``.
+
+    Args:
+        what: the flag and its value.
+        ask: what asks it.
+        say: prints a line for each further attempt.
+
+    Raises:
+        HubUnavailable: it did not answer in any attempt. What else ``ask`` raises passes.
+    """
+    if constants.is_offline_mode():
+        return ask()
+    if not _resolves(what, say):
+        host = urlsplit(constants.ENDPOINT).hostname
+        try:
+            with from_cache_only():
+                return ask()
+        except Exception as error:
+            raise HubUnavailable(
+                f"{what}: the name of the hub's host, {host}, could not be resolved, and it is not in the cache"
+            ) from error
+    for delay in RETRY_DELAYS:
+        try:
+            return ask()
+        except Exception as error:
+            if (reason := _why_no_answer(error)) is None:
+                raise
+            say(f"{what}: the hub did not answer ({reason}); next attempt in {delay:g} s")
+            time.sleep(delay)
+    try:
+        return ask()
+    except Exception as error:
+        if (reason := _why_no_answer(error)) is None:
+            raise
+        raise HubUnavailable(
+            f"{what}: the hub did not answer ({reason}) in {len(RETRY_DELAYS) + 1} attempts"
+        ) from error
+
+
+def _resolves(what: str, say: Callable[[str], None]) -> bool:
+    endpoint = urlsplit(constants.ENDPOINT)
+    host, proxies = endpoint.hostname or "", getproxies()
+    if (proxies.get(endpoint.scheme) or proxies.get("all")) and not proxy_bypass(host):
+        return True  # the proxy resolves names
+    for delay in (*RESOLVE_DELAYS, None):
+        try:
+            socket.getaddrinfo(host, endpoint.port or endpoint.scheme)
+        except OSError as error:
+            if delay is not None:
+                say(f"{what}: the hub did not answer ({host}: {error.strerror}); next attempt in {delay:g} s")
+                time.sleep(delay)
+        else:
+            return True
+    return False
+
+
+def _why_no_answer(error: BaseException | None) -> str | None:
+    """What kept the hub from answering; None if it did answer, or something else went wrong.
+
+    The libraries wrap the error of the HTTP client in others, each of its own kind.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return first_line(error) if status in TRANSIENT_STATUS else None
+        names = {base.__name__ for base in type(error).__mro__}
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror) or names & NETWORK_ERRORS:
+            return first_line(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def from_cache_only() -> Iterator[None]:
+    """Ask the hub nothing, as with ``HF_HUB_OFFLINE=1``."""
+    # Both libraries read the variable once, when they are imported, and offer no way to change it later.
+    switches = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
+    before = [module.HF_HUB_OFFLINE for module in switches]
+    try:
+        for module in switches:
+            module.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for module, value in zip(switches, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+def cache_is_shared(ranks: Ranks) -> bool:
+    """Whether all machines see one cache of the hub: rank 0 leaves a file there, and the others look for it."""
+    if ranks.world_size == ranks.local_world_size:
+        return False
+    folders = (Path(constants.HF_HUB_CACHE), Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")))
+    # A name that nobody has looked for yet: NFS remembers for a while that a file was not there.
+    name = ranks.broadcast(f".shared_{secrets.token_hex(8)}")
+    markers = [folder.expanduser() / name for folder in folders]
+    if ranks.is_first:
+        with contextlib.suppress(OSError):
+            for marker in markers:
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch()
+    ranks.barrier()
+    shared = not ranks.any(not all(marker.exists() for marker in markers))
+    if ranks.is_first:
+        for marker in markers:
+            marker.unlink(missing_ok=True)
+    return shared
+
+
+def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
+    """Run ``work``, which may download, on one rank first; the others then find in the cache what it downloaded.
+
+    Args:
+        ranks: this process's place.
+        work: raises UserError or HubUnavailable on all ranks if it does on any.
+        shared: the first rank of the job is the one, since the machines share a cache; else the first of each machine.
+    """
+    leads = ranks.is_first if shared else ranks.local_rank == 0
+    result: T | None = None
+
+    def lead() -> None:
+        nonlocal result
+        if leads:
+            result = work()
+
+    def follow() -> None:
+        nonlocal result
+        if not leads:
+            with from_cache_only():
+                result = work()
+
+    ranks.together(lead)
+    ranks.together(follow)
+    return result  # type: ignore[return-value]

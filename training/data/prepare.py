@@ -1,0 +1,168 @@
+"""Before the first step: texts, tokens, splits and the model, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common.errors import UserError
+from common.text import TextTokenizer
+from training.config import TINY, TrainConfig
+from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
+from training.data.hub_access import cache_is_shared, download_once
+from training.data.tokenized import (
+    TokenizedNews,
+    TokenizedRows,
+    cache_key,
+    check_model_name,
+    load_from,
+    load_tokenizer,
+    read_tokens,
+    write_tokens,
+)
+from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
+from training.parallelism.distributed import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PreparedNews:
+    """Tokens, and which training rows are trained on and which validate.
+
+    ``train_index``: row numbers of the training split, rising; ``validation_index``: of :attr:`validation_rows`.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first
+    rank of each machine.
+    """
+
+    tokens: TokenizedNews
+    train_index: np.ndarray
+    validation_index: np.ndarray
+    cleaning: str
+    texts: NewsData | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def validation_rows(self) -> TokenizedRows:
+        """The split that the validation rows are of: their own if the data brings one, else the training split."""
+        return self.tokens.validation or self.tokens.train
+
+
+def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
+    """Read and tokenise on the first rank of each machine, then map the cached tokens on every rank.
+
+    Raises:
+        UserError: the data or the model's tokenizer cannot be had, or there are too few rows.
+    """
+    cache_dir = config.cache_dir.expanduser()
+    loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
+
+    def read() -> tuple[str, str]:
+        nonlocal loaded
+        if ranks.local_rank != 0:
+            return "", ""
+        check_model_name(config.model)
+        say(f"Reading {config.dataset} ...")
+        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say)
+        for note in data.notes:
+            say(note[0].upper() + note[1:])
+        is_chosen = config.clean != "auto"
+        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
+        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say, cleaning)
+        tokenizer_json = tokenizer.backend_tokenizer.to_str()
+        key = cache_key(data, tokenizer_json, config.max_length, cleaning)
+        write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
+        loaded = data, tokenizer
+        return key, cleaning
+
+    asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
+    shared = ranks.any(asks_hub) and cache_is_shared(ranks)
+    key, cleaning = ranks.broadcast(download_once(ranks, read, shared=shared))
+    tokens = read_tokens(cache_dir, key)
+    train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
+    texts, tokenizer = loaded or (None, None)
+    if texts and (repeated := _repeated_rows(texts, train, validation)):
+        say(repeated)
+        tokens = replace(tokens, notes=[*tokens.notes, repeated])
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
+
+
+def _is_local(name: str) -> bool:
+    return name in (SAMPLE, TINY) or Path(name).expanduser().exists()
+
+
+def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+    labels = tokens.train.labels
+    chosen = np.arange(len(labels))
+    if 0 < config.max_train_rows < len(labels):
+        chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
+    if tokens.validation:
+        train, validation = chosen, np.arange(len(tokens.validation))
+    else:
+        kept, held_out = split_rows(labels[chosen], config.validation_fraction, config.seed)
+        train, validation = chosen[kept], chosen[held_out]
+    if len(validation) == 0:
+        raise UserError(
+            f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
+            "or validation rows of their own (validation.csv beside train.csv)"
+        )
+    if len(train) < world_size:
+        raise UserError(f"{world_size} ranks for {len(train)} training rows: start fewer processes")
+    return train, validation
+
+
+def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) -> str:
+    """How many validation and test texts are training texts too, in words; empty if none are."""
+    known = {data.train.texts[row] for row in train}
+    held_out = (data.validation or data.train).take(validation)
+    counts = [
+        f"{count:,} of {len(rows):,} {split} rows"
+        for split, rows in (("validation", held_out), ("test", data.test))
+        if (count := sum(text in known for text in rows.texts))
+    ]
+    return f"{' and '.join(counts)} repeat the text of a training row, so their scores are too good" if counts else ""
+
+
+def prepare_model(
+    config: TrainConfig, ranks: Ranks, tokens: TokenizedNews, say: Callable[[str], None]
+) -> NewsClassifier:
+    """Build or load the model, once downloaded on each machine, or on one if they share the hub's cache.
+
+    Raises:
+        UserError: no such model, or it has fewer positions than ``max_length``.
+    """
+
+    def load() -> NewsClassifier:
+        model = load_from(
+            config.model,
+            lambda: NewsClassifier(
+                len(tokens.label_names),
+                config.model,
+                tokens.label_names,
+                vocab_size=tokens.vocab_size,
+                as_stored=True,
+            ),
+            say,
+        )
+        if config.max_length > model.max_positions:
+            raise UserError(
+                f"--max_length {config.max_length}: --model {config.model} has positions for "
+                f"{model.max_positions} tokens"
+            )
+        row = int(np.argmin(tokens.train.lengths))
+        start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
+        if end - start + PROBE_PADDING <= model.max_positions:
+            ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
+            if unused := try_unknown_family(model, config.model, ids):
+                say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+        return model
+
+    if not ranks.any(not _is_local(config.model)):
+        return ranks.together(load)
+    return download_once(ranks, load, shared=cache_is_shared(ranks))

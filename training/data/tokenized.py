@@ -1,0 +1,300 @@
+"""Tokenising, once: texts become flat arrays of token ids, kept in a cache that every rank maps into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from common import text as tokenization
+from common.errors import ForeseenError, UserError, first_line
+from common.files import write_whole
+from common.text import TextTokenizer, cleaner
+from training.config import TINY
+from training.data.dataset import NewsData, Rows
+from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+TINY_VOCABULARY = 8192
+CHUNK = 10_000
+PARTS = ("ids", "offsets", "labels")
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Rows without padding, end to end.
+
+    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
+    ``labels``: int64, (rows,); ``num_cut``: rows that were longer than the maximum.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray
+    num_cut: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens a row has: int64, (rows,)."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class TokenizedNews:
+    """Tokenised training and test rows, and validation rows if the data brings any.
+
+    ``key`` names the data, the tokenizer and the length together.
+    """
+
+    key: str
+    name: str
+    label_names: list[str]
+    train: TokenizedRows
+    test: TokenizedRows
+    notes: list[str]
+    vocab_size: int
+    validation: TokenizedRows | None = None
+
+    @property
+    def num_texts(self) -> int:
+        """All rows of all splits."""
+        return sum(map(len, self._splits))
+
+    @property
+    def num_cut(self) -> int:
+        """How many of them were longer than the maximum."""
+        return sum(rows.num_cut for rows in self._splits)
+
+    @property
+    def _splits(self) -> list[TokenizedRows]:
+        return [self.train, self.test, *([self.validation] if self.validation else [])]
+
+
+def check_model_name(model: str) -> None:
+    """Refuse at once what neither is a folder nor can be a name of the hub.
+
+    Raises:
+        UserError: it is such a name.
+    """
+    if model == TINY or Path(model).expanduser().is_dir():
+        return
+    if looks_local(model):
+        raise UserError(f"--model {model}: no folder of that name")
+    refuse_revision("--model", model)
+
+
+def load_tokenizer(
+    model: str,
+    train_texts: Sequence[str],
+    max_length: int,
+    say: Callable[[str], None] = print,
+    cleaning: str = "news",
+) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, or for ``tiny`` a WordPiece one trained on the training texts.
+
+    Raises:
+        UserError: no such model, or it has no fast tokenizer.
+        HubUnavailable: the hub did not answer.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    if model == TINY:
+        return _train_wordpiece(map(cleaner(cleaning), train_texts), max_length)
+
+    def ask() -> PreTrainedTokenizerBase:
+        # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
+        cached_file(model, "config.json")
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+
+    tokenizer = load_from(model, ask, say)
+    if not tokenizer.is_fast:
+        raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")
+    tokenizer.model_max_length = max_length
+    return tokenizer
+
+
+def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> T:
+    """Load a part of a model, from the hub if it is no folder, and turn what that can raise into one line.
+
+    Raises:
+        UserError: no such model, or one that cannot be trained here.
+        HubUnavailable: the hub did not answer.
+    """
+    is_local = model == TINY or Path(model).expanduser().is_dir()
+    try:
+        return load() if is_local else ask_hub(f"--model {model}", load, say)
+    except ForeseenError:
+        raise
+    except Exception as error:  # every library below has errors of its own, its HTTP client too
+        raise UserError(f"--model {model}: {_why_not_loaded(model, error)}") from error
+
+
+def _why_not_loaded(model: str, error: Exception) -> str:
+    text, first = str(error), first_line(error)
+    if "trust_remote_code" in text:
+        return "brings code of its own, which is never run; use a model of an architecture that transformers has"
+    if "safetensors" in text and ("no file named" in text or "not appear to have a file" in text):
+        return "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"
+    if Path(model).expanduser().is_dir():
+        return f"the folder cannot be read as a model ({first})"
+    return (
+        f"no such folder, and the hub did not give it ({first}){did_you_mean(model, (TINY, 'distilbert-base-uncased'))}"
+        "; without a network use --model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
+    )
+
+
+def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news") -> str:
+    """A name for exactly these texts, labels, tokenizer, length and way of cleaning."""
+    digest = hashlib.sha256(Path(tokenization.__file__).read_bytes())
+    digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
+    digest.update(tokenizer_json.encode())
+    for rows in data.splits.values():
+        digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
+        digest.update(rows.labels.tobytes())
+    return digest.hexdigest()[:24]
+
+
+def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenizer, say: Callable[[str], None]) -> None:
+    """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
+    file = _file(folder, key)
+    if file.exists():
+        damage = find_damage(file)
+        if damage is None:
+            return
+        say(f"The cached tokens {file} are damaged ({damage}): made anew")
+    started = time.perf_counter()
+    say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
+    tensors: dict[str, np.ndarray] = {}
+    cut: dict[str, int] = {}
+    for split, rows in data.splits.items():
+        encoded = encode_rows(tokenizer, rows)
+        tensors |= {f"{split}.{part}": getattr(encoded, part) for part in PARTS}
+        cut[split] = encoded.num_cut
+    about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "cut": cut}
+    about |= {"vocab_size": tokenizer.vocab_size, "sha256": _digest(tensors)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, save(tensors, metadata={"about": json.dumps(about)}))
+    except OSError as error:
+        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})") from error
+    say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
+
+
+def find_damage(path: Path) -> str | None:
+    """What keeps a file of cached tokens from being whole, or None."""
+    try:
+        with safe_open(path, "numpy") as cached:
+            tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118
+            expected = json.loads((cached.metadata() or {})["about"])["sha256"]
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None if _digest(tensors) == expected else "they do not match their SHA-256"
+
+
+def _digest(tensors: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + np.ascontiguousarray(tensors[name]).data)
+    return digest.hexdigest()
+
+
+def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
+    """Clean and tokenise rows."""
+    parts, lengths, num_cut = [], [], 0
+    for start in range(0, len(rows), CHUNK):
+        for encoded in tokenizer.encode(rows.texts[start : start + CHUNK]):
+            parts.append(np.array(encoded.ids, dtype=np.int32))
+            lengths.append(len(encoded.ids))
+            num_cut += encoded.truncated
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, num_cut)
+
+
+def read_tokens(folder: Path, key: str) -> TokenizedNews:
+    """Read what :func:`write_tokens` wrote."""
+    with safe_open(_file(folder, key), "numpy") as cached:
+        about = json.loads(cached.metadata()["about"])
+
+        def rows(split: str) -> TokenizedRows:
+            tensors = {part: cached.get_tensor(f"{split}.{part}") for part in PARTS}
+            return TokenizedRows(**tensors, num_cut=about["cut"][split])
+
+        validation = rows("validation") if "validation" in about["cut"] else None
+        return TokenizedNews(
+            key=key,
+            name=about["name"],
+            label_names=about["label_names"],
+            train=rows("train"),
+            test=rows("test"),
+            notes=about["notes"],
+            vocab_size=about["vocab_size"],
+            validation=validation,
+        )
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{key}.safetensors"
+
+
+def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+    words = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
+        normalizer,
+        splitter,
+        decoders.WordPiece(),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
+
+
+def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
+    """A vocabulary of all letters, then words seen more than once, then parts of words, each by how often they occur.
+
+    The library's own trainer breaks ties by the order of a hash map: the same texts give another vocabulary each
+    time, and no run could be repeated. Words longer than 30 letters are left to their letters.
+    """
+    letters: Counter[str] = Counter()
+    parts: Counter[str] = Counter()
+    for word, count in words.items():
+        letters[word[0]] += count
+        for letter in word[1:]:
+            letters[f"##{letter}"] += count
+        if len(word) <= 30:
+            for start in range(1, len(word) - 1):
+                parts[word[: start + 1]] += count
+                parts[f"##{word[start:]}"] += count
+    repeated = Counter({word: count for word, count in words.items() if count > 1})
+    ordered = dict.fromkeys(
+        piece for pieces in (letters, repeated, parts) for piece in sorted(pieces, key=lambda p: (-pieces[p], p))
+    )
+    return list(ordered)[:size]

@@ -1,0 +1,150 @@
+"""Evaluation on all ranks: every row counted exactly once, whatever their number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.delimited import Columns
+from common.errors import UserError
+from common.model_folder import SavedModel, read_saved_model
+from common.text import TextTokenizer
+from inference.errors import ModelLoadError
+from training.data.batching import DataPlace, pad
+from training.data.dataset import NewsData, Rows, load_news
+from training.data.tokenized import TokenizedRows, encode_rows
+from training.evaluation.metrics import classification_metrics
+from training.model.classifier import NewsClassifier
+from training.monitoring import Console
+from training.parallelism.distributed import Ranks
+from training.run.quiet import quiet_libraries
+
+ROWS_PER_BATCH = 64
+ROUNDS_BETWEEN_ASKING = 4
+
+
+class EvaluationStopped(Exception):
+    """An evaluation was given up because the run is to stop; raised on all ranks at the same batch."""
+
+
+def evaluate(
+    logits_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    rows: TokenizedRows,
+    ranks: Ranks,
+    label_names: Sequence[str],
+    place: DataPlace,
+    index: np.ndarray | None = None,
+    on_batch: Callable[[int], None] = lambda rows: None,
+    stops: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Classify rows and say how well.
+
+    The batches do not depend on the number of ranks; they are dealt out one by one, and every row counts once.
+
+    Args:
+        logits_of: ids, and mask where something is padded, (batch, seq) on this rank's device, to logits, (batch,
+            classes).
+        rows: the split.
+        ranks: every rank must call this.
+        label_names: a name for each class.
+        place: which of the batches are this rank's.
+        index: which rows of the split; all by default.
+        on_batch: told the number of rows of each batch done on this rank.
+        stops: asked every few batches on all ranks at once, and answers the same on all, whether to give up.
+
+    Returns:
+        On every rank the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
+        order of ``index``.
+
+    Raises:
+        EvaluationStopped: ``stops`` said so.
+    """
+    index = np.arange(len(rows)) if index is None else index
+    order = np.argsort(rows.lengths[index], kind="stable")
+    batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
+    mine = []
+    for number, first in enumerate(range(0, len(batches), place.size)):
+        if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
+            raise EvaluationStopped
+        # Ranks that share out a model gather it together: one that has no batch left takes part in the others'.
+        has_batch = first + place.rank < len(batches)
+        batch = batches[first + place.rank] if has_batch else batches[-1][:1]
+        chosen = index[batch]
+        input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
+        mask = None if attention_mask is None else attention_mask.to(ranks.device)
+        part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
+        if has_batch:
+            mine.append(part)
+            on_batch(len(batch))
+    logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
+    for number, parts in ranks.gather((place.rank, mine if place.leads else [])):
+        for batch, part in zip(batches[number :: place.size], parts, strict=False):
+            logits[batch] = part
+    return classification_metrics(logits, rows.labels[index], label_names), logits
+
+
+def evaluate_saved(
+    path: Path,
+    dataset: str | None,
+    mine: Ranks,
+    columns: tuple[str | None, str | None] = (None, None),
+    *,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
+
+    Args:
+        path: of the model.
+        dataset: None for the one that it was trained on.
+        mine: this process's place.
+        columns: of text and label; None for those that it was trained on.
+        quiet: show no progress.
+
+    Raises:
+        UserError: the model or the data cannot be read, or their labels differ.
+    """
+
+    quiet_libraries()
+
+    def read() -> tuple[SavedModel, NewsData]:
+        try:
+            saved = read_saved_model(path)
+        except ModelLoadError as error:
+            raise UserError(str(error)) from error
+        name = dataset or saved.metadata.get("dataset")
+        if name is None:
+            raise UserError(f"{path}: does not say what it was trained on; name the data with --dataset")
+        text, label = columns
+        text = text or str(saved.metadata.get("text_column", "text"))
+        label = label or str(saved.metadata.get("label_column", "label"))
+        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
+
+    saved, data = mine.together(read)
+    rows = _relabelled(data, saved.labels)
+    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
+    model = NewsClassifier.from_saved(saved).to(mine.device).eval()
+    show = mine.is_first and not quiet
+    counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
+    with counting as count, torch.inference_mode():
+        place = DataPlace(mine.rank, mine.world_size)
+        metrics, _ = evaluate(
+            model, tokens, mine, saved.labels, place, on_batch=lambda rows: count(rows * mine.world_size)
+        )
+    return {"model": str(path), "dataset": data.name, **metrics}
+
+
+def _relabelled(data: NewsData, labels: list[str]) -> Rows:
+    unknown = [name for name in data.label_names if name not in labels]
+    if unknown:
+        raise UserError(
+            f"--dataset {data.name}: label {unknown[0]!r} is none of the model's labels {', '.join(labels)}"
+        )
+    index = np.array([labels.index(name) for name in data.label_names])
+    return Rows(data.test.texts, index[data.test.labels])

@@ -1,0 +1,43 @@
+"""Failures of a step that a person can act on, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from common.errors import LostRank, TrainingFailure, in_one_line
+from training.parallelism.distributed import Ranks, is_lost_rank
+
+
+@contextmanager
+def explained(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Iterator[None]:
+    """Turn what a step can run into into a :class:`TrainingFailure`.
+
+    Args:
+        ranks: this process's place.
+        step: the optimizer step under way.
+        shape: of its micro-batches, (rows, tokens).
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(ranks, step, shape) from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise _out_of_memory(ranks, step, shape) from error
+        if is_lost_rank(error):
+            raise LostRank(
+                f"rank {ranks.rank}: another rank went away at step {step}. The last checkpoint stays: start the same "
+                f"command again to go on. PyTorch's own error: {in_one_line(error)}"
+            ) from error
+        raise
+
+
+def _out_of_memory(ranks: Ranks, step: int, shape: torch.Size | None) -> TrainingFailure:
+    size = f" with a micro-batch of {shape[0]} rows of {shape[1]} tokens" if shape else ""
+    return TrainingFailure(
+        f"rank {ranks.rank}: out of memory at step {step}{size}; lower --batch_size and raise "
+        "--gradient_accumulation by the same factor, or use --activation_checkpointing full or --strategy zero3"
+    )

@@ -1,0 +1,140 @@
+"""Signals that ask a run to stop: the step is finished, the state saved, and the run ends so that it can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from common.errors import StopAsked
+from training.fault_tolerance.terminal import outlive_terminal
+
+# What a person, a launcher or Kubernetes sends (SIGTERM, SIGINT), what comes when the terminal is closed (SIGHUP), and
+# what SLURM sends before the time is up (SIGUSR1).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# Schedulers and launchers kill 30 s after they asked.
+STOP_SECONDS = 20.0
+# A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
+SECOND_THOUGHT = 1.0
+# What a process still has to say may go into a pipe that nobody reads.
+LAST_WORDS_SECONDS = 5.0
+
+
+class Interruption:
+    """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
+
+    Before :meth:`saving` there is nothing to save: there signals end the process with :class:`StopAsked`, but SIGUSR1,
+    which comes long before the end, is remembered. After it the process is on its way out, and a signal changes
+    nothing. A second Ctrl-C ends it at once, anywhere. SIGHUP stays ignored where it was (nohup).
+
+    Python runs a handler only between two instructions of its main thread, which may wait for ever in a collective;
+    so a thread listens too. Outside the main thread no signal can be caught: there the context changes nothing, and
+    whoever started the thread decides when it ends (Ray runs training in a thread of its workers).
+
+    Args:
+        exit_code: of a process that stops with nothing saved; after Ctrl-C it is 130, as everywhere.
+        is_first: whether this rank speaks.
+    """
+
+    def __init__(self, exit_code: int, *, is_first: bool) -> None:
+        self.asked = False
+        self.exit_code = exit_code
+        self._is_first = is_first
+        self._saves = self._gives_up = False
+        self._before = {}
+        self._depth = 0
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Interruption:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            self._ended.clear()
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._writer, self._fd_before = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+            outlive_terminal()
+            is_nohup = (signal.SIGHUP, signal.SIG_IGN)
+            caught = [number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != is_nohup]
+            self._before = {number: signal.signal(number, self._handle) for number in caught}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth or not self._before:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that set it
+        self._before = {}
+        self._ended.set()
+        signal.set_wakeup_fd(self._fd_before)
+        os.close(self._writer)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Interruption]:
+        """From here on a stop is agreed upon and saved; enters the context where nobody has."""
+        with self:
+            self._saves = True  # for good: the error that ends the run must not give way to a late signal
+            yield self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if number != signal.SIGUSR1 and not self._saves and not self._gives_up:
+            self._gives_up = True
+            raise StopAsked(130 if number == signal.SIGINT else self.exit_code, quiet=not self._is_first)
+
+    def _listen(self, reader: int) -> None:
+        interrupted = None
+        while received := os.read(reader, 1):
+            number = received[0]
+            if number not in STOP_SIGNALS:
+                continue
+            if number == signal.SIGINT:
+                if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
+                    leave(128 + number, "interrupted")
+                interrupted = interrupted or time.monotonic()
+            # Looked at again after the wait: there may be something to save by now.
+            if not (self._saves or number == signal.SIGUSR1 or self._ended.wait(STOP_SECONDS) or self._saves):
+                leave(self.exit_code, "error: asked to stop while another rank does not come; nothing was to save")
+            self.asked = self.asked or self._saves
+        os.close(reader)
+
+
+def run_rank(main: Callable[[], None]) -> NoReturn:
+    """Run the main function of a rank, print what it fails with, and end the process without taking it apart.
+
+    To leave a process group, and to unload CUDA, may wait for ranks that wait for this one. A launcher, too, waits for
+    the last rank before it starts them again, and freeing the memory of a Python process takes seconds.
+    """
+    code: int | str | None = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def leave(exit_code: int, line: str = "") -> NoReturn:
+    """End the process from any thread, whatever the main thread waits for."""
+    last = threading.Timer(LAST_WORDS_SECONDS, os._exit, (exit_code,))
+    last.daemon = True
+    last.start()
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a progress bar hides the cursor
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(exit_code)

@@ -1,0 +1,129 @@
+"""Restarts: what a rank and the launcher that may start it again (torchrun's --max_restarts) tell one another.
+
+Imports nothing slow: an attempt that is not to be made ends before the rest is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from common.errors import ForeseenError, StopAsked, UserError
+
+PR_SET_PDEATHSIG = 1
+VERDICT = "exit_code"  # run_ddp.sh writes and reads it, too
+BEGUN = "begun"
+
+
+def leave_if_settled() -> None:
+    """End this process, where an earlier attempt of the same launcher ended for good, with the exit code of that."""
+    file = _launch_file(VERDICT)
+    if file is not None and file.exists():
+        sys.exit(int(file.read_text()))
+
+
+def begin() -> None:
+    """Note for the attempts to come of this launcher that the run has begun as its flags say, and is about to train."""
+    if (file := _launch_file(BEGUN)) is not None:
+        file.touch()
+
+
+def has_begun() -> bool:
+    """Whether an earlier attempt of the same launcher came to :func:`begin`.
+
+    torchrun's count of restarts does not tell: it stays the same when nodes come and go, and an attempt may end before
+    it has begun anything.
+    """
+    return (file := _launch_file(BEGUN)) is not None and file.exists()
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Settle a launch that is refused for its flags, data or machine: all attempts to come would say the same again.
+
+    Once the run has begun, and in later attempts, it is another matter: what is lacking then was there, and may come
+    back.
+    """
+    try:
+        yield
+    except UserError as error:
+        _tell_launcher(error)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():
+            _settle(error.exit_code)
+        raise
+    except ForeseenError as error:
+        _tell_launcher(error)
+        raise
+    except StopAsked as stop:
+        _settle_again(stop.exit_code)
+        raise
+
+
+def stopped_exit_code(wanted: int) -> int:
+    """The exit code of a run that was asked to stop and has saved.
+
+    Where several launchers share the run and restart it, 0 will not do: a launcher may see its ranks end before it
+    hears that a node joins or leaves, would take the run for finished, and the others would wait for it in vain.
+
+    Args:
+        wanted: ``--stopped_exit_code``.
+    """
+    shared = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    code = wanted or (os.EX_TEMPFAIL if shared else 0)
+    _settle_again(code)
+    return code
+
+
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end this process with one line while it loads: there is nothing to save, and a traceback helps nobody.
+
+    Not by an exception, which an import that is under way may catch.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        StopAsked(128 + number, quiet=os.environ.get("RANK", "0") != "0").say()
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, end)
+
+
+def stop_with_launcher() -> None:
+    """Be asked to stop when the launcher is gone: nobody else would ever signal, end or restart its ranks.
+
+    Source: prctl(2), PR_SET_PDEATHSIG; Linux only, elsewhere and under other launchers nothing happens.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _tell_launcher(error: ForeseenError) -> None:
+    """Let torchrun's report on the failed ranks, which is long, end with what is wrong."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+
+
+def _settle(code: int) -> None:
+    if (file := _launch_file(VERDICT)) is not None:
+        file.write_text(str(code))
+
+
+def _settle_again(code: int) -> None:
+    """Correct what run_ddp.sh wrote when it was asked to stop: a stop is for good there, since no node can join."""
+    if (file := _launch_file(VERDICT)) is not None and file.exists():
+        file.write_text(str(code))
+
+
+def _launch_file(name: str) -> Path | None:
+    """A file beside this launcher's attempts, each of which has a folder for each rank's error file."""
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
+    return error_file.parents[2] / name if error_file.name == "error.json" else None

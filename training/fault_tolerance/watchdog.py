@@ -1,0 +1,131 @@
+"""Watchdog: a thread on each rank that ends a run which does not go on, and says which ranks it waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from common.errors import LostRank, in_one_line
+from training.fault_tolerance.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
+from training.fault_tolerance.interruption import STOP_SECONDS, leave
+from training.monitoring.observer import Observer
+from training.monitoring.records import EpochMetrics, StepMetrics
+from training.parallelism.distributed import is_lost_rank, limit_waiting, start_timeout
+
+if TYPE_CHECKING:
+    from training.run.trainer import Trainer
+
+TICK = 0.5  # seconds
+# For whom another rank has the word: time enough to say it.
+SECONDS_TO_SPEAK = 10.0
+GO_ON = "The last checkpoint stays: start the same command again to go on"
+
+
+class Watchdog(Observer):
+    """Ends this process when its main thread stays where it is for longer than the timeout, or cannot stop when asked.
+
+    Longer than the timeout in one phase without a :meth:`Phases.beat` is a hang: the rank leaves its threads' stacks
+    and its last collectives in the run folder, and the lowest rank that lives says in one line who did not come. When
+    a collective breaks because a rank is gone, the error that leaves this context says the same.
+
+    Args:
+        trainer: the run. Its ``--collective_timeout`` counts once the first steps are done, an hour at least before.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._run_dir = trainer.config.run_dir
+        self._timeout = trainer.config.collective_timeout
+        self._limit = start_timeout(self._timeout)
+        self._has_stepped = False
+        self._ranks, self._phases, self._events = trainer.ranks, trainer.phases, trainer.events
+        self._status, self._interruption = trainer.status, trainer.interruption
+        self._has_the_word = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        # Should the thread be about to end the process, it has the word.
+        with self._has_the_word:
+            if isinstance(error, LostRank) or is_lost_rank(error):
+                missing, speaks = self._look_around()
+                words = in_one_line((isinstance(error, LostRank) and error.__cause__) or error)
+                line = f"{self._line(missing, 'a connection ended')}. PyTorch's own error: {words}"
+                raise LostRank(line, quiet=not speaks) from error
+
+    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
+        """Give groups that the strategy made the time that a start may take."""
+        limit_waiting(self._limit)
+
+    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
+        """Begin to be strict: what is downloaded and compiled once is there."""
+        if steps and not self._has_stepped:
+            self._has_stepped = True
+            self._limit = self._timeout
+            limit_waiting(self._timeout)
+
+    def _watch(self) -> None:
+        still = asked = 0.0
+        before, moved = time.monotonic(), None
+        while not self._ended.wait(TICK):
+            # Of a pause of the whole process, which may have been stopped itself, little counts.
+            passed = min(time.monotonic() - before, 2 * TICK)
+            before = time.monotonic()
+            still = still + passed if self._phases.moved == moved else 0.0
+            moved = self._phases.moved
+            if self._interruption.asked:
+                if not asked:
+                    self._events.write("stop_asked")
+                asked += passed
+            if still > self._limit:
+                self._end_hang(still)
+            if min(still, asked) > STOP_SECONDS:
+                self._stop_alone()
+
+    def _end_hang(self, seconds: float) -> NoReturn:
+        with self._has_the_word:
+            status = self._status.status
+            waits = leave_record(self._run_dir, status, self._phases, seconds)
+            why = f"{BUSY} {seconds:.0f} s"
+            if not waits:
+                self._status.failed(why)
+            missing, speaks = self._look_around()
+            if not waits:
+                missing.append(Missing(status, why))
+            line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
+            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'}"
+            self._events.write("hang", seconds=seconds, message=line)
+            self._say_and_leave(1, line, speaks=speaks, at_once=not waits)
+
+    def _stop_alone(self) -> None:
+        with self._has_the_word:
+            missing, speaks = self._look_around()
+            if missing:  # else the others live, and a slow step or a long save will end
+                line = self._line(missing, "asked to stop, which could not be agreed upon")
+                self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
+
+    def _look_around(self) -> tuple[list[Missing], bool]:
+        """Who is missing, and whether this rank, the lowest of those that are not, has the word."""
+        missing, waiting = find_missing(self._run_dir, self._ranks)
+        return missing, self._ranks.rank < min(waiting, default=self._ranks.world_size)
+
+    def _line(self, missing: Sequence[Missing], what: str) -> str:
+        here = place_of(self._phases.now, self._phases.step)
+        who = "; ".join(map(str, missing)) or f"no rank is seen to be missing; rank {self._ranks.rank} is {here}"
+        return f"{LOST} {self._phases.step + 1}: {what}; {who}. {GO_ON}"
+
+    def _say_and_leave(self, exit_code: int, line: str, *, speaks: bool, at_once: bool) -> NoReturn:
+        self._status.failed(line)
+        if not speaks and not at_once:
+            # torchrun ends all ranks once one is gone: the one that speaks must not be cut short.
+            time.sleep(SECONDS_TO_SPEAK)
+        leave(exit_code, f"error: {line}" if speaks else "")

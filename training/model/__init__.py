@@ -1,0 +1,1 @@
+"""The classifier, and the numbers it computes in."""

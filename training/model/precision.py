@@ -1,0 +1,105 @@
+"""Numbers a run computes in: fp32, bf16 or fp16 with a loss scale."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+from common.errors import UserError
+
+TIMED_SIZE, TIMINGS = 512, 5  # of the matrices whose product is timed, and how often
+WORTH_IT = 1.2  # times the speed, for digits that are given up
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (AMX or AVX512-BF16)."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+@cache
+def cpu_gains_by_bf16() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32, timed for some 20 ms.
+
+    That it has instructions for it does not say so: an AMD EPYC of 2022 is twice as fast with AVX512-BF16, a Xeon of
+    2023 whose AMX is switched off only half as fast.
+    """
+    if not cpu_has_bf16():
+        return False
+    seconds = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    for _ in range(1 + TIMINGS):
+        for dtype in seconds:
+            matrix = torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype)
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    return seconds[torch.bfloat16] * WORTH_IT < seconds[torch.float32]
+
+
+def choose_precision(asked: str, device: torch.device) -> str:
+    """Resolve ``auto`` and refuse what the device cannot do.
+
+    Raises:
+        UserError: fp16 on a CPU, bf16 on a GPU without it.
+    """
+    if device.type == "cpu":
+        if asked == "fp16":
+            raise UserError("--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or bf16")
+        return ("bf16" if cpu_gains_by_bf16() else "fp32") if asked == "auto" else asked
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bf16" and not has_bf16:
+        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has none; use fp16 or auto")
+    return ("bf16" if has_bf16 else "fp16") if asked == "auto" else asked
+
+
+def allow_tf32(*, wanted: bool, device: torch.device) -> None:
+    """Let fp32 matrix products on GPUs round their inputs to TF32; on CPUs the same setting would mean bf16."""
+    torch.set_float32_matmul_precision("high" if wanted and device.type == "cuda" else "highest")
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which a forward pass computes in ``precision``; weights stay in fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), so that fp16 gradients do not vanish.
+
+    Whether a step is good is read off the global gradient norm, which every rank knows, whatever the layout: so all
+    decide alike, without a collective of its own.
+    """
+
+    FIRST = 2.0**16
+    GROWS_AFTER = 2000  # good steps in a row
+    LEAST = 2.0**-14  # what still overflows then overflows in fp32 too, or is no number
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = self.FIRST if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Learn whether the step's gradients were finite."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.GROWS_AFTER:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; nothing without fp16."""
+        return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint; one that was not trained in fp16 leaves the scale at its first value."""
+        if self.enabled and state:
+            self.scale, self.good_steps = state["scale"], int(state["good_steps"])

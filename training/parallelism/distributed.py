@@ -1,0 +1,363 @@
+"""Processes: the group, ranks, devices, and the few collectives that data and metrics need.
+
+The only file that calls ``init_process_group`` (beside those that teach it), and, beside
+:mod:`training.fault_tolerance.restarts`, that reads torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common.errors import ForeseenError, TrainingFailure, UserError, in_one_line, one_voice
+from common.hardware import usable_cpus
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = 1800.0  # seconds
+# Before the first steps are done one rank may download or tokenise for all the others, or compile longer than they.
+START_TIMEOUT = 3600.0
+# The group's own timeout is the second line: the watchdog, which can say more, is to strike first.
+TIMEOUT_MARGIN = 30.0
+SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+# What gloo, NCCL and the store say when a connection ends or nothing comes in time, in lower case. Any other error is
+# this rank's own and is printed as it is: no shared memory, an interface that does not exist, a GPU used twice.
+_SIGNS_OF_A_LOST_PEER = (
+    "connection closed by peer",
+    "connection closed by remote peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "ncclremoteerror",
+    "remote process exited",
+    "remote process has terminated",
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the processes of a run, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str  # "nccl", "gloo", or "none" for a run without a process group
+    restart: int = 0  # how often torchrun has started the processes of this run again
+    milestones: dict[str, float] = field(default_factory=dict)  # Unix times: imported, group_formed
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that speaks and writes."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a process group exists."""
+        return self.backend != "none"
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.is_distributed:
+            # With NCCL a collective only queues work on the device: reading the result makes the host wait for it.
+            self.sum_(torch.zeros(1, device=self.device)).item()
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on any rank."""
+        return self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place."""
+        if self.is_distributed:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks, on every rank. Values are pickled: small ones only."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if not self.is_distributed:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that error.
+
+        Raises:
+            UserError, HubUnavailable: the first failing rank's error; ``quiet`` on all ranks but rank 0.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except TrainingFailure:  # such as a lost rank, which would not come to hear of it
+            raise
+        except ForeseenError as error:
+            failure = type(error), str(error)
+        failed = [(rank, *found) for rank, found in enumerate(self.gather(failure)) if found is not None]
+        if failed:
+            rank, kind, text = failed[0]
+            raise kind(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
+        return result  # type: ignore[return-value]
+
+    def first_then_rest(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
+
+        Raises:
+            UserError: as :meth:`together`, from the first ranks or from the others.
+        """
+        first = self.together(lambda: work() if self.local_rank == 0 else None)
+        rest = self.together(lambda: work() if self.local_rank != 0 else None)
+        return first if self.local_rank == 0 else rest  # type: ignore[return-value]
+
+
+def use_loopback() -> None:
+    """For ranks of this machine alone: gloo looks up the machine's own name, which a sandbox may not know."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface of this machine that leads to another one; None if that is unknown, or the loopback."""
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # chooses the route; nothing is sent
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+        return None if own.is_loopback else _interface_of(own)
+    except OSError:
+        return None
+
+
+def _interface_of(own: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    if own.version == 6:  # address, index, prefix length, scope, flags, name (Linux)
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[5] for line in lines if int(line.split()[0], 16) == int(own)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == own.packed:
+                    return name
+    return None
+
+
+def saving_group(timeout: float) -> dist.ProcessGroup:
+    """A gloo group over all ranks, beside the default one, for the thread that saves checkpoints.
+
+    Two threads that share a group would take each other's messages.
+
+    Raises:
+        TrainingFailure: gloo does not reach the other machines, though the default group, on NCCL, may.
+    """
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, dist.DistError) as error:
+        named = {name: os.environ.get(name, "unset") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        raise TrainingFailure(
+            f"rank {dist.get_rank()}: the second process group, over which gloo coordinates checkpoints, did not form "
+            f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) to the network "
+            f"interface that joins the machines, as NCCL_SOCKET_IFNAME (now {named['NCCL_SOCKET_IFNAME']}) for NCCL"
+        ) from error
+
+
+def limit_waiting(seconds: float) -> None:
+    """Let no collective of any group that stands, those of meshes too, wait longer than a little over ``seconds``.
+
+    Groups made later do not inherit it.
+    """
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + TIMEOUT_MARGIN), group)
+
+
+def start_timeout(collective_timeout: float) -> float:
+    """Seconds that a rank may wait for others until the first steps are done."""
+    return max(collective_timeout, START_TIMEOUT)
+
+
+def is_lost_rank(error: BaseException | None) -> bool:
+    """Whether an error of a collective says that another rank is gone, or did not come."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
+
+
+def group_backend(device_type: str, *, also_on_cpu: bool) -> str:
+    """What ``init_process_group`` is told; ``also_on_cpu``: on GPUs, for tensors in the machine's memory too."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if also_on_cpu else "nccl"
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
+    torch.manual_seed(seed)
+    if deterministic:
+        # cuBLAS reads it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def name_accelerator(device: torch.device) -> None:
+    """Tell DeepSpeed, before it is imported, which kind of device to use; else it looks for one, and says so."""
+    os.environ["DS_ACCELERATOR"] = device.type
+
+
+@contextmanager
+def ranks(
+    device: str,
+    *,
+    use_process_group: bool = True,
+    also_on_cpu: bool = False,
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
+) -> Iterator[Ranks]:
+    """The ranks of this run; the process group is formed on entry and destroyed after a clean end.
+
+    After an error the group stays: NCCL's teardown waits for the other ranks of the machine, which may wait for this
+    one, so a rank that fails must end its process instead (:func:`training.fault_tolerance.interruption.run_rank`).
+
+    Args:
+        device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
+        use_process_group: join the group that torchrun's variables describe, or take the one that stands already
+            (Ray Train forms it); without the variables, or when false, the process is alone.
+        also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
+        collective_timeout: seconds that a rank may wait for others; at least an hour until :func:`limit_waiting`.
+
+    Raises:
+        UserError: more processes than GPUs, or ``cuda`` where there is none.
+    """
+    milestones = {"imported": time.time()}
+    launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if launched else 0
+    # DeepSpeed's launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
+    local_size = int(os.environ.get("LOCAL_SIZE", 1)) if launched else 1
+    places = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
+    )
+    with one_voice():
+        chosen = _choose_device(device, local_rank, local_world_size)
+    backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
+    if chosen.type == "cpu":
+        # torchrun asks for one thread a process, whatever the machine has.
+        torch.set_num_threads(max(1, usable_cpus() // local_world_size))
+    joins = launched and not dist.is_initialized()
+    if joins:
+        with one_voice():
+            _check_restarts()
+        if world_size > local_world_size:
+            _choose_gloo_interface()
+        _join_group(backend, chosen, restart, also_on_cpu=also_on_cpu, timeout=start_timeout(collective_timeout))
+        milestones["group_formed"] = time.time()
+    try:
+        yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
+    except ForeseenError as error:
+        # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
+        error.say()
+        raise
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        failure = TrainingFailure(f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}")
+        failure.say()
+        raise failure from error
+    if joins and dist.is_initialized():
+        # What still refers to the group (DDP, in cycles) must go before it: else its threads outlive it and the
+        # process aborts at its end.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto")
+    shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
+    if num_gpus == 1 and not shared:
+        local_rank = 0  # some schedulers show each process its own GPU, which is then the first of one
+    elif local_world_size > num_gpus:
+        raise UserError(
+            f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
+            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
+        )
+    chosen = torch.device("cuda", local_rank)
+    # Bound before the group exists: else every process opens a context on GPU 0.
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _choose_gloo_interface() -> None:
+    """By itself gloo takes the address of the machine's own name, which other machines often do not reach."""
+    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _check_restarts() -> None:
+    """Refuse restarts that would hang: attempts of several launchers that share one store read each other's keys."""
+    launchers, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and int(launchers) > 1 and int(restarts) > 0:
+        raise UserError(
+            f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
+            "other until they time out; use --rdzv_backend=c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+            "launcher, or --max_restarts 0"
+        )
+
+
+def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu: bool, timeout: float) -> None:
+    bound = device if backend == "nccl" else None
+    backends = group_backend(device.type, also_on_cpu=also_on_cpu)
+    # Every rank remembers its last collectives, for the record that a hang leaves.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    waits = timedelta(seconds=timeout + TIMEOUT_MARGIN)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=waits))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun (2.13) keeps one store for all its attempts: with names of its own, none reads dead addresses.
+            # Several launchers count their restarts apart; for those TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is the way.
+            store = dist.PrefixStore(f"restart_{restart}", store)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=waits, device_id=bound)
+    except (ValueError, RuntimeError, dist.DistError) as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
+                "start with torchrun --standalone, which picks one"
+            ) from error
+        said = f"the process group did not form ({in_one_line(error)})"
+        if isinstance(error, ValueError):  # a variable is missing
+            raise UserError(f"{said}: start with torchrun --standalone --nproc_per_node=N") from error
+        # A network that fails may not fail the next time.
+        raise TrainingFailure(
+            f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach MASTER_ADDR "
+            f"{os.environ.get('MASTER_ADDR')} at MASTER_PORT {os.environ.get('MASTER_PORT')}, and "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them"
+        ) from error

@@ -1,0 +1,1 @@
+"""A trained model on the Hugging Face Hub."""

@@ -1,0 +1,254 @@
+"""Puts files into a repository of the Hugging Face hub in one commit, and says in one line what went wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.hf_api import ModelInfo, SpaceInfo
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+
+from common.errors import ForeseenError, OneLineParser, UserError
+from common.files import replace_folder
+from training.publishing.model_card import TAG
+
+TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+# What the hub itself puts into a new repository.
+_OF_A_NEW_REPOSITORY = {".gitattributes", "README.md"}
+_REASONS = {
+    401: f"the hub does not accept the token; make one with write access at {TOKENS_PAGE}, then set HF_TOKEN",
+    402: "the hub asks for a paid plan or more storage, see https://huggingface.co/pricing",
+    403: f"the token has no right to write there; give it write access at {TOKENS_PAGE}, or choose another name",
+    404: "the hub has no such repository, or hides it from this token",
+    409: "it was changed meanwhile; start again",
+    412: "it was changed meanwhile; start again",
+    429: "the hub has had too many requests; wait some minutes and start again",
+}
+
+# What is uploaded, by its path in the repository: a file here, or the bytes themselves.
+Files = Mapping[str, Path | bytes]
+
+
+class PublishFailure(ForeseenError):
+    """The hub took the files, and yet the outcome is not what was meant."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A repository that files go to.
+
+    Attributes:
+        name: ``account/name``.
+        kind: What it is to the hub.
+        private: Whether nobody else may see it; a repository that exists is never made public or private.
+    """
+
+    name: str
+    kind: Literal["model", "space"]
+    private: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneLineParser:
+    """Return a parser with what every publishing command takes: ``--private`` and ``--dry-run [FOLDER]``."""
+    parser = OneLineParser(prog=prog, description=description)
+    parser.add_argument("--private", action="store_true", help="only who has a token of yours may see and ask it")
+    parser.add_argument(
+        "--dry-run",
+        "--dry_run",
+        metavar="FOLDER",
+        type=Path,
+        nargs="?",
+        const=dry_run_folder,
+        help=f"write the repository into this folder instead (default: {dry_run_folder}); needs no token",
+    )
+    return parser
+
+
+def sign_in() -> tuple[HfApi, str]:
+    """Return the hub's client, with the token of HF_TOKEN or of the hub's login, and the account's name.
+
+    Raises:
+        UserError: There is no token, it is not valid, or the hub is out of reach.
+    """
+    if not sys.stderr.isatty():  # a bar that nobody watches fills the log
+        disable_progress_bars()
+    token = get_token()
+    if token is None:
+        raise UserError(f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})")
+    api = HfApi(token=token)
+    with hub_errors(f"signing in to {api.endpoint}"):
+        return api, api.whoami()["name"]
+
+
+def full_name(name: str, account: str) -> str:
+    """Return ``account/name`` for a name that may lack the account.
+
+    Raises:
+        UserError: The hub allows no such name.
+    """
+    full = name if "/" in name else f"{account}/{name}"
+    with hub_errors(f"name {name!r}"):
+        validate_repo_id(full)
+    return full
+
+
+def show(files: Files) -> None:
+    """Print the files with their sizes, and the total."""
+    sizes = {name: _size(source) for name, source in sorted(files.items())}
+    for name, size in sizes.items():
+        print(f"{size:>12,}  {name}")
+    print(f"{sum(sizes.values()):>12,}  bytes in {len(files)} files")
+
+
+def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
+    """Write the files into a folder, as they would lie in the repository.
+
+    Args:
+        files: What to write.
+        folder: New or empty.
+        replaces: Whether it may hold what an earlier dry run wrote.
+
+    Raises:
+        UserError: The folder holds something, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
+        raise UserError(f"{folder}: holds something already; name a new or empty folder")
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        for name, source in files.items():
+            place = aside / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(source, Path):
+                shutil.copyfile(source, place)
+            else:
+                place.write_bytes(source)
+        replace_folder(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+
+
+def upload(
+    api: HfApi, target: Target, files: Files, folders: Collection[str], reasons: Mapping[int, str] | None = None
+) -> str:
+    """Make the repository if it is not there, put these files into it in one commit, and read them back.
+
+    What a broken upload has sent is kept by the hub and not sent again.
+
+    Args:
+        api: A client that has signed in.
+        target: Where to.
+        files: What the repository is to hold.
+        folders: Those whose other files go, from an earlier upload; what people put elsewhere stays.
+        reasons: What some of the hub's status codes mean here.
+
+    Returns:
+        The commit.
+
+    Raises:
+        UserError: The hub refuses, something else is kept there, or the connection breaks.
+        PublishFailure: The hub holds other bytes than were sent.
+    """
+    with hub_errors(str(target), reasons):
+        there = _open(api, target)
+        _refuse_foreign(target, there)
+        additions = [CommitOperationAdd(name, source) for name, source in sorted(files.items())]
+        names = {file.rfilename for file in there.siblings or []} - files.keys()
+        stale = sorted(name for name in names if name.partition("/")[0] in folders and "/" in name)
+        operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        message = f"Publish {target.name.rpartition('/')[2]}"
+        commit = api.create_commit(target.name, operations, commit_message=message, repo_type=target.kind).oid
+        _verify(api, target, additions, commit)
+    return commit
+
+
+def _is_laid_out(folder: Path) -> bool:
+    card = folder / "README.md"
+    return card.is_file() and TAG in card.read_text("utf-8")
+
+
+@contextmanager
+def hub_errors(what: str, reasons: Mapping[int, str] | None = None) -> Iterator[None]:
+    """Turn what goes wrong between here and the hub into one line.
+
+    Raises:
+        UserError: With `what`, the reason, and what to do.
+    """
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        line = f"{what}: {_explain(error, _REASONS | dict(reasons or {}))}"
+        raise UserError(line.replace(get_token() or "\0", "TOKEN")) from error
+
+
+def _explain(error: BaseException, reasons: Mapping[int, str]) -> str:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    answers = [cause for cause in causes if isinstance(cause, HfHubHTTPError) and cause.response is not None]
+    detail = " ".join(str(causes[-1]).split())[:200] or type(causes[-1]).__name__
+    if answers:
+        status = answers[0].response.status_code
+        says = f" (the hub says: {answers[0].server_message})" if answers[0].server_message else ""
+        return reasons.get(status, f"the hub answers {status}; start again later") + says
+    if any(isinstance(cause, HTTPError | OSError) for cause in causes) or isinstance(error, RuntimeError):
+        return f"the connection failed ({detail}); start again: what the hub has got already is not sent again"
+    return detail
+
+
+def _open(api: HfApi, target: Target) -> ModelInfo | SpaceInfo:
+    try:
+        return api.repo_info(target.name, repo_type=target.kind)
+    except RepositoryNotFoundError:
+        sdk = {"space_sdk": "docker"} if target.kind == "space" else {}
+        api.create_repo(target.name, repo_type=target.kind, private=target.private or None, **sdk)
+        return api.repo_info(target.name, repo_type=target.kind)
+
+
+def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
+    if target.private and not there.private:
+        raise UserError(f"{target}: exists and is public; make it private in its settings, or choose another name")
+    names = {file.rfilename for file in there.siblings or []}
+    tags = (there.card_data.get("tags") if there.card_data else None) or []
+    if names - _OF_A_NEW_REPOSITORY and TAG not in tags:
+        raise UserError(f"{target}: holds something else (its card has no tag {TAG}); choose another name")
+    if isinstance(there, SpaceInfo) and there.sdk not in (None, "docker"):
+        raise UserError(f"{target}: is a Space that runs {there.sdk}, not docker; choose another name")
+
+
+def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], commit: str) -> None:
+    tree = api.list_repo_tree(target.name, recursive=True, revision=commit, repo_type=target.kind)
+    there = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+    for addition in additions:
+        found = there.get(addition.path_in_repo)
+        if found is None or not _holds(found, addition):
+            raise PublishFailure(f"{target}: {addition.path_in_repo} is not there as it was sent; start again")
+
+
+def _holds(found: RepoFile, sent: CommitOperationAdd) -> bool:
+    if found.lfs is not None:
+        return found.lfs.sha256 == sent.upload_info.sha256.hex()
+    with sent.as_file() as file:
+        content = file.read()
+    return found.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _size(source: Path | bytes) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
+
+
+def content_of(source: Path | bytes) -> bytes:
+    """Return the bytes of what is uploaded."""
+    return source if isinstance(source, bytes) else source.read_bytes()

@@ -1,0 +1,141 @@
+"""The model card: the README of a model folder, with the front matter that the hub reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+# By this tag a repository of the hub is known to come from here.
+TAG = "distrinews"
+_TASK = "text-classification"
+_MADE_HERE = ("tiny", "sample")
+# Of the bases whose licence is known here; what is trained from another gets its licence from a person.
+_DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
+_LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
+# The data whose language and kind are known here.
+_ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
+
+
+def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
+    """Write a model's card.
+
+    Args:
+        metrics: the contents of ``metrics.json``.
+        name: by which the model is loaded.
+        cleaning: what texts went through in training, ``news`` or ``none``.
+    """
+    base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
+    classes = "\n".join(
+        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
+        for label, scores in test["per_class"].items()
+    )
+    return f"""---
+{_front_matter(metrics, name).to_yaml()}
+---
+
+# {name}
+
+A news classifier: `{base}` fine-tuned on `{dataset}` with DistriNews.
+
+Labels: {", ".join(test["labels"])}. Texts are cut at {metrics["max_length"]} tokens.
+
+{_use(name, cleaning)}
+
+## Test results
+
+{test["rows"]:,} test rows, read once, after the best epoch ({metrics["best_epoch"]}) was chosen on a validation split:
+accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration error {test["calibration_error"]:.4f}.
+
+| class | precision | recall | F1 | rows |
+| --- | --- | --- | --- | --- |
+{classes}
+
+## Limits
+
+{_limits(metrics)}
+"""
+
+
+def _use(name: str, cleaning: str) -> str:
+    load = f'classify = pipeline("text-classification", model="{name}")'
+    text = '"Oil prices climb to a record as refineries close"'
+    if cleaning == "none":
+        return f"""Texts are read as they are (`--clean none`).
+
+```python
+from transformers import pipeline
+{load}
+classify({text})
+```"""
+    return f"""Texts are cleaned before they are read (`--clean news`): character references are decoded, HTML tags and
+backslashes dropped, white space collapsed. DistriNews' server does so by itself; `transformers.pipeline` needs the
+same, or it reads other tokens than the model was trained and tested on:
+
+```python
+from common.text import clean_text  # of DistriNews
+from transformers import pipeline
+{load}
+classify(clean_text({text}))
+```"""
+
+
+def _limits(metrics: dict[str, Any]) -> str:
+    dataset, left_out = metrics["dataset"], metrics.get("rows_left_out", 0)
+    trained_on = (
+        "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "the data above alone"
+    )
+    without = f" Rows of the data that could not be used and were left out: {left_out:,}." if left_out else ""
+    return f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"
+
+
+def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
+    base, dataset = metrics["base_model"], metrics["dataset"]
+    return ModelCardData(
+        language="en" if dataset in _ENGLISH_NEWS else None,
+        license=_LICENSES.get(base),
+        library_name="transformers",
+        pipeline_tag=_TASK,
+        tags=["news", _TASK, TAG],
+        base_model=base if is_on_the_hub(base) else None,
+        datasets=[dataset] if is_on_the_hub(dataset) else None,
+        metrics=["accuracy", "f1"],
+        model_name=name,
+        eval_results=[
+            _result(dataset, "accuracy", "accuracy", metrics["test"]["accuracy"]),
+            _result(dataset, "f1", "macro-F1", metrics["test"]["macro_f1"]),
+        ],
+    )
+
+
+def _result(dataset: str, kind: str, name: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=_TASK,
+        dataset_type=public_name(dataset),
+        dataset_name=public_name(dataset),
+        dataset_split="test",
+        metric_type=kind,
+        metric_name=name,
+        metric_value=round(value, 4),
+    )
+
+
+def is_on_the_hub(name: str) -> bool:
+    """Whether a dataset's or a model's name is one of the hub's: not a path, nor one that is made here."""
+    return name not in _MADE_HERE and not _is_path(name)
+
+
+def public_name(name: str) -> str:
+    """Return a dataset's or a model's name as others may read it: of a path on this machine the last part alone."""
+    return Path(name).name if _is_path(name) else name
+
+
+def recorded_name(name: str) -> str:
+    """Return a dataset's or a model's name as ``metrics.json`` keeps it: a path can be told from a name of the hub."""
+    is_bare_path = Path(name).exists() and not name.startswith(("/", ".", "~"))
+    return f"./{name}" if is_bare_path and name not in _MADE_HERE else name
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()

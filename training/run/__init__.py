@@ -1,0 +1,1 @@
+"""One run: the loop, its state, and what it leaves behind."""

@@ -1,0 +1,93 @@
+"""RunState: what a run knows of itself beside its weights, in plain values; each checkpoint holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.files import AverageMeter
+from training.monitoring import EpochMetrics
+
+
+@dataclass
+class BadStepCount:
+    """Bad steps of a run so far, skipped since loss or gradient norm was not finite.
+
+    ``in_a_row``: since step ``last_good``, which updated the weights, with ``suspects``, the rows to blame for them;
+    ``went_back_from``: the step whose failure last made the run go back to a checkpoint, 0 for none; ``excluded_rows``:
+    of the training split, left out since.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+    suspects: list[int] = field(default_factory=list)
+    last_good: int = 0
+    went_back_from: int = 0
+    excluded_rows: list[int] = field(default_factory=list)
+
+    def add(self, suspects: Iterable[int]) -> None:
+        """Count a bad step."""
+        self.total += 1
+        self.in_a_row += 1
+        self.suspects += suspects
+
+    def end_row(self, last_good: int) -> None:
+        """Take a good step."""
+        self.in_a_row, self.suspects, self.last_good = 0, [], last_good
+
+    def leave_out(self, rows: Iterable[int], step: int) -> None:
+        """Take that the run went back from ``step``, and is to do without ``rows``."""
+        self.in_a_row, self.suspects = 0, []
+        self.excluded_rows, self.went_back_from = sorted({*self.excluded_rows, *rows}), step
+
+
+@dataclass
+class RunState:
+    """Where a run stands.
+
+    The order of rows, dropout and the learning rate are functions of seed and step, so that no generator's state is
+    kept. ``seconds_before``: spent in earlier processes; ``epoch_seconds``: in this epoch so far.
+    """
+
+    step: int = 0
+    epochs: list[EpochMetrics] = field(default_factory=list)
+    epoch_loss: AverageMeter = field(default_factory=AverageMeter)
+    epoch_seconds: float = 0.0
+    skipped_steps: int = 0  # by the loss scale
+    bad: BadStepCount = field(default_factory=BadStepCount)
+    seconds_before: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this run so far, earlier processes included."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    @property
+    def best(self) -> EpochMetrics | None:
+        """The epoch with the best validation accuracy so far."""
+        return next((epoch for epoch in reversed(self.epochs) if epoch.is_best), None)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "step": self.step,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
+            "epoch_loss": [self.epoch_loss.total, self.epoch_loss.count],
+            "epoch_seconds": self.epoch_seconds,
+            "skipped_steps": self.skipped_steps,
+            "bad": asdict(self.bad),
+            "seconds": self.seconds,
+        }
+
+    def take(self, plain: dict[str, Any]) -> None:
+        """Stand where :meth:`to_plain` was called."""
+        self.step = plain["step"]
+        self.epochs = [EpochMetrics(**epoch) for epoch in plain["epochs"]]
+        self.epoch_loss.total, self.epoch_loss.count = plain["epoch_loss"]
+        self.epoch_seconds = plain["epoch_seconds"]
+        self.skipped_steps = plain["skipped_steps"]
+        self.bad = BadStepCount(**plain["bad"])
+        self.seconds_before, self.started = plain["seconds"], time.perf_counter()
