@@ -22,12 +22,11 @@ import yaml
 
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
 from common.errors import UserError, run_command
-from common.files import format_time
 from common.text import clean_text
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
 from training.evaluation.metrics import classification_metrics
-from training.monitoring.records import format_percent, wilson_interval
+from training.monitoring.records import format_percent, format_time, wilson_interval
 from training.monitoring.run_log import read_metrics
 
 MODULE = "benchmarks.accuracy"

@@ -73,7 +73,7 @@ def measure(slowdown: int, kind: str, options: Namespace) -> Outcome:
     steps = [
         record
         for record in first["records"]
-        if record["kind"] == "step" and record["step"] >= FIRST_STEP and record["step"] % first["steps_an_epoch"]
+        if record["kind"] == "step" and record["step"] >= FIRST_STEP and record["step"] % first["steps_per_epoch"]
     ]
     if not steps:
         raise UserError(f"--epochs {options.epochs}: not {FIRST_STEP} steps; raise it or lower --batch_size")

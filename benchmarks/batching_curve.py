@@ -24,13 +24,12 @@ from benchmarks.batching.passes import ONE_TEXT, lay_out, measure_passes, paddin
 from benchmarks.batching.waits import measure_wait
 from benchmarks.processes import end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, read_results, write_table
-from common.errors import UserError, positive, run_command
+from common.errors import ModelLoadError, UserError, positive, run_command
 from common.hardware import cpu_flags
 from inference.batching.classifier import QueueLimits, length_window
 from inference.engines.base import CPU_BATCH_TOKENS
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
-from inference.errors import ModelLoadError
 from inference.settings import keep_tokenizer_on_one_thread
 from training.data.dataset import load_news
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import generate_latest
 
@@ -76,8 +76,8 @@ def main() -> None:
     config = parse_config(sys.argv[1:])
     clocked: list[Clocked] = []
 
-    def build(trainer: Trainer) -> Observers:
-        clocked.append(Clocked(build_observers(trainer).observers))
+    def build(*parts: Any) -> Observers:
+        clocked.append(Clocked(build_observers(*parts).observers))
         return clocked[-1]
 
     training.run.trainer.build_observers = build
@@ -85,9 +85,9 @@ def main() -> None:
         trainer = Trainer(config, mine)
         trainer.fit()
         now_and_then = {
-            "comparison": seconds_of(lambda: first_difference(trainer.strategy.parameters, mine), mine.barrier),
-            "page": seconds_of(lambda: generate_latest(trainer.exporter.registry), mine.barrier),
-            "status": seconds_of(trainer.status.write, mine.barrier),
+            "comparison": seconds_of(lambda: first_difference(trainer.context.strategy.parameters, mine), mine.barrier),
+            "page": seconds_of(lambda: generate_latest(trainer.context.exporter.registry), mine.barrier),
+            "status": seconds_of(trainer.context.status.write, mine.barrier),
         }
     steps = {"seconds": clocked[-1].seconds, "watching": clocked[-1].watching}
     print(json.dumps(steps | now_and_then), flush=True)

@@ -25,14 +25,14 @@ def main() -> None:
     with ranks(config.device) as mine:
         trainer = Trainer(config, mine)
         if mine.rank == mine.world_size - 1 and slowdown > 1:
-            compute_repeatedly(trainer.strategy.parts[0], slowdown)
+            compute_repeatedly(trainer.context.strategy.parts[0], slowdown)
         trainer.fit()
-        traffic = trainer.strategy.compression.traffic if trainer.strategy.compression else None
-        gradients = sum(parameter.numel() * 4 for parameter in trainer.strategy.parameters.values())
+        traffic = trainer.context.strategy.compression.traffic if trainer.context.strategy.compression else None
+        gradients = sum(parameter.numel() * 4 for parameter in trainer.context.strategy.parameters.values())
         result = {
-            "global_batch": trainer.global_batch_size,
-            "steps_an_epoch": len(trainer.sampler),
-            "rows_per_epoch": len(trainer.news.train_index),
+            "global_batch": trainer.context.plan.global_batch_size,
+            "steps_per_epoch": len(trainer.sampler),
+            "rows_per_epoch": len(trainer.context.news.train_index),
             "speeds": trainer.balance.speeds,
             "plain": traffic.plain if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,

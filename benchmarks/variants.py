@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
-from common.files import AverageMeter
 from training.config import TrainConfig
 from training.data.batching import DataPlace, LengthBucketSampler, pad, rank_share
 from training.data.tokenized import TokenizedRows
@@ -32,6 +31,7 @@ from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.distributed import Ranks
+from training.run.state import AverageMeter
 from training.run.step_log import StepLog, StepRecord, rows_of
 
 LEARNING_RATE = 2e-5

@@ -20,7 +20,8 @@ INTRODUCTION = f"""# Batching curve
 
 Written by `python -m {MODULE}`; the rounds behind it are in the JSON file beside it. It settles how
 the serving queue (`inference/batching/scheduler.py`) groups texts: how many tokens a forward pass takes, when texts
-share the slots of an engine, how far an engine that pads looks for near lengths, and whether a free slot should wait for more.
+share the slots of an engine, how far an engine that pads looks for near lengths, and whether a free slot should wait
+for more.
 
 - A *slot* is a forward pass that an engine may run beside others, on one thread of its own; a pass may also take
   several slots. Passes are laid out by the server's own queue, from texts in random order, each its own call.

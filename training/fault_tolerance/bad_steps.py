@@ -8,20 +8,16 @@ on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
-from common.errors import TrainingFailure, UserError
-from training.checkpointing.resume import move_later_aside, newest_checkpoint, open_checkpoint
-from training.fault_tolerance.failures import explained
+from common.errors import TrainingFailure
 from training.monitoring.json_lines import JsonLines
 from training.monitoring.records import StepMetrics
-
-if TYPE_CHECKING:
-    from training.run.trainer import Trainer
+from training.run.context import RunContext
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 
@@ -61,99 +57,81 @@ class BadStep:
 
 
 class BadSteps:
-    """Counts bad steps and goes back over them; every rank has one and takes the same steps.
+    """Counts bad steps and names their rows; every rank has one and counts the same steps.
 
     Args:
-        trainer: of this rank, not yet in its first step.
+        context: of a run that is not yet in its first step here.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.budget = trainer.config.bad_steps
-        self.file = JsonLines(trainer.config.run_dir / BAD_ROWS_FILE)
-        texts = trainer.news.texts
-        if trainer.ranks.is_first and texts.left_out and not trainer.state.step:
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.budget = context.config.bad_steps
+        self.file = JsonLines(context.config.run_dir / BAD_ROWS_FILE)
+        texts = context.news.texts
+        if context.ranks.is_first and texts.left_out and not context.state.step:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
-            trainer.events.agreed("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
+            context.events.agreed("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
     def remaining(self, batch: np.ndarray) -> np.ndarray:
         """The rows of a global batch that are not left out, in their order."""
-        excluded = self.trainer.state.bad.excluded_rows
+        excluded = self.context.state.bad.excluded_rows
         return batch[~np.isin(batch, excluded)] if excluded else batch
 
-    def take(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> bool:
-        """Count the steps just agreed upon; returns whether the run went back to a checkpoint.
-
-        Raises:
-            TrainingFailure: the budget is spent, and going back is of no use.
-        """
-        count = self.trainer.state.bad
+    def count(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> BadStep | None:
+        """Count the steps just agreed upon; returns the one that was one too many, after which the run goes back."""
+        count = self.context.state.bad
         for metrics in steps:
             if metrics.step in bad:
                 self._record(bad[metrics.step])
                 count.add(bad[metrics.step].suspects)
                 if count.in_a_row > self.budget:
-                    self._go_back(bad[metrics.step])
-                    return True
+                    return bad[metrics.step]
             elif not metrics.skipped:
                 count.end_row(last_good=metrics.step)
-        return False
+        return None
 
-    def _record(self, bad: BadStep) -> None:
-        self.trainer.exporter.bad_steps.inc()
-        self.trainer.events.agreed("skipped_step", step=bad.step, what=bad.what, rows=bad.rows)
-        if self.trainer.ranks.is_first:
-            fields = {"step": bad.step, "epoch": bad.epoch, "ranks": list(bad.found), "rows": bad.rows}
-            self.file.write({**fields, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what})
-        if self.budget:
-            self.trainer.say(f"Skipped {bad}{self._shown(bad)}")
+    def rows_to_leave_out(self, last: BadStep) -> set[int]:
+        """The rows to do without once the run has gone back from step ``last``.
 
-    def _shown(self, bad: BadStep) -> str:
-        return self.trainer.describe_row(bad.rows[0]) if bad.rows else ""
-
-    def _go_back(self, last: BadStep) -> None:
-        """Restore the newest checkpoint and leave the rows of the bad steps out from then on.
-
-        They left the weights as they were, so that only the rows differ the second time. A run that spends its budget
-        again before it has got beyond the step at which it did so before is not helped by leaving out more of them.
+        Raises:
+            TrainingFailure: the run is not to go back; or it went back before and has not got beyond the step from
+                which it did, so that leaving out more rows will not help it.
         """
-        trainer, count = self.trainer, self.trainer.state.bad
+        count = self.context.state.bad
         if not self.budget:
-            self._fail(last, "The last checkpoint is good and stays; lower --learning_rate or mend the rows")
+            self.fail(last, "The last checkpoint is good and stays; lower --learning_rate or mend the rows")
         if count.last_good < count.went_back_from:
-            self._fail(
+            self.fail(
                 last,
                 f"Going back from step {count.went_back_from} and leaving out {len(count.excluded_rows)} rows did not "
                 "help: lower --learning_rate",
             )
-        rows = {*count.excluded_rows, *count.suspects}
-        path = self._restore_newest(last)
-        trainer.state.bad.leave_out(rows, last.step)
-        trainer.step_log.restart_clock()
-        trainer.observers.rolled_back(trainer.state.step)
-        trainer.events.agreed("rolled_back", from_step=last.step, rows=sorted(rows))
-        trainer.say(
+        return {*count.excluded_rows, *count.suspects}
+
+    def tell_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
+        """Say and record that the run went back from step ``last`` to the checkpoint ``path``."""
+        self.context.events.agreed("rolled_back", from_step=last.step, rows=sorted(rows))
+        self.context.say(
             f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
             f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
         )
 
-    def _restore_newest(self, last: BadStep) -> str:
-        trainer, ranks = self.trainer, self.trainer.ranks
-        trainer.hear_of_saves(trainer.saver.wait)
-        try:
-            path = newest_checkpoint(ranks, trainer.storage, trainer.say)
-            if path is None:
-                self._fail(last, "There is no checkpoint yet to go back to; lower --learning_rate or mend the rows")
-            with explained(ranks, last.step):
-                trainer.restore(open_checkpoint(path, ranks))
-            move_later_aside(ranks, trainer.storage, trainer.state.step, trainer.say)
-        except UserError as error:
-            self._fail(last, f"There is no way back ({error}); lower --learning_rate")
-        return path
-
-    def _fail(self, last: BadStep, advice: str) -> NoReturn:
+    def fail(self, last: BadStep, advice: str) -> NoReturn:
+        """End the run at step ``last``."""
         message = f"{last}{self._shown(last)}. {advice}, then start again"
-        raise TrainingFailure(message, quiet=not self.trainer.ranks.is_first)
+        raise TrainingFailure(message, quiet=not self.context.ranks.is_first)
+
+    def _record(self, bad: BadStep) -> None:
+        self.context.exporter.bad_steps.inc()
+        self.context.events.agreed("skipped_step", step=bad.step, what=bad.what, rows=bad.rows)
+        if self.context.ranks.is_first:
+            fields = {"step": bad.step, "epoch": bad.epoch, "ranks": list(bad.found), "rows": bad.rows}
+            self.file.write({**fields, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what})
+        if self.budget:
+            self.context.say(f"Skipped {bad}{self._shown(bad)}")
+
+    def _shown(self, bad: BadStep) -> str:
+        return self.context.describe_row(bad.rows[0]) if bad.rows else ""
 
 
 def _listed(rows: Sequence[int], most: int = 8) -> str:

@@ -12,7 +12,7 @@ from training.parallelism.distributed import Ranks, is_lost_rank
 
 
 @contextmanager
-def explained(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Iterator[None]:
+def translate_errors(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Iterator[None]:
     """Turn what a step can run into into a :class:`TrainingFailure`.
 
     Args:

@@ -24,7 +24,7 @@ STOP_SECONDS = 20.0
 # A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
 SECOND_THOUGHT = 1.0
 # What a process still has to say may go into a pipe that nobody reads.
-LAST_WORDS_SECONDS = 5.0
+FINAL_MESSAGE_SECONDS = 5.0
 
 
 class Interruption:
@@ -128,7 +128,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
 
 def leave(exit_code: int, line: str = "") -> NoReturn:
     """End the process from any thread, whatever the main thread waits for."""
-    last = threading.Timer(LAST_WORDS_SECONDS, os._exit, (exit_code,))
+    last = threading.Timer(FINAL_MESSAGE_SECONDS, os._exit, (exit_code,))
     last.daemon = True
     last.start()
     if line:

@@ -23,7 +23,7 @@ VERDICT = "exit_code"  # run_ddp.sh writes and reads it, too
 BEGUN = "begun"
 
 
-def leave_if_settled() -> None:
+def exit_if_already_failed() -> None:
     """End this process, where an earlier attempt of the same launcher ended for good, with the exit code of that."""
     file = _launch_file(VERDICT)
     if file is not None and file.exists():

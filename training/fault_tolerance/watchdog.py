@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from common.errors import LostRank, in_one_line
 from training.fault_tolerance.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
@@ -14,9 +14,7 @@ from training.fault_tolerance.interruption import STOP_SECONDS, leave
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
 from training.parallelism.distributed import is_lost_rank, limit_waiting, start_timeout
-
-if TYPE_CHECKING:
-    from training.run.trainer import Trainer
+from training.run.context import RunContext
 
 TICK = 0.5  # seconds
 # For whom another rank has the word: time enough to say it.
@@ -32,17 +30,17 @@ class Watchdog(Observer):
     a collective breaks because a rank is gone, the error that leaves this context says the same.
 
     Args:
-        trainer: the run. Its ``--collective_timeout`` counts once the first steps are done, an hour at least before.
+        context: the run. Its ``--collective_timeout`` counts once the first steps are done, an hour at least before.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._run_dir = trainer.config.run_dir
-        self._timeout = trainer.config.collective_timeout
+    def __init__(self, context: RunContext) -> None:
+        self._run_dir = context.config.run_dir
+        self._timeout = context.config.collective_timeout
         self._limit = start_timeout(self._timeout)
         self._has_stepped = False
-        self._ranks, self._phases, self._events = trainer.ranks, trainer.phases, trainer.events
-        self._status, self._interruption = trainer.status, trainer.interruption
-        self._has_the_word = threading.Lock()
+        self._ranks, self._phases, self._events = context.ranks, context.phases, context.events
+        self._status, self._interruption = context.status, context.interruption
+        self._report_lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -55,7 +53,7 @@ class Watchdog(Observer):
     ) -> None:
         self._ended.set()
         # Should the thread be about to end the process, it has the word.
-        with self._has_the_word:
+        with self._report_lock:
             if isinstance(error, LostRank) or is_lost_rank(error):
                 missing, speaks = self._look_around()
                 words = in_one_line((isinstance(error, LostRank) and error.__cause__) or error)
@@ -92,7 +90,7 @@ class Watchdog(Observer):
                 self._stop_alone()
 
     def _end_hang(self, seconds: float) -> NoReturn:
-        with self._has_the_word:
+        with self._report_lock:
             status = self._status.status
             waits = leave_record(self._run_dir, status, self._phases, seconds)
             why = f"{BUSY} {seconds:.0f} s"
@@ -107,7 +105,7 @@ class Watchdog(Observer):
             self._say_and_leave(1, line, speaks=speaks, at_once=not waits)
 
     def _stop_alone(self) -> None:
-        with self._has_the_word:
+        with self._report_lock:
             missing, speaks = self._look_around()
             if missing:  # else the others live, and a slow step or a long save will end
                 line = self._line(missing, "asked to stop, which could not be agreed upon")

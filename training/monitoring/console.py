@@ -17,8 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from common.files import format_time
-from training.monitoring.records import EpochMetrics, StepMetrics, format_percent, wilson_interval
+from training.monitoring.records import EpochMetrics, StepMetrics, format_percent, format_time, wilson_interval
 
 PLAIN_WIDTH = 120
 PLAIN_SECONDS = 30.0

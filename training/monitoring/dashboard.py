@@ -12,8 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.files import format_time
-from training.monitoring.records import format_percent
+from training.monitoring.records import format_percent, format_time
 from training.monitoring.run_folder import Picture
 from training.monitoring.status import LOST, RankStatus
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from common.errors import TrainingFailure
-from training.fault_tolerance.failures import explained
+from training.fault_tolerance.failures import translate_errors
 from training.monitoring.events import EventLog
 from training.monitoring.exporter import Exporter
 from training.monitoring.observer import Observer
@@ -100,7 +100,7 @@ class ReplicaCheck(Observer):
     def _check(self, step: int) -> None:
         if not self.every:
             return
-        with self.phases("agree"), explained(self.ranks, step):
+        with self.phases("agree"), translate_errors(self.ranks, step):
             found = first_difference(self.parameters, self.ranks)
         self.exporter.replica_checks.labels("different" if found else "equal").inc()
         if found:

@@ -110,3 +110,13 @@ def wilson_interval(share: float, rows: int) -> tuple[float, float]:
 def format_percent(share: float, digits: int = 2) -> str:
     """Write a share between 0 and 1 as a percentage."""
     return f"{100 * share:.{digits}f}%"
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as a person reads them: ``42.3s``, ``3m 05s``, ``2h 07m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

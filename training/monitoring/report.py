@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.files import format_time, write_whole
+from common.files import write_whole
 from training.monitoring.profile_summary import operator_table, rank_table, read_summary
-from training.monitoring.records import Curves, ReportData, WrongText, format_percent, wilson_interval
+from training.monitoring.records import Curves, ReportData, WrongText, format_percent, format_time, wilson_interval
 from training.monitoring.run_log import read_metrics
 
 REPORT_FILE = "report.html"

@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from training.data.balance import Stopwatch
-from training.fault_tolerance.failures import explained
+from training.fault_tolerance.failures import translate_errors
 from training.monitoring.collectives import Collectives
 from training.monitoring.exporter import COMPARED
 from training.monitoring.observer import Observer
 from training.monitoring.records import EpochMetrics, StepMetrics
+from training.run.context import RunContext
 
 if TYPE_CHECKING:
     from training.data.batching import MicroBatch
     from training.parallelism.strategy import StepResult
-    from training.run.trainer import Trainer
 
 LOOKS_IN_A_ROW = 3
 SLOW = 1.2  # times the median of the ranks; of two that is the faster one
@@ -42,20 +42,20 @@ class Stragglers(Observer):
     """Compares the ranks every so many steps; one that is slow in several looks in a row is named, once.
 
     Args:
-        trainer: whose ranks, strategy, phases, exporter, status, events and console are used.
+        context: whose ranks, strategy, phases, exporter, status, events and console are used.
         collectives: looks at one step in as many.
         every: optimizer steps between two looks.
     """
 
-    def __init__(self, trainer: Trainer, collectives: Collectives, every: int) -> None:
-        self.trainer = trainer
-        self.ranks = trainer.ranks
+    def __init__(self, context: RunContext, collectives: Collectives, every: int) -> None:
+        self.context = context
+        self.ranks = context.ranks
         self.collectives = collectives
         self.every = every
         # Balanced ranks have rows by their speed: what is compared then is their seconds a token.
-        self.by_tokens = trainer.config.balance == "auto"
+        self.by_tokens = context.config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
-        if (model := trainer.strategy.pass_model) is not None:
+        if (model := context.strategy.pass_model) is not None:
             device = self.ranks.device
             self.watches = {"forward": Stopwatch(model, device), "backward": BackwardStopwatch(model, device)}
         self.looks: dict[tuple[int, str], int] = {}  # in a row in which a rank was slow in a phase
@@ -63,16 +63,16 @@ class Stragglers(Observer):
 
     def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
         """Learn where the ranks are, and which do the same work: those of one stage of a pipeline."""
-        stage = zlib.crc32(" ".join(self.trainer.strategy.parameters).encode())
+        stage = zlib.crc32(" ".join(self.context.strategy.parameters).encode())
         self.hosts, self.stages = zip(*self.ranks.gather((platform.node(), stage)), strict=True)
 
     def step_begins(self, step: int) -> None:
         """Leave out what came between two steps."""
-        self.trainer.phases.take("stragglers")
+        self.context.phases.take("stragglers")
 
     def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
         """Add up what this rank did in a step before it waited."""
-        spent = self.trainer.phases.take("stragglers")
+        spent = self.context.phases.take("stragglers")
         self.steps += 1
         self.tokens += sum(batch.input_ids.numel() for batch in micro_batches)
         self.data += spent.get("data", 0.0)
@@ -83,7 +83,7 @@ class Stragglers(Observer):
         """Look, when it is time."""
         if self.steps < self.every:
             return
-        with self.trainer.phases("agree"), explained(self.ranks, self.trainer.phases.step):
+        with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
             everyone = self.ranks.gather((self.tokens, self._seconds()))
         self._start_anew()
         if self.by_tokens:
@@ -108,7 +108,7 @@ class Stragglers(Observer):
             before = self.looks.get((rank, phase), 0)
             self.looks[rank, phase] = before + 1 if is_slow else 0
             if rank == self.ranks.rank:
-                self.trainer.exporter.slowness.labels(phase).set(seconds / median if median else 1.0)
+                self.context.exporter.slowness.labels(phase).set(seconds / median if median else 1.0)
             if self.looks[rank, phase] == LOOKS_IN_A_ROW:
                 self._tell(rank, phase, seconds, median, slow=True)
             elif before >= LOOKS_IN_A_ROW and not is_slow:
@@ -117,17 +117,17 @@ class Stragglers(Observer):
     def _tell(self, rank: int, phase: str, seconds: float, median: float, *, slow: bool) -> None:
         where = f"rank {rank} on {self.hosts[rank]}"
         figures = f"{phase} takes {seconds:.3f} s a step, the median of the ranks {median:.3f} s"
-        self.trainer.say(
+        self.context.say(
             f"Straggler: {where} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
             if slow
             else f"Straggler no more: {where} ({figures})."
         )
         fields = {"host": self.hosts[rank], "phase": phase, "seconds": seconds, "median": median, "slow": slow}
-        self.trainer.events.agreed("straggler", slow_rank=rank, **fields)
+        self.context.events.agreed("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
-            self.trainer.exporter.straggler.labels(phase).set(int(slow))
+            self.context.exporter.straggler.labels(phase).set(int(slow))
             slow_in = [name for name in COMPARED if self.looks.get((rank, name), 0) >= LOOKS_IN_A_ROW]
-            self.trainer.status.status.slow_phases = slow_in
+            self.context.status.status.slow_phases = slow_in
 
 
 class BackwardStopwatch(Stopwatch):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
 from training.parallelism.distributed import Ranks
-
-if TYPE_CHECKING:
-    from training.run.trainer import Trainer
+from training.run.context import RunContext
 
 
 def describe_device(ranks: Ranks) -> str:
@@ -22,26 +19,26 @@ def describe_device(ranks: Ranks) -> str:
     return f"CPU, {threads} thread{'s' * (threads > 1)} a process"
 
 
-def describe_run(trainer: Trainer) -> dict[str, str]:
+def describe_run(context: RunContext) -> dict[str, str]:
     """The facts of a run, in the order in which they are shown."""
-    config, ranks, news, tokens = trainer.config, trainer.ranks, trainer.news, trainer.news.tokens
-    shares = trainer.strategy.place.size
-    rows_a_share = trainer.global_batch_size / shares / trainer.accumulation
+    config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
+    shares = context.strategy.place.size
+    rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
     who = f"share{'s' * (shares > 1)}"
-    batch = f"{shares} {who} x {rows_a_share:g} rows x {trainer.accumulation} accumulation"
+    batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
     return {
-        "Model": f"{config.model} ({trainer.num_parameters / 1e6:.1f} M parameters)",
+        "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters)",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {len(news.validation_index):,} validation, "
         f"{len(tokens.test):,} test rows",
         "Labels": ", ".join(tokens.label_names),
         "Texts cut": f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {config.max_length} tokens",
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
-        "Layout": trainer.strategy.describe(),
+        "Layout": context.strategy.describe(),
         "Device": describe_device(ranks),
-        "Precision": trainer.precision,
-        "Global batch": f"{trainer.global_batch_size} rows = {batch}",
-        "Steps": f"{trainer.total_steps:,} = {config.epochs} epochs x {len(trainer.sampler):,}",
-        "Learning rate": f"{trainer.peak_learning_rate:.3g}, {config.schedule} after {config.warmup:.0%} warm-up",
+        "Precision": context.precision,
+        "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
+        "Steps": f"{context.plan.total_steps:,} = {config.epochs} epochs x {context.plan.steps_per_epoch:,}",
+        "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after {config.warmup:.0%} warm-up",
         "Run folder": str(config.run_dir),
     }
 

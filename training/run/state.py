@@ -7,8 +7,25 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.files import AverageMeter
 from training.monitoring import EpochMetrics
+
+
+class AverageMeter:
+    """A running mean, weighted by how many rows each value stands for."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def update(self, value: float, rows: int = 1) -> None:
+        """Add the mean ``value`` of ``rows`` rows."""
+        self.total += value * rows
+        self.count += rows
+
+    @property
+    def average(self) -> float:
+        """The mean so far; 0 before the first value."""
+        return self.total / self.count if self.count else 0.0
 
 
 @dataclass

@@ -32,7 +32,7 @@ from training.run.step_log import StepLog, StepRecord
 from training.run.trainer import Trainer
 
 GLOBAL_BATCH = 8
-STEPS_AN_EPOCH, LAST_STEP = 8, 16
+STEPS_PER_EPOCH, LAST_STEP = 8, 16
 State = dict[str, torch.Tensor]
 
 
@@ -115,9 +115,9 @@ def train(config: TrainConfig) -> Ended:
     except TrainingFailure as error:
         return Ended({}, str(error))
     # It holds the best epoch's weights now.
-    trainer.restore(open_checkpoint(newest_checkpoint(here(), trainer.storage, trainer.say), here()))
-    assert trainer.state.step == LAST_STEP
-    return Ended(trainer.strategy.state_dict().tensors)
+    trainer.restore(open_checkpoint(newest_checkpoint(here(), trainer.context.storage, trainer.context.say), here()))
+    assert trainer.context.state.step == LAST_STEP
+    return Ended(trainer.context.strategy.state_dict().tensors)
 
 
 def train_without(config: TrainConfig, rows: Sequence[int]) -> State:
@@ -152,7 +152,7 @@ def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_s
     assert not ended.failure
     assert len(bad) == 2
     assert bad[0] == 3
-    assert STEPS_AN_EPOCH < bad[1] <= LAST_STEP
+    assert STEPS_PER_EPOCH < bad[1] <= LAST_STEP
     assert [record["step"] for record in metrics] == list(range(1, LAST_STEP + 1))
     lines = bench.records("bad_rows.jsonl")
     assert [(line["step"], line["epoch"], line["rows"]) for line in lines] == [
@@ -214,15 +214,15 @@ def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
 def train_beside_damage(config: TrainConfig, at_step: int, file: Path) -> str:
     """A run one of whose files is torn before a step; returns what it fails from."""
     trainer = Trainer(config, here())
-    take_step = trainer.strategy.step
+    take_step = trainer.context.strategy.step
 
     def tear_and_step(micro_batches: Any, step: int, learning_rate: float) -> StepResult:
         if step == at_step:
-            trainer.hear_of_saves(trainer.saver.wait)
+            trainer.report_saves(trainer.saver.wait)
             file.write_bytes(b"torn")
         return take_step(micro_batches, step, learning_rate)
 
-    trainer.strategy.step = tear_and_step
+    trainer.context.strategy.step = tear_and_step
     with pytest.raises(TrainingFailure) as failed:
         trainer.fit()
     return str(failed.value)

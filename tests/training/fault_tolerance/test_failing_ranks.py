@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common.errors import LostRank
 from tests.training.checkpointing.small_saves import ALONE
 from tests.training.fault_tolerance.started_ranks import StartedRanks
-from training.fault_tolerance.failures import explained
+from training.fault_tolerance.failures import translate_errors
 from training.monitoring.status import read_statuses
 from training.run import trainer
 
@@ -98,7 +98,7 @@ LOST_PEERS = [
 
 @pytest.mark.parametrize("message", LOST_PEERS)
 def test_a_lost_peer_is_recognised_and_its_own_words_are_kept(message: str) -> None:
-    with pytest.raises(LostRank) as lost, explained(ALONE, 7):
+    with pytest.raises(LostRank) as lost, translate_errors(ALONE, 7):
         raise dist.DistBackendError(message)
 
     assert "another rank went away at step 7" in str(lost.value)
@@ -117,7 +117,7 @@ def test_a_lost_peer_is_recognised_and_its_own_words_are_kept(message: str) -> N
     ],
 )
 def test_what_a_backend_says_of_this_machine_is_no_lost_peer(message: str) -> None:
-    with pytest.raises(dist.DistBackendError) as raised, explained(ALONE, 7):
+    with pytest.raises(dist.DistBackendError) as raised, translate_errors(ALONE, 7):
         raise dist.DistBackendError(message)
 
     assert str(raised.value) == message

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from training.data.dataset import SAMPLE_FOLDER, load_news
+from common.rows import SAMPLE_NEWS
+from training.data.dataset import load_news
 from training.data.tokenized import load_tokenizer
 from training.model.classifier import NewsClassifier
 from training.parallelism.distributed import _choose_device
@@ -201,7 +202,7 @@ def poisoned(tmp_path: Path) -> tuple[Path, Path]:
 
     The row is the shortest: since an epoch begins with its longest rows, the first steps are sound.
     """
-    with (SAMPLE_FOLDER / "train.csv").open(encoding="utf-8") as file:
+    with (SAMPLE_NEWS / "train.csv").open(encoding="utf-8") as file:
         rows = [row for row in list(csv.reader(file))[:80] if "zebra" not in " ".join(row).lower()]
     rows.insert(40, ["2", "zebra zebra", ""])
     data = _write_csv(tmp_path / "data", rows)

@@ -55,7 +55,7 @@ IS_NOT_READ = """
 import contextlib, os, threading
 from training.fault_tolerance import interruption
 
-interruption.LAST_WORDS_SECONDS = 0.1
+interruption.FINAL_MESSAGE_SECONDS = 0.1
 os.set_blocking(1, False)
 with contextlib.suppress(BlockingIOError):
     while True:

@@ -27,9 +27,9 @@ TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 RANK = """
 import os, pathlib, sys
 from common.errors import StopAsked, UserError
-from training.fault_tolerance.restarts import begin, leave_if_settled, settled, stopped_exit_code
+from training.fault_tolerance.restarts import begin, exit_if_already_failed, settled, stopped_exit_code
 
-leave_if_settled()
+exit_if_already_failed()
 if "SCRIPT_ASKED" in os.environ:  # run_ddp.sh has had a SIGTERM meanwhile
     pathlib.Path(os.environ["SCRIPT_ASKED"]).write_text("143")
 with settled():

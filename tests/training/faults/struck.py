@@ -213,11 +213,11 @@ def _note_end() -> None:
 
     finish = trainer.finish_run
 
-    def noted(finished: trainer.Trainer) -> Path:
-        tensors = finished.strategy.state_dict().tensors
+    def noted(context: Any, log: Any) -> Path:
+        tensors = context.strategy.state_dict().tensors
         digest = sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
         (FOLDER / f"state_{RANK}").write_text(digest)
-        return finish(finished)
+        return finish(context, log)
 
     trainer.finish_run = noted
 
@@ -237,7 +237,7 @@ def _leave_out(steps: list[int], rows: list[int]) -> None:
 
     def shortened(self: Trainer, epoch: int, batch: Any) -> None:
         kept = batch[~np.isin(batch, rows)]
-        take(self, epoch, kept[:0] if self.state.step + 1 in steps else kept)
+        take(self, epoch, kept[:0] if self.context.state.step + 1 in steps else kept)
 
     Trainer._train_step = shortened  # type: ignore[method-assign]
 

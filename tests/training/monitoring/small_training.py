@@ -25,7 +25,7 @@ def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0
     with ranks(config.device) as mine:
         torch.set_num_threads(1)
         trainer = Trainer(config, mine)
-        take_step = trainer.strategy.step
+        take_step = trainer.context.strategy.step
 
         def step_or_die(micro_batches: Any, step: int, learning_rate: float) -> Any:
             if mine.rank == 1 and step == dies_in_step:
@@ -34,5 +34,5 @@ def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0
                 os.kill(os.getpid(), signal.SIGKILL)
             return take_step(micro_batches, step, learning_rate)
 
-        trainer.strategy.step = step_or_die
+        trainer.context.strategy.step = step_or_die
         trainer.fit()

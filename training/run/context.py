@@ -1,0 +1,69 @@
+"""RunContext: what the parts of a run may ask for, so that none of them needs the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from training.checkpointing import Storage
+from training.config import TrainConfig
+from training.data.prepare import PreparedNews
+from training.fault_tolerance.interruption import Interruption
+from training.monitoring import Console, EventLog, Exporter
+from training.monitoring.status import StatusFile
+from training.parallelism.distributed import Ranks
+from training.parallelism.strategy import Strategy
+from training.run.phases import Phases
+from training.run.state import RunState
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How many steps of which size a run has, the same on all ranks.
+
+    ``global_batch_size``: rows of an optimizer step over all ranks; ``accumulation``: micro-batches per rank and step.
+    """
+
+    global_batch_size: int
+    accumulation: int
+    steps_per_epoch: int
+    total_steps: int
+    peak_learning_rate: float
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One rank's view of a run, made once everything is known to fit together, before the first step.
+
+    The objects in it may change, as ``state`` does with every step; which objects they are does not.
+    """
+
+    config: TrainConfig
+    ranks: Ranks
+    news: PreparedNews
+    strategy: Strategy
+    plan: StepPlan
+    precision: str  # of the training steps
+    model_config: PreTrainedConfig
+    num_parameters: int
+    state: RunState
+    storage: Storage
+    phases: Phases
+    events: EventLog
+    exporter: Exporter
+    status: StatusFile
+    interruption: Interruption
+    console: Console | None  # on rank 0
+    say: Callable[[str], None]  # prints a line, on rank 0
+
+    def stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop; in a long phase, in which all ranks ask at the same place."""
+        self.phases.beat()
+        return self.ranks.any(self.interruption.asked)
+
+    def describe_row(self, row: int) -> str:
+        """How a training row begins, if this rank has its text; else nothing."""
+        texts = self.news.texts
+        return f'; row {row} reads "{texts.train.texts[row][:80]}"' if texts else ""
