@@ -1,0 +1,85 @@
+"""The rooms of the house, held by the imports between them; those for type hints alone count as much."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "common": {"common"},
+    "training": {"training", "common"},
+    "inference": {"inference", "common"},
+    "learn": {"learn", "training", "common"},
+}
+ENTRY_POINTS = {
+    *("training.train_ddp", "training.train_single", "training.evaluate", "training.watch", "training.launch"),
+    *("training.publish_model", "inference.app", "inference.serve", "inference.predict", "inference.export"),
+    *("learn.check",),
+}
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {_module_name(path): path for room in MAY_IMPORT for path in (REPOSITORY / room).rglob("*.py")}
+
+
+def _imports(path: Path) -> set[str]:
+    """The project's own modules that a file imports, be it within a function or for type hints."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in names}
+    return found & MODULES.keys()
+
+
+GRAPH = {name: _imports(path) - {name} for name, path in MODULES.items()}
+
+
+def test_the_graph_has_the_modules_that_users_start() -> None:
+    assert GRAPH.keys() >= ENTRY_POINTS
+    assert "training.run.trainer" in GRAPH["training.train_ddp"]
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    strangers = {
+        (name, other)
+        for name, others in GRAPH.items()
+        for other in others
+        if name.split(".")[0] == room and other.split(".")[0] not in MAY_IMPORT[room]
+    }
+
+    assert not strangers
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_nothing_imports_an_entry_point() -> None:
+    assert not {(name, other) for name, others in GRAPH.items() for other in others & ENTRY_POINTS} - {
+        ("inference.serve", "inference.app")
+    }
+
+
+def test_what_training_and_serving_share_needs_no_pytorch() -> None:
+    shared = sorted(name for name in MODULES if name.startswith("common"))
+    program = f"import sys, {', '.join(shared)}; assert 'torch' not in sys.modules"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
