@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-class ModelLoadError(Exception):
-    """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
-
-    def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
-        super().__init__(f"{where}: {what}; {remedy}")
+from common.errors import UserError
 
 
 class RefusedTextError(ValueError):
@@ -33,7 +21,7 @@ class ModelUnavailableError(Exception):
     """No model is loaded (yet); the line says why."""
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError):
     """A setting has no valid value; the line names it and says what is wrong."""
 
 

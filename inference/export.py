@@ -9,35 +9,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from common.delimited import Columns
-from common.labelled_rows import SAMPLE_NEWS, TEXT_AND_LABEL, LabelledRows, find_rows, read_rows
+from common.errors import ModelLoadError, OneLineParser, UserError, first_line, positive, run_command
+from common.manifest import PRECISIONS
 from common.model_folder import SavedModel, is_artefact, read_saved_model
-from inference.errors import ExportRefusedError, ModelLoadError
-from inference.exporting.engine_files import PRECISIONS, default_engine
+from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
+from inference.errors import ExportRefusedError
+from inference.exporting.engine_files import default_engine
 
 if TYPE_CHECKING:
     from inference.exporting.build import Exported
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"export: {message}; see --help\n")
-
-
-def _with_underscores(argument: str) -> str:
-    """Flags take _ or -, as in training."""
-    name, equals, value = argument.partition("=")
-    return (name[:2] + name[2:].replace("-", "_") if name.startswith("--") else name) + equals + value
-
-
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="python -m inference.export",
         description="Write a faster artefact beside a model, compare it with the reference on labelled rows, and keep "
         "it only if accuracy holds.",
@@ -61,15 +51,16 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default=0.5,
         help="refuse to lose more accuracy than this, in percentage points (default: 0.5)",
     )
-    parser.add_argument("--limit", type=int, help="measure on this many rows only, evenly spread (default: all)")
-    options = parser.parse_args([_with_underscores(argument) for argument in arguments or sys.argv[1:]])
-    if options.limit is not None and options.limit < 1:
-        parser.error(f"--limit {options.limit}: must be at least 1")
-    return options
+    parser.add_argument("--limit", type=positive, help="measure on this many rows only, evenly spread (default: all)")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 when accuracy falls too far, 2 when it cannot be done."""
+    """Run the command; returns its exit code: 0, or 1 when accuracy falls too far.
+
+    Raises:
+        UserError: It cannot be done.
+    """
     options = _parse_arguments(arguments)
     sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
@@ -78,16 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
         rows = _read_rows(options, saved, console)
         exported = _export(options, saved, rows, console)
     except ExportRefusedError as refusal:
-        print(f"export: {refusal}", file=sys.stderr)
+        print(f"error: {refusal}", file=sys.stderr)
         for line in refusal.changed:
             print(f"  {line}", file=sys.stderr)
         return 1
     except ImportError as error:
-        print(f"export: needs the package {error.name}; pip install {error.name}", file=sys.stderr)
-        return 2
+        raise UserError(f"needs the package {error.name}; pip install {error.name}") from error
     except (ModelLoadError, OSError, ValueError) as error:
-        print(f"export: {_one_line(error)}", file=sys.stderr)
-        return 2
+        raise UserError(_one_line(error)) from error
     _print_result(console, exported, options.model)
     return 0
 
@@ -102,7 +91,9 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     dataset = saved.metadata.get("dataset")
     path = options.rows or find_rows(dataset)
     text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
-    rows = read_rows(path, saved.labels, options.limit, TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label))
+    rows = read_labelled_rows(
+        path, saved.labels, options.limit, TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label)
+    )
     if options.rows is None and str(path) != dataset:
         console.print(f"Measuring on the sample news ({len(rows.texts)} rows): --rows names a test set of your own.")
     return rows
@@ -179,8 +170,8 @@ def _ratio(size: dict[str, int]) -> str:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
+from common.errors import ModelLoadError, OneLineParser, UserError, run_command
 from inference.engines.model_loader import ModelLoader, Prediction
 from inference.engines.selection import ENGINES
-from inference.errors import ForwardError, ModelLoadError
+from inference.errors import ForwardError
 from inference.settings import Settings
 
 _BAR_WIDTH = 30
@@ -24,13 +25,8 @@ _BAR_WIDTH = 30
 _LINES_AT_ONCE = 256
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"predict: {message}; see --help\n")
-
-
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
+    parser = OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument("--file", help="classify a file, one text a line; - reads standard input")
@@ -45,8 +41,12 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, or 2 after one line on standard error."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: A text cannot be classified.
+    """
     options = _parse_arguments(arguments)
     sys.stdout.reconfigure(errors="replace")  # a terminal without block characters must not end in a traceback
     try:
@@ -58,9 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader has seen enough (`| head`); without this Python complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ForwardError, ModelLoadError, OSError, ValueError) as error:
-        print(f"predict: {_one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
+        raise UserError(_one_line(error)) from error
 
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:
@@ -124,4 +122,4 @@ def _one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

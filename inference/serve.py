@@ -10,12 +10,11 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from contextlib import suppress
 
 import uvicorn
 
-from inference.errors import SettingsError
+from common.errors import OneLineParser, UserError, run_command
 from inference.http.request_log import configure_logging
 from inference.settings import Settings
 
@@ -23,22 +22,21 @@ from inference.settings import Settings
 _KEEP_ALIVE_SECONDS = 65
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code: 0, or 2 after one line on standard error."""
-    try:
-        settings = Settings.from_environment()
-        options = _parse_arguments(arguments, settings)
-        _refuse_taken_port(options.host, options.port)
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: A setting has no valid value, or nothing can listen there.
+    """
+    settings = Settings.from_environment()
+    options = _parse_arguments(arguments, settings)
+    _refuse_taken_port(options.host, options.port)
     os.environ["MODEL_CHECKPOINT"] = options.model  # read by inference.app, which uvicorn imports
     _serve(settings, options.host, options.port)
-    return 0
 
 
 def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m inference.serve",
         description=__doc__,
         epilog="example: python -m inference.serve --model checkpoints/tiny --port 7860",
@@ -65,7 +63,7 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    """Raise `SettingsError` if nothing can listen here: uvicorn would say so only between its other lines."""
+    """Raise `UserError` if nothing can listen here: uvicorn would say so only between its other lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -74,7 +72,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         line = f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop what has it"
-        raise SettingsError(line) from None
+        raise UserError(line) from None
 
 
 def _serve(settings: Settings, host: str, port: int) -> None:
@@ -99,4 +97,4 @@ def _serve(settings: Settings, host: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

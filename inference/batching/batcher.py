@@ -158,7 +158,7 @@ class Batcher:
                 return False
             text.deadline = max(text.deadline, deadline)
             if text.is_waiting:
-                self._queue.hasten(flow, text)
+                self._queue.prioritize(flow, text)
             return True
 
     def remove(self, text: QueuedText) -> bool:

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 
+from common.errors import first_line
 from inference.engines.base import Engine, TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class EngineHealth:
         try:
             logits = self._engine.logits(self._batch, threads)
         except BaseException as error:  # whatever it raises, the worker goes on
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return first_line(error)
         return None if np.isfinite(logits).all() else "its answer is NaN"
 
     def _break(self, problem: str) -> None:

@@ -120,7 +120,7 @@ class FairQueue:
         self._by_arrival[text] = None
         self.num_tokens += text.num_tokens
 
-    def hasten(self, flow: Flow, text: QueuedText) -> None:
+    def prioritize(self, flow: Flow, text: QueuedText) -> None:
         """Let a waiting text, which another call wants too, start no later than that call's next text would."""
         tag = max(flow.next_tag, self._virtual_time)
         if tag < text.tag:

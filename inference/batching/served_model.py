@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelLoadError, ModelUnavailableError, first_line
+from inference.errors import ModelUnavailableError
 from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
 

@@ -17,8 +17,8 @@ from inference.errors import ForwardError, RefusedTextError
 logger = logging.getLogger(__name__)
 
 # One round takes so much at most, a few milliseconds: single texts get in between those of a large call.
-TEXTS_A_ROUND = 32
-CHARS_A_ROUND = 16_384
+TEXTS_PER_ROUND = 32
+CHARS_PER_ROUND = 16_384
 
 EncodedText = tuple[Caller, Encoded | Exception]
 
@@ -91,7 +91,7 @@ class TokenizerThread:
     def _next_callers(self) -> list[Caller]:
         chosen: list[Caller] = []
         num_chars = 0
-        while self._calls and len(chosen) < TEXTS_A_ROUND and num_chars < CHARS_A_ROUND:
+        while self._calls and len(chosen) < TEXTS_PER_ROUND and num_chars < CHARS_PER_ROUND:
             call = self._calls.popleft()
             chosen.append(call.callers[call.num_taken])
             num_chars += len(chosen[-1].text)

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import ModelLoadError, first_line
 from common.hardware import Hardware, has_fast_int8
-from common.manifest import Manifest, is_from, read_manifest, sha256_of, verify_files
+from common.manifest import REMEDY, Manifest, read_manifest, sha256_of
 from common.model_folder import (
-    DESCRIPTION_FILES,
     SavedModel,
     artefact_folder,
     is_artefact,
     read_saved_model,
+    verified_manifest,
     weights_file,
 )
 from common.text import TextTokenizer
@@ -26,7 +27,6 @@ from inference.engines.base import Engine
 from inference.engines.forward import probabilities_of
 from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
 from inference.engines.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
-from inference.errors import ModelLoadError, first_line
 
 # The order in which they are tried where nothing was measured.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")
@@ -34,7 +34,6 @@ _TORCH_ENGINES = ("torch", "torch_compiled")
 ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
 _DEVICES = Path("/dev")
 _ANY_DEVICE = Hardware()
-_EXPORT = "write it again with python -m inference.export"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +173,6 @@ def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> L
     return _load_artefact(artefact_folder(path, name), path, reason, hardware)
 
 
-def verified_manifest(folder: Path, model: Path | None) -> Manifest:
-    """Read an artefact's manifest and hold its files, and the model it should be made from, to it.
-
-    Raises:
-        ModelLoadError: A file is missing or another, or the artefact was made from other weights or another tokenizer.
-    """
-    manifest = read_manifest(folder)
-    verify_files(folder, manifest)
-    if model is not None:
-        _refuse_stale(folder, manifest, model)
-    return manifest
-
-
 def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hardware) -> LoadedModel:
     manifest = verified_manifest(folder, model)
     saved = read_saved_model(folder)
@@ -201,17 +187,6 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
 
 
-def _refuse_stale(folder: Path, manifest: Manifest, model: Path) -> None:
-    weights = weights_file(model)
-    if weights.is_file() and not is_from(manifest, weights):
-        raise ModelLoadError(folder, f"was made from other weights than {weights.name}", _EXPORT)
-    if model.is_dir():
-        for name in DESCRIPTION_FILES:
-            file = model / name
-            if file.is_file() and sha256_of(file) != manifest.files.get(name, {}).get("sha256"):
-                raise ModelLoadError(folder, f"was made when {name} was another", _EXPORT)
-
-
 def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any], hardware: Hardware) -> Engine:
     try:
         return build_engine(manifest.engine, folder, config, manifest.precision, hardware)
@@ -219,7 +194,7 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
         raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
     except Exception as error:  # every runtime has its own errors for what it cannot read
-        raise ModelLoadError(folder, f"does not load ({first_line(error)})", _EXPORT) from error
+        raise ModelLoadError(folder, f"does not load ({first_line(error)})", REMEDY) from error
 
 
 def build_engine(
@@ -259,7 +234,7 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
     # NaN is no number below the tolerance either.
     if not difference <= manifest.probe_tolerance:
         what = f"answers {difference:.2f} beside the reference, more than {manifest.probe_tolerance:.2f}"
-        raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", _EXPORT)
+        raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", REMEDY)
 
 
 def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import ModelLoadError, first_line
 from common.text import TextTokenizer
 from inference.engines.base import Engine, TokenBatch
 from inference.engines.forward import softmax
-from inference.errors import ModelLoadError, first_line
 
 _NEWS = "The report says that oil prices rose again and that markets in Europe fell"
 # Three texts of the first length pad to a pass that is still cheap; the longest text is tried alone. A pass beyond the

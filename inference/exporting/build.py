@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from common.hardware import cpu_name, usable_cpus
-from common.labelled_rows import LabelledRows, evenly_spread
 from common.manifest import Manifest, describe_files, describe_source, write_manifest
 from common.model_folder import SavedModel, artefact_folder, weights_file
+from common.rows import LabelledRows, evenly_spread
 from common.text import TextTokenizer
 from inference.engines.base import Engine
 from inference.engines.forward import probabilities_of

@@ -13,7 +13,6 @@ from inference.engines.native.architecture import Architecture
 if TYPE_CHECKING:
     from torch import Tensor
 
-PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
 _PACKAGES = {
     "native": ("torch", "transformers", "numpy"),
     "openvino": ("torch", "transformers", "openvino", "nncf"),
@@ -49,7 +48,7 @@ def write_engine_files(
     """Write a model for an engine.
 
     Args:
-        engine: A key of `PRECISIONS`.
+        engine: A key of `common.manifest.PRECISIONS`.
         precision: One of the engine's.
         config: The contents of a transformers ``config.json``.
         weights: The state dict in float32, names as transformers gives them.

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.docs.source_texts import HOLE, UNKNOWN, Module, Texts, read_modules
 from training.config import TrainConfig
 
-ROOMS = ("training", "inference", "deployment")
+ROOMS = ("common", "training", "inference", "learn", "deployment")
 _SHELL = re.compile(r'echo "error: (.+)" >&2')
 _SHELL_VALUE = re.compile(r"\$\{?\w+\}?")
 # What a line on standard error begins with, where it is an error: "error: ", or the command's name.

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import ModelLoadError
 from common.text import TextTokenizer
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelLoadError
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24

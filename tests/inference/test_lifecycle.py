@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.errors import ModelLoadError
 from inference.app import create_app
 from inference.batching.served_model import ServedModel
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelLoadError
 from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
 from tests.inference.servers import (

@@ -28,7 +28,7 @@ def _assert_refused(run: subprocess.CompletedProcess[bytes], message: str) -> No
     assert run.returncode == 2
     assert run.stdout == b""
     line = run.stderr.decode()
-    assert line.startswith("predict: ")
+    assert line.startswith("error: ")
     assert message in line
     assert line.count("\n") == 1
 

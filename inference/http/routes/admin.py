@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from inference.errors import ModelLoadError
+from common.errors import ModelLoadError
 from inference.http.error_responses import REFUSALS, error_response
 from inference.http.routes.dependencies import PartsDep
 from inference.http.routes.model import get_model

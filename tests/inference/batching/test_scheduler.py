@@ -27,7 +27,7 @@ operations = st.lists(
         st.tuples(st.just("call"), lengths, st.sampled_from([NEVER, 5.0, 10.0])),
         st.tuples(st.just("take"), st.integers(1, 3)),
         st.tuples(st.just("remove"), st.integers(0, 40)),
-        st.tuples(st.just("hasten"), st.integers(0, 40)),
+        st.tuples(st.just("prioritize"), st.integers(0, 40)),
         st.tuples(st.just("expire"), st.sampled_from([1.0, 6.0, 11.0])),
     ),
     max_size=60,
@@ -77,9 +77,9 @@ class Ledger:
                     assert self.queue.remove(text)
                     assert not self.queue.remove(text)
                     self.leave([text])
-            case "hasten", place:
+            case "prioritize", place:
                 for text in self.waiting[place : place + 1]:
-                    self.queue.hasten(Flow(1), text)
+                    self.queue.prioritize(Flow(1), text)
             case "expire", now:
                 expired = self.queue.expire(now)
                 assert all(text.is_expired and text.deadline <= now for text in expired)
@@ -225,7 +225,7 @@ def test_a_text_that_a_single_call_wants_too_leaves_its_place_at_the_end_of_a_la
     queue = make_queue()
     batch = put_call(queue, [16] * 100)
     queue.take()
-    queue.hasten(Flow(1), batch[-1])
+    queue.prioritize(Flow(1), batch[-1])
     assert batch[-1] in queue.take()
 
 
@@ -234,7 +234,7 @@ def test_a_hastened_text_never_goes_back() -> None:
     first, *_ = put_call(queue, [40, 40])
     slow = Flow(1)
     queue.put(slow, make_text(BUDGET))
-    queue.hasten(slow, first)
+    queue.prioritize(slow, first)
     assert queue.take() == [first]
 
 

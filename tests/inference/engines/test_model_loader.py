@@ -12,12 +12,12 @@ from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
+from common.errors import ModelLoadError
 from common.model_folder import read_saved_model
 from common.text import clean_text
 from inference.app import create_app
 from inference.engines.forward import PADDED_TEXTS
 from inference.engines.model_loader import ModelLoader
-from inference.errors import ModelLoadError
 from inference.settings import Settings
 from tests.inference.servers import until
 

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common import manifest as manifests
+from common.errors import ModelLoadError
 from common.hardware import Hardware, usable_cpus
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
 from inference.engines.probe import measure_speed
 from inference.engines.selection import _has_gpu_files, load_model
-from inference.errors import ModelLoadError
 from inference.settings import Settings
 from tests.inference.stand_in_model import StandInModel
 
@@ -81,7 +81,7 @@ print(json.dumps([model.info["engine"], model.labels, model.max_length, model.pr
 
 def test_without_the_runtime_auto_falls_back_and_the_named_engine_is_refused(exported_folder: Path) -> None:
     code = f"""
-from inference.errors import ModelLoadError
+from common.errors import ModelLoadError
 from inference.engines.model_loader import ModelLoader
 print(ModelLoader({str(exported_folder)!r}).info["engine"])
 print(ModelLoader({str(exported_folder)!r}).info["reason"])

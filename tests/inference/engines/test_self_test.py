@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers import pipeline
 
+from common.errors import ModelLoadError
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.engines.self_test import check_engine
-from inference.errors import ModelLoadError
 from tests.inference.conftest import MakeFolder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
