@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 EXIT_USER_ERROR = 2
@@ -55,6 +56,13 @@ class LostRank(TrainingFailure):
     """Another rank is gone or did not come; which one, and why, is found out before it is said."""
 
 
+class ModelLoadError(Exception):
+    """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
+
+    def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+
+
 class StopAsked(BaseException):
     """The process was asked to stop when there was nothing to save yet.
 
@@ -77,7 +85,7 @@ class StopAsked(BaseException):
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
+def rank0_only_output() -> Iterator[None]:
     """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
     rank = int(os.environ.get("RANK", 0))
     try:

@@ -1,4 +1,4 @@
-"""Small things that several rooms use."""
+"""Files and folders that are written whole or not at all, and the lock on a run folder."""
 
 from __future__ import annotations
 
@@ -14,34 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-
-
-class AverageMeter:
-    """A running mean, weighted by how many rows each value stands for."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
-
-    def update(self, value: float, rows: int = 1) -> None:
-        """Add the mean ``value`` of ``rows`` rows."""
-        self.total += value * rows
-        self.count += rows
-
-    @property
-    def average(self) -> float:
-        """The mean so far; 0 before the first value."""
-        return self.total / self.count if self.count else 0.0
-
-
-def format_time(seconds: float) -> str:
-    """Seconds as a person reads them: ``42.3s``, ``3m 05s``, ``2h 07m``."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m {rest:02d}s"
-    return f"{minutes // 60}h {minutes % 60:02d}m"
 
 
 def nearest_folder(path: Path) -> Path:

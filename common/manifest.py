@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from inference.errors import ModelLoadError
+from common.errors import ModelLoadError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
-_REMEDY = "write it again with python -m inference.export"
+# The precisions that each engine's artefact may have.
+PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
+REMEDY = "write it again with python -m inference.export"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,17 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(path, f"cannot be read ({error})", _REMEDY) from error
+        raise ModelLoadError(path, f"cannot be read ({error})", REMEDY) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
-        raise ModelLoadError(path, f"format {found!r}, this version reads format {FORMAT}", _REMEDY)
+        raise ModelLoadError(path, f"format {found!r}, this version reads format {FORMAT}", REMEDY)
     kinds = {"str": str, "float": float}
     values: dict[str, Any] = {}
     for field in fields(Manifest):
         kind = kinds.get(str(field.type), list if str(field.type).startswith("list") else dict)
         values[field.name] = content.get(field.name)
         if not isinstance(values[field.name], kind):
-            raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", _REMEDY)
+            raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", REMEDY)
     return Manifest(**values)
 
 
@@ -97,11 +99,11 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, wanted in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
-            raise ModelLoadError(folder / FILE_NAME, f"{name!r} is no plain file name", _REMEDY)
+            raise ModelLoadError(folder / FILE_NAME, f"{name!r} is no plain file name", REMEDY)
         if not path.is_file():
-            raise ModelLoadError(path, "is missing", _REMEDY)
+            raise ModelLoadError(path, "is missing", REMEDY)
         if sha256_of(path) != wanted.get("sha256"):
-            raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", _REMEDY)
+            raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", REMEDY)
 
 
 def describe_source(name: str, weights: Path) -> dict[str, Any]:

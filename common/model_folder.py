@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common import manifest
+from common.errors import ModelLoadError
+from common.manifest import REMEDY, Manifest, is_from, read_manifest, sha256_of, verify_files
 from common.text import CLEANINGS, TextTokenizer
-from inference.errors import ModelLoadError
 
 WEIGHTS_FILE = "model.safetensors"
 # What a model folder has besides its weights; an artefact folder has a copy of each.
@@ -275,3 +276,27 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(path, f"cannot be read ({error})") from error
+
+
+def verified_manifest(folder: Path, model: Path | None) -> Manifest:
+    """Read an artefact's manifest and hold its files, and the model it should be made from, to it.
+
+    Raises:
+        ModelLoadError: A file is missing or another, or the artefact was made from other weights or another tokenizer.
+    """
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest)
+    if model is not None:
+        _refuse_stale(folder, manifest, model)
+    return manifest
+
+
+def _refuse_stale(folder: Path, manifest: Manifest, model: Path) -> None:
+    weights = weights_file(model)
+    if weights.is_file() and not is_from(manifest, weights):
+        raise ModelLoadError(folder, f"was made from other weights than {weights.name}", REMEDY)
+    if model.is_dir():
+        for name in DESCRIPTION_FILES:
+            file = model / name
+            if file.is_file() and sha256_of(file) != manifest.files.get(name, {}).get("sha256"):
+                raise ModelLoadError(folder, f"was made when {name} was another", REMEDY)

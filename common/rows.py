@@ -1,20 +1,32 @@
-"""Rows of text from files: CSV, TSV, JSON lines, Parquet; a row that cannot be used is named by its file and line."""
+"""Rows of text and label from CSV, TSV, JSON lines and Parquet; a row that cannot be used is named by file and line.
+
+Training reads its data here, and serving the rows that an exported model is measured on. From top to bottom: which
+columns hold the text and the label, what happens to rows that cannot be used, the file formats, and last labelled rows
+for a model that is there already.
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.delimited import Columns, check_utf8, find_layout, utf8_bytes
 from common.errors import UserError, first_line
 
+SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+SEPARATORS = ",;\t"
 MOST_NAMED = 10
-NAME_COLUMNS = "name yours with --text_column and --label_column"
+_MOST_COLUMNS_NAMED = 20
+_LONGEST_NAME = 30
+
+# A long document is one field; csv's own limit is 131,072 characters.
+csv.field_size_limit(2**31 - 1)
 
 # A row before its label is known to be one of the classes: where it stands, its text, its label as found.
 FoundRow = tuple[str, str, Any]
@@ -25,6 +37,97 @@ class UnusableRow(ValueError):
     """Why a row cannot be used."""
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The names of the columns that hold the text and the label."""
+
+    text: str = "text"
+    label: str = "label"
+
+    def missing(self, found: Sequence[str]) -> str:
+        """Which of the two are not among the names that were found, whatever their case; empty if both are."""
+        names = [name.strip().lower() for name in found]
+        missing = [name for name in (self.text, self.label) if name.lower() not in names]
+        if not missing:
+            return ""
+        named = ", ".join(name.strip()[:_LONGEST_NAME] for name in found[:_MOST_COLUMNS_NAMED])
+        return f"no column {' and no column '.join(missing)} among {named}"
+
+    def among(self, found: Sequence[str]) -> tuple[int, int]:
+        """The places of the two among the names that were found, whatever their case.
+
+        Raises:
+            ValueError: one is not there.
+        """
+        if missing := self.missing(found):
+            raise ValueError(missing)
+        names = [name.strip().lower() for name in found]
+        return names.index(self.text.lower()), names.index(self.label.lower())
+
+
+TEXT_AND_LABEL = Columns()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a file of delimited text is laid out.
+
+    ``places``: the positions of text and label in a row, or None for AG News' layout (class, title, description), which
+    has no header. ``unused``: the names of the other columns.
+    """
+
+    separator: str
+    places: tuple[int, int] | None
+    unused: tuple[str, ...] = ()
+
+
+def find_layout(first_line: str, columns: Columns) -> Layout:
+    """Tell the separator and the columns from a file's first line.
+
+    Raises:
+        ValueError: it names no such columns, and is no row of AG News' layout.
+    """
+    rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in SEPARATORS}
+    for separator, fields in rows.items():
+        if not columns.missing(fields):
+            places = columns.among(fields)
+            unused = [field.strip() for place, field in enumerate(fields) if place not in places]
+            return Layout(separator, places, tuple(unused))
+    for separator, fields in rows.items():
+        if columns == Columns() and len(fields) > 1 and fields[0].strip().isdecimal():
+            return Layout(separator, None)
+    check_utf8(first_line)
+    raise ValueError(columns.missing(max(rows.values(), key=len)))
+
+
+def utf8_bytes(data: bytes) -> bytes:
+    """A file's text in UTF-8 without a byte order mark; UTF-16 is recognised by its own.
+
+    Raises:
+        ValueError: it is in UTF-16 without a mark, or a torn one.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        try:
+            data = data.decode("utf-16").encode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"UTF-16 text that is torn at byte {error.start}; save it as UTF-8") from error
+    if b"\0" in data[:1000]:
+        raise ValueError("not UTF-8 text (it looks like UTF-16); save it as UTF-8")
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def check_utf8(text: str) -> None:
+    """Refuse text whose bytes were decoded with ``surrogateescape`` because they are not UTF-8.
+
+    Raises:
+        ValueError: it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError('not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")') from error
+
+
 class Reading:
     """Which columns are read, and what becomes of rows that cannot be used: the first ends the reading, or all are left
     out and counted.
@@ -32,11 +135,22 @@ class Reading:
     Args:
         columns: of the text and the label.
         skip: leave out rows that cannot be used.
+        flag: that names the file, for the error message.
+        remedy: if the columns are not there.
     """
 
-    def __init__(self, columns: Columns, *, skip: bool) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        *,
+        skip: bool,
+        flag: str = "--dataset",
+        remedy: str = "name yours with --text_column and --label_column",
+    ) -> None:
         self.columns = columns
         self.skip = skip
+        self.flag = flag
+        self.remedy = remedy
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
@@ -73,11 +187,11 @@ class Reading:
         left_out = self.count - before
         if left_out > len(usable):
             raise UserError(
-                f"--dataset {what}: {left_out:,} of {left_out + len(usable):,} rows cannot be used, which is more than "
-                f"half; {self.named[0]}"
+                f"{self.flag} {what}: {left_out:,} of {left_out + len(usable):,} rows cannot be used, which is more "
+                f"than half; {self.named[0]}"
             )
         if not usable:
-            raise UserError(f"--dataset {what}: holds no rows")
+            raise UserError(f"{self.flag} {what}: holds no rows")
         return usable
 
     def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
@@ -89,7 +203,7 @@ class Reading:
         try:
             text, label = self.columns.among(found)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; {NAME_COLUMNS}") from error
+            raise UserError(f"{where}: {error}; {self.remedy}") from error
         self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in (text, label))
         return found[text], found[label]
 
@@ -128,14 +242,14 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
     """
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise UserError(f'--dataset {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"')
+        raise UserError(f'{reading.flag} {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"')
     try:
         if suffix in (".csv", ".tsv"):
             yield from _read_csv(path, reading, label_names or AG_NEWS_LABELS)
         else:
             yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
     except OSError as error:
-        raise UserError(f"--dataset {path}: {error.strerror or error}") from error
+        raise UserError(f"{reading.flag} {path}: {error.strerror or error}") from error
 
 
 def _lines(path: Path) -> list[str]:
@@ -162,7 +276,7 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
     try:
         layout = find_layout(lines[first], reading.columns)
     except ValueError as error:
-        raise UserError(f"{path} line {first + 1}: {error}; {NAME_COLUMNS}") from error
+        raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}") from error
     reading.unused |= dict.fromkeys(layout.unused)
     if layout.places:
         first += 1
@@ -254,7 +368,7 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     try:
         text, label = reading.columns.among(names := list(row))
     except ValueError as error:
-        raise UnusableRow(f"{error}; {NAME_COLUMNS}") from error
+        raise UnusableRow(f"{error}; {reading.remedy}") from error
     reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in (text, label))
     return row[names[text]], row[names[label]]
 
@@ -282,3 +396,93 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
             for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=first):
                 yield f"{path} row {number}", text, label
         first += rows
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """Texts with the class id of each.
+
+    Attributes:
+        name: The file they are from, for the record.
+        texts: As found, not yet cleaned.
+        class_ids: The right class of each text.
+        calibration_texts: Texts that no accuracy is measured on, if there are any: a folder's training rows.
+    """
+
+    name: str
+    texts: list[str]
+    class_ids: list[int]
+    calibration_texts: list[str]
+
+
+def find_rows(model_dataset: str | None) -> Path:
+    """The rows to measure on if none are named: the model's own dataset if it is here, else the sample news.
+
+    Args:
+        model_dataset: What the model's ``metrics.json`` names as its dataset.
+
+    Raises:
+        UserError: Neither is there.
+    """
+    for path in ([Path(model_dataset)] if model_dataset else []) + [SAMPLE_NEWS]:
+        if (path.is_file() and path.suffix in FORMATS) or _split_file(path, "test"):
+            return path
+    raise UserError("no labelled rows to measure on; name some with --rows (a folder with test.csv, or a file)")
+
+
+def read_labelled_rows(
+    path: Path, labels: Sequence[str], limit: int | None = None, columns: Columns = TEXT_AND_LABEL
+) -> LabelledRows:
+    """Read rows for a model that is there already. Blank texts are left out.
+
+    Args:
+        path: A file, or a folder with ``test.csv`` (else ``train.csv``), or the same of another format.
+        labels: The model's class names, by class id.
+        limit: Take this many rows, evenly spread; None takes all.
+        columns: Those that the model was trained on.
+
+    Raises:
+        UserError: Nothing is there, a row cannot be used, or a label is none of the model's; with file and line.
+    """
+    training_file = _split_file(path, "train")
+    file = (_split_file(path, "test") or training_file or path) if path.is_dir() else path
+    if not file.is_file():
+        what = "holds no test.csv or test.jsonl" if path.is_dir() else "no such file or folder"
+        raise UserError(f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file")
+    class_of = {label: class_id for class_id, label in enumerate(labels)}
+    texts: list[str] = []
+    class_ids: list[int] = []
+    for where, text, label in _rows_of_model(file, columns):
+        if label not in class_of:
+            raise UserError(f"{where}: label {label!r} is none of the model's labels {', '.join(labels[:10])}")
+        texts.append(text)
+        class_ids.append(class_of[label])
+    if not texts:
+        raise UserError(f"{file}: holds no labelled text")
+    calibration = texts
+    if training_file and training_file != file:
+        calibration = [text for _, text, _ in _rows_of_model(training_file, columns)]
+    chosen = evenly_spread(len(texts), limit)
+    return LabelledRows(str(file), [texts[i] for i in chosen], [class_ids[i] for i in chosen], calibration)
+
+
+def evenly_spread(count: int, limit: int | None) -> list[int]:
+    """The positions of at most ``limit`` of so many rows, evenly spread; None takes all."""
+    wanted = min(count, limit or count)
+    return [i * count // wanted for i in range(wanted)]
+
+
+def _split_file(folder: Path, split: str) -> Path | None:
+    return next((folder / f"{split}{suffix}" for suffix in FORMATS if (folder / f"{split}{suffix}").is_file()), None)
+
+
+def _rows_of_model(file: Path, columns: Columns) -> Iterator[tuple[str, str, str]]:
+    remedy = "the columns must have the names of training's"
+    reading = Reading(columns, skip=False, flag="--rows", remedy=remedy)
+    classes = file.with_name("classes.txt")
+    found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
+    for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
+        if not isinstance(text, str):
+            raise UserError(f"{where}: the text is no text")
+        if text.strip():
+            yield where, text, str(label).strip()

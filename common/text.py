@@ -11,6 +11,10 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+# Raise it whenever a text may come to other tokens than before: cached tokens are then made again, and a run that began
+# with the old ones is not resumed with the new.
+VERSION = 2
+
 # AG News lost the ampersand of its references: one space stands in its place ("Israel #39;s", "AT amp;T",
 # "about  #36;5"). Only references that are no English word are taken for one without their ampersand.
 _BARE = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import ModelLoadError
 from common.manifest import (
     FILE_NAME,
     Manifest,
@@ -18,7 +19,6 @@ from common.manifest import (
     verify_files,
     write_manifest,
 )
-from inference.errors import ModelLoadError
 
 
 @pytest.fixture

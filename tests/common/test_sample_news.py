@@ -10,8 +10,9 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
+from common.rows import SAMPLE_NEWS
 from common.text import clean_text
-from training.data.dataset import AG_NEWS_LABELS, SAMPLE_FOLDER, NewsData, load_news
+from training.data.dataset import AG_NEWS_LABELS, NewsData, load_news
 
 AG_NEWS_FOLDER = Path(__file__).resolve().parents[3] / "shared/data/ag_news"
 NEAR = 0.5
@@ -83,7 +84,7 @@ def test_rows_do_not_come_sorted_by_class(sample: NewsData) -> None:
 
 
 def test_the_readme_tells_the_number_of_texts(sample: NewsData) -> None:
-    readme = (SAMPLE_FOLDER / "README.md").read_text()
+    readme = (SAMPLE_NEWS / "README.md").read_text()
 
     for count in (len(sample.train) + len(sample.test), len(sample.train), len(sample.test)):
         assert f"{count:,}" in readme

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import csv
+import hashlib
 import os
 import random
 import subprocess
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.text import TextTokenizer, clean_text
+from common.rows import SAMPLE_NEWS
+from common.text import CLEANINGS, VERSION, TextTokenizer, clean_text, cleaner
 
 # Left as AG News has it, right as the news agency wrote it.
 AG_NEWS = [
@@ -191,3 +194,12 @@ def test_a_tokenizer_that_is_none_is_refused_with_a_reason() -> None:
 def test_a_max_length_without_room_for_a_word_is_refused(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="max_length 2: must be at least 3"):
         TextTokenizer.from_file(model_folder / "tokenizer.json", max_length=2)
+
+
+def test_whoever_changes_what_a_text_comes_to_raises_the_version() -> None:
+    with (SAMPLE_NEWS / "test.csv").open(newline="", encoding="utf-8") as file:
+        texts = [" ".join(fields[1:]) for fields in csv.reader(file)]
+    texts += [raw for raw, _ in AG_NEWS]
+    cleaned = "\0".join(cleaner(name)(text) for name in CLEANINGS for text in texts)
+
+    assert (VERSION, hashlib.sha256(cleaned.encode()).hexdigest()[:16]) == (2, "96f7788383c69a50")

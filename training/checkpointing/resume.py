@@ -46,15 +46,15 @@ def find_resume_point(
         UserError: it is damaged, or of another configuration, other data or another global batch.
     """
     with contextlib.ExitStack() as stack:
-        ranks.together(lambda: _hold(config, storage, stack) if ranks.is_first else None)
+        ranks.run_on_all_ranks(lambda: _hold(config, storage, stack) if ranks.is_first else None)
         begun = ranks.any(has_begun())  # each launcher knows of its own attempts alone
         if config.resume == "none" and not begun:
-            ranks.together(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
+            ranks.run_on_all_ranks(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
             return None
         resumed = _choose(config.resume, begun, ranks, storage, say)
         if resumed is None:
             return None
-        ranks.together(lambda: _check_same_run(config, place, resumed, data_key))
+        ranks.run_on_all_ranks(lambda: _check_same_run(config, place, resumed, data_key))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
         hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts anew"
@@ -78,7 +78,7 @@ def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
                 return _cleaning(_storage_of(path).read_json(path, STATE_FILE)["config"])
         return "auto"
 
-    return ranks.broadcast(ranks.together(read))
+    return ranks.broadcast(ranks.run_on_all_ranks(read))
 
 
 def _cleaning(config: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
         with _answering(storage):
             return storage.steps() if ranks.is_first else {}
 
-    return ranks.broadcast(ranks.together(look))
+    return ranks.broadcast(ranks.run_on_all_ranks(look))
 
 
 def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[s
                 if later > step:
                     say(f"Moved the later checkpoint {path} to {storage.move_aside(path)}")
 
-    ranks.together(lambda: move() if ranks.is_first else None)
+    ranks.run_on_all_ranks(lambda: move() if ranks.is_first else None)
 
 
 def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
@@ -151,7 +151,7 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
     Raises:
         UserError: it cannot be read.
     """
-    storage = ranks.together(lambda: _storage_of(path))
+    storage = ranks.run_on_all_ranks(lambda: _storage_of(path))
 
     def read() -> Any:
         try:
@@ -159,13 +159,17 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
         except (OSError, ValueError) as error:
             raise UserError(f"checkpoint {path}: {STATE_FILE} cannot be read ({error})") from error
 
-    state = ranks.broadcast(ranks.together(read))
-    return Resumed(path, state, ranks.together(lambda: SavedShards(storage.reader(path), path, state["strategy"])))
+    state = ranks.broadcast(ranks.run_on_all_ranks(read))
+    return Resumed(
+        path, state, ranks.run_on_all_ranks(lambda: SavedShards(storage.reader(path), path, state["strategy"]))
+    )
 
 
 def find_shared_damage(path: str, ranks: Ranks) -> str | None:
     """What keeps a checkpoint from being whole, or None; every rank hashes its share of the files."""
-    found = ranks.gather(ranks.together(lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size)))
+    found = ranks.gather(
+        ranks.run_on_all_ranks(lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size))
+    )
     return next((damage for damage in found if damage), None)
 
 
@@ -231,7 +235,7 @@ def _named(asked: str, ranks: Ranks) -> str:
         if "://" not in asked and not Path(path).is_dir():
             raise UserError(f"--resume {asked}: no such folder on {socket.gethostname()}; {advice} that all ranks see")
 
-    ranks.together(look)
+    ranks.run_on_all_ranks(look)
     if damage := find_shared_damage(path, ranks):
         raise UserError(f"--resume {asked}: {damage}; {advice}", quiet=not ranks.is_first)
     return path
@@ -253,8 +257,8 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     same_flags = all(before[name] == now[name] for name in BATCH_FIELDS)
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
-    # The key of runs from before `clean` was a choice was made in another way: their data is taken for the same.
-    if not differing and "clean" in state["config"] and state["data_key"] != data_key:
+    # Keys once had no version and changed with every edit of the code that made them: such data is taken for the same.
+    if not differing and state["data_key"].startswith("v") and state["data_key"] != data_key:
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
     if differing:
         raise UserError(

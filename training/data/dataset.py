@@ -12,22 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from common.delimited import Columns
 from common.errors import ForeseenError, UserError, first_line
-from common.labelled_rows import SAMPLE_NEWS
-from common.rows import AG_NEWS_LABELS, FORMATS, FoundRow, Reading, UsableRow, in_ag_news_layout, read_file
+from common.rows import (
+    AG_NEWS_LABELS,
+    FORMATS,
+    SAMPLE_NEWS,
+    TEXT_AND_LABEL,
+    Columns,
+    FoundRow,
+    Reading,
+    UsableRow,
+    in_ag_news_layout,
+    read_file,
+)
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
 SAMPLE = "sample"
-SAMPLE_FOLDER = SAMPLE_NEWS
 TEST_SHARE = 0.1
 # Under which names files and hub datasets bring validation rows.
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
 # As many labels as this are not suspicious, however few the rows.
 FEW_LABELS = 10
-TEXT_AND_LABEL = Columns()
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
@@ -90,7 +97,7 @@ def load_news(
     """
     path, reading = Path(dataset).expanduser(), Reading(columns, skip=bad_rows == "skip")
     if dataset == SAMPLE:
-        return _read_folder(SAMPLE, SAMPLE_FOLDER, seed, Reading(TEXT_AND_LABEL, skip=False))
+        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, Reading(TEXT_AND_LABEL, skip=False))
     if dataset == AG_NEWS:
         return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say)
     if path.is_dir():

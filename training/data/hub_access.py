@@ -195,6 +195,6 @@ def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
             with from_cache_only():
                 result = work()
 
-    ranks.together(lead)
-    ranks.together(follow)
+    ranks.run_on_all_ranks(lead)
+    ranks.run_on_all_ranks(follow)
     return result  # type: ignore[return-value]

@@ -85,7 +85,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
     key, cleaning = ranks.broadcast(download_once(ranks, read, shared=shared))
     tokens = read_tokens(cache_dir, key)
-    train, validation = ranks.together(lambda: _split(config, tokens, ranks.world_size))
+    train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
     if texts and (repeated := _repeated_rows(texts, train, validation)):
         say(repeated)
@@ -164,5 +164,5 @@ def prepare_model(
         return model
 
     if not ranks.any(not _is_local(config.model)):
-        return ranks.together(load)
+        return ranks.run_on_all_ranks(load)
     return download_once(ranks, load, shared=cache_is_shared(ranks))

@@ -16,10 +16,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from common import text as tokenization
 from common.errors import ForeseenError, UserError, first_line
 from common.files import write_whole
-from common.text import TextTokenizer, cleaner
+from common.text import VERSION, TextTokenizer, cleaner
 from training.config import TINY
 from training.data.dataset import NewsData, Rows
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
@@ -162,13 +161,13 @@ def _why_not_loaded(model: str, error: Exception) -> str:
 
 def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news") -> str:
     """A name for exactly these texts, labels, tokenizer, length and way of cleaning."""
-    digest = hashlib.sha256(Path(tokenization.__file__).read_bytes())
+    digest = hashlib.sha256()
     digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
         digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
         digest.update(rows.labels.tobytes())
-    return digest.hexdigest()[:24]
+    return f"v{VERSION}-{digest.hexdigest()[:24]}"
 
 
 def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenizer, say: Callable[[str], None]) -> None:
