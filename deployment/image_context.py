@@ -6,11 +6,9 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import ModelLoadError, UserError
 from common.manifest import FILE_NAME, Manifest
-from common.model_folder import DESCRIPTION_FILES, is_artefact
-from inference.engines.selection import verified_manifest
-from inference.errors import ModelLoadError
+from common.model_folder import DESCRIPTION_FILES, is_artefact, verified_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"

@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.delimited import Columns
 from common.errors import OneLineParser, UserError
+from common.rows import Columns
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"

@@ -11,7 +11,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from training.fault_tolerance.restarts import (
     begin,
     end_on_ctrl_c,
-    leave_if_settled,
+    exit_if_already_failed,
     settled,
     stop_with_launcher,
     stopped_exit_code,
@@ -20,9 +20,9 @@ from training.fault_tolerance.restarts import (
 if __name__ == "__main__":  # before anything else is loaded
     end_on_ctrl_c()
     stop_with_launcher()
-    leave_if_settled()
+    exit_if_already_failed()
 
-from common.errors import one_voice, run_command
+from common.errors import rank0_only_output, run_command
 from training.config import TrainConfig, parse_config
 from training.fault_tolerance.interruption import run_rank
 
@@ -32,7 +32,7 @@ def main() -> int:
     # DeepSpeed's launcher adds a flag for what the environment says too.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with settled():
-        with one_voice():
+        with rank0_only_output():
             config = parse_config(arguments, description=__doc__)
         # PyTorch takes seconds to import: not before the flags are known to be good.
         from torch.distributed.elastic.multiprocessing.errors import record

@@ -21,7 +21,7 @@ from common.errors import OneLineParser, run_command
 from training.monitoring.dashboard import draw
 from training.monitoring.run_folder import Picture, RunFolder
 
-SECONDS_A_FRAME = 0.5
+SECONDS_PER_FRAME = 0.5
 PLAIN_WIDTH = 120
 
 
@@ -62,7 +62,7 @@ def _follow(folder: RunFolder, console: Console) -> None:
     with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while (picture := folder.look()).state != "finished":
             live.update(fitted(picture, console), refresh=True)
-            if pressed(SECONDS_A_FRAME) in ("q", "Q"):
+            if pressed(SECONDS_PER_FRAME) in ("q", "Q"):
                 return
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 # Neither training nor serving passes arrays through Ray: its store is near its smallest, so that it fits a container.
 _STORE_BYTES = 128 * 2**20
@@ -49,7 +49,7 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
             attempts_left -= 1
             if not attempts_left:
                 what = "does not start" if is_local else "does not answer"
-                what = f"--address {address}: Ray {what} ({_first_line(error)})"
+                what = f"--address {address}: Ray {what} ({first_line(error)})"
                 raise UserError(f"{what}; ray start --head starts a cluster") from error
         else:
             return is_local
@@ -74,7 +74,3 @@ def check_room(what: str, wanted: Mapping[str, float]) -> None:
                 f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
                 "larger cluster with --address"
             )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -72,7 +72,7 @@ class Diary:
         buffer /= dist.get_world_size()
         return dist.all_reduce(buffer, async_op=True).get_future().then(lambda sent: sent.value()[0])
 
-    def tear_out(self) -> list[str]:
+    def detach_buckets(self) -> list[str]:
         """The lines since the last call."""
         lines, self.lines, self.num_there = self.lines, [], 0
         return lines
@@ -94,7 +94,7 @@ def show(ranks: Ranks) -> None:
     ):
         with replica.no_sync() if held_back else nullcontext():
             replica(inputs).mean().backward()
-        say("\n".join([title, *(line for line in diary.tear_out() if whole or "bucket" in line)]))
+        say("\n".join([title, *(line for line in diary.detach_buckets() if whole or "bucket" in line)]))
         norms = ranks.gather(f"{model.layers[0].weight.grad.norm().item():.4f}")
         say(f"  norm of the gradient of layers.0.weight, by rank: {', '.join(norms)}\n")
         if not held_back:

@@ -22,13 +22,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
-from common.errors import OneLineParser, UserError, one_voice, positive, run_command
-from common.files import format_time
+from common.errors import OneLineParser, UserError, positive, rank0_only_output, run_command
 from learn.by_hand.batches import Batch, evaluation_batches, training_batches
 from learn.by_hand.cifar10 import ImageData, load_images
 from learn.by_hand.cnn import CNN
 from learn.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
 from training.fault_tolerance.interruption import run_rank
+from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks, ranks
 
 # Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
@@ -37,7 +37,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 def main() -> None:
     """Parse, join the process group, train."""
-    with one_voice():
+    with rank0_only_output():
         options = _parse()
     if "RANK" not in os.environ:
         os.environ |= ALONE
@@ -46,7 +46,7 @@ def main() -> None:
             complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
             raise UserError(complaint, quiet=not mine.is_first)
         load = partial(load_images, options.data)
-        train(mine.first_then_rest(load) if options.data == "cifar10" else mine.together(load), options, mine)
+        train(mine.local_rank0_first(load) if options.data == "cifar10" else mine.run_on_all_ranks(load), options, mine)
 
 
 def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from common.files import format_time
 from learn.cards.history import History
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.runner import Event
+from training.monitoring.records import format_time
 
 EPOCH_LINES = 10  # of the training loop, where there is no terminal
 

@@ -16,7 +16,7 @@ from learn.cards.picture import card_picture
 from learn.cards.pipeline import Pipeline
 from learn.cards.runner import Event, Runner
 
-SECONDS_BETWEEN_BLOWS = 0.1
+SECONDS_BETWEEN_KILLS = 0.1
 
 
 class Refused(Exception):
@@ -190,7 +190,7 @@ class Session:
         self._stopping = True
         while self._thread.is_alive():
             self.runner.close()
-            self._thread.join(SECONDS_BETWEEN_BLOWS)
+            self._thread.join(SECONDS_BETWEEN_KILLS)
         self.runner.close()
 
     def _tell(self) -> None:

@@ -58,7 +58,7 @@ def check_shared(model_folder: Path, ranks: Ranks) -> None:
             folder = nearest_folder(model_folder.absolute().parent)
             probe = Path(stack.enter_context(NamedTemporaryFile(prefix=".distrinews-", dir=folder)).name)
         probe = ranks.broadcast(probe)
-        ranks.together(lambda: _check_seen(probe, model_folder))
+        ranks.run_on_all_ranks(lambda: _check_seen(probe, model_folder))
 
 
 def _check_seen(probe: Path, model_folder: Path) -> None:

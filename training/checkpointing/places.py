@@ -65,9 +65,9 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
                 "name a place that all machines share"
             )
 
-    ranks.together(put)
+    ranks.run_on_all_ranks(put)
     try:
-        ranks.together(look)
+        ranks.run_on_all_ranks(look)
     finally:
         if ranks.is_first:
             with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import StorageWriter
 
 from common.errors import TrainingFailure
 from training.checkpointing.ownership import Ownership
-from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, telling_writer
+from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, writer_with_clear_errors
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
 from training.monitoring import SavedCheckpoint
@@ -238,7 +238,7 @@ class Saver:
         storage, step = self.storage, order.step
         self._on_first(lambda: storage.begin(step))
         made: list[StorageWriter] = []  # no result, which all ranks would be sent
-        self._together(lambda: made.append(telling_writer(storage.writer(step))))
+        self._together(lambda: made.append(writer_with_clear_errors(storage.writer(step))))
         [writer], planner = made, StagedPlanner(self._staging.copies)
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)

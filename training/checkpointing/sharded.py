@@ -77,7 +77,7 @@ def _write_item(chunk: Chunk) -> WriteItem:
     return WriteItem(MetadataIndex(chunk.name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def telling_writer(writer: StorageWriter) -> StorageWriter:
+def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
     """A writer that says in one line why it could not write.
 
     torch.save hides a full disk behind an error of its own, and DCP sends errors to other ranks pickled: with one of a

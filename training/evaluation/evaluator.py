@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.delimited import Columns
-from common.errors import UserError
+from common.errors import ModelLoadError, UserError
 from common.model_folder import SavedModel, read_saved_model
+from common.rows import Columns
 from common.text import TextTokenizer
-from inference.errors import ModelLoadError
 from training.data.batching import DataPlace, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
@@ -126,7 +125,7 @@ def evaluate_saved(
         label = label or str(saved.metadata.get("label_column", "label"))
         return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
 
-    saved, data = mine.together(read)
+    saved, data = mine.run_on_all_ranks(read)
     rows = _relabelled(data, saved.labels)
     tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
     model = NewsClassifier.from_saved(saved).to(mine.device).eval()

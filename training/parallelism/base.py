@@ -23,7 +23,7 @@ from training.monitoring.gradient_sync import check_gradient_sync
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
 from training.parallelism.float8 import check_float8
-from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
+from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
 from training.parallelism.state import (
     SavedState,
     StrategyState,
@@ -48,7 +48,7 @@ class BaseStrategy:
         self.ranks = ranks
         self.precision = precision
         if config.float8:
-            ranks.together(lambda: check_float8(config, ranks.device, precision))
+            ranks.run_on_all_ranks(lambda: check_float8(config, ranks.device, precision))
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.pass_model: nn.Module | None = None
         self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of a pipeline
@@ -77,14 +77,14 @@ class BaseStrategy:
         """AdamW over this rank's parameters."""
         return build_optimizer(self.parameters.values(), self.config.weight_decay)
 
-    def hold_sync(self) -> Any:
+    def no_sync(self) -> Any:
         """The context of a micro-batch that is not the last: no gradient leaves the rank."""
         raise NotImplementedError
 
     def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
         """Forward and backward over all micro-batches, clip, and one optimizer step."""
         losses = self.run(micro_batches, step)
-        settle_partial_gradients(self.parameters.values())
+        reduce_partial_gradients(self.parameters.values())
         if self.gradient_checks:
             self.gradient_checks -= 1
             check_gradient_sync(self.parameters, self.ranks, f"step {step}")
@@ -102,7 +102,7 @@ class BaseStrategy:
         """Forward and backward over all micro-batches; returns the loss of each row of each."""
         losses = []
         for batch in micro_batches[:-1]:
-            with self.hold_sync():
+            with self.no_sync():
                 losses.append(self._backward(batch, step))
         return [*losses, self._backward(micro_batches[-1], step)]
 
@@ -183,7 +183,7 @@ class BaseStrategy:
         return "fp32"
 
     @property
-    def keeps_whole(self) -> bool:
+    def holds_full_weights(self) -> bool:
         """Whether this rank keeps whole tensors when the state is gathered: rank 0, and the first of each stage."""
         return self.ranks.is_first
 
@@ -204,7 +204,7 @@ class BaseStrategy:
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """The model's weights on the CPU of rank 0."""
-        return full_model(self.parts, keep=self.keeps_whole, stages=self.stage_group)
+        return full_model(self.parts, keep=self.holds_full_weights, stages=self.stage_group)
 
     def load_weights(self, saved: SavedState) -> None:
         """Take this rank's part of the weights of a state."""

@@ -93,6 +93,6 @@ class DDPStrategy(BaseStrategy):
         """Logits of the copy."""
         return self.replica(input_ids, attention_mask)
 
-    def hold_sync(self) -> Any:
+    def no_sync(self) -> Any:
         """Without the all-reduce, forward pass included."""
         return self.replica.no_sync() if self.ranks.is_distributed else torch.enable_grad()

@@ -36,7 +36,7 @@ class DeepSpeedStrategy:
         self.precision = self.test_precision = precision
         self.place = DataPlace(ranks.rank, ranks.world_size)
         self.phases = Phases()
-        deepspeed, settings = ranks.together(lambda: self._prepare(model))
+        deepspeed, settings = ranks.run_on_all_ranks(lambda: self._prepare(model))
         self.model = model.to(ranks.device).train()
         widen(model)
         apply_to_blocks(model, config, model.dropout_stream)

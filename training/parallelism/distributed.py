@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.errors import ForeseenError, TrainingFailure, UserError, in_one_line, one_voice
+from common.errors import ForeseenError, TrainingFailure, UserError, in_one_line, rank0_only_output
 from common.hardware import usable_cpus
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; if it fails for a foreseen reason on any, all raise that error.
 
         Raises:
@@ -124,14 +124,14 @@ class Ranks:
             raise kind(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
         return result  # type: ignore[return-value]
 
-    def first_then_rest(self, work: Callable[[], T]) -> T:
+    def local_rank0_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
 
         Raises:
             UserError: as :meth:`together`, from the first ranks or from the others.
         """
-        first = self.together(lambda: work() if self.local_rank == 0 else None)
-        rest = self.together(lambda: work() if self.local_rank != 0 else None)
+        first = self.run_on_all_ranks(lambda: work() if self.local_rank == 0 else None)
+        rest = self.run_on_all_ranks(lambda: work() if self.local_rank != 0 else None)
         return first if self.local_rank == 0 else rest  # type: ignore[return-value]
 
 
@@ -261,7 +261,7 @@ def ranks(
     rank, world_size, local_rank, local_world_size = (
         int(os.environ.get(name, alone)) if launched else alone for name, alone in places.items()
     )
-    with one_voice():
+    with rank0_only_output():
         chosen = _choose_device(device, local_rank, local_world_size)
     backend = ("nccl" if chosen.type == "cuda" else "gloo") if launched else "none"
     if chosen.type == "cpu":
@@ -269,7 +269,7 @@ def ranks(
         torch.set_num_threads(max(1, usable_cpus() // local_world_size))
     joins = launched and not dist.is_initialized()
     if joins:
-        with one_voice():
+        with rank0_only_output():
             _check_restarts()
         if world_size > local_world_size:
             _choose_gloo_interface()

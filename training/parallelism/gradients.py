@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 
-def settle_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum what tensor-parallel ranks hold as parts of a replicated parameter's gradient (sequence-parallel norms)."""
     for parameter in parameters:
         gradient = parameter.grad

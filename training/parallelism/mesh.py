@@ -117,7 +117,7 @@ class MeshStrategy(BaseStrategy):
         """Logits of the only part."""
         return self.parts[0](input_ids, attention_mask)
 
-    def hold_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Gradients add up in their shards, which spares the memory of whole ones; where none are, on each rank."""
         return self._without_sync() if self.dims.dp_replicate > 1 else nullcontext()
 
@@ -128,6 +128,6 @@ class MeshStrategy(BaseStrategy):
         set_gradient_sync(self.parts, wanted=True)
 
     @property
-    def keeps_whole(self) -> bool:
+    def holds_full_weights(self) -> bool:
         """The first rank of each stage."""
         return all(place == 0 for dim, place in self.coordinates.items() if dim != "pp")

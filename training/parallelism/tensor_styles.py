@@ -20,7 +20,7 @@ class WholeParameters(ParallelStyle):
     """Parameters that every rank holds whole, used on activations that lie as ``layout`` says.
 
     On activations cut along the sequence a rank's gradient is a part of a sum: it stays ``Partial`` until
-    ``gradients.settle_partial_gradients``, or FSDP, adds the parts up, once a step.
+    ``gradients.reduce_partial_gradients``, or FSDP, adds the parts up, once a step.
     """
 
     def __init__(self, layout: Placement) -> None:

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from training.parallelism.schedules import SCHEDULES, Action, order_of_actions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ALL = "all"
 COLOURS = {"F": "#6baed6", "B": "#fdae6b", "I": "#fdae6b", "W": "#74c476"}
@@ -23,6 +28,16 @@ NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "grad
 # Tell the kinds apart where there are no colours.
 FILL = {"F": " ", "B": "▒", "I": "▒", "W": "░"}
 IDLE = "·"
+# Of the figure.
+INCHES_WIDE = 9.0
+INCHES_PER_RANK = 0.3
+INCHES_PER_TITLE = 0.45
+DOTS_PER_INCH = 120
+INK = "#1c2128"
+MUTED = "#5b6470"
+BUBBLE = "#f1f3f5"
+# A number needs this much room, in inches for each of its digits.
+INCHES_PER_DIGIT = 0.075
 
 
 @dataclass(frozen=True)
@@ -199,6 +214,71 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
     return [simulate(schedule, stages // count, micro_batches, count)]
 
 
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draw timelines one above the other, on one scale, so that the shorter is the faster.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    import matplotlib as mpl  # which takes a second to import
+    from matplotlib.figure import Figure
+
+    heights = [INCHES_PER_RANK * len(timeline.ranks) + INCHES_PER_TITLE for timeline in timelines]
+    with mpl.rc_context({"font.size": 9, "text.color": INK, "axes.edgecolor": MUTED}):
+        figure = Figure(figsize=(INCHES_WIDE, sum(heights) + 0.55), layout="constrained")
+        panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
+        longest = max(timeline.duration / timeline.stages_per_rank for timeline in timelines)
+        for axes, timeline in zip(panels, timelines, strict=True):
+            _panel(axes, timeline, longest)
+        for axes in panels[:-1]:
+            axes.set_xticks([])
+        panels[-1].set_xlabel("time, in forward passes of a rank's whole part (simulated)", color=MUTED)
+        _figure_legend(figure, timelines)
+        try:
+            figure.savefig(path, dpi=DOTS_PER_INCH, format="png", pil_kwargs={"optimize": True})
+        except OSError as error:
+            raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error
+
+
+def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    # A stage of several on a rank is as much smaller.
+    scale = 1 / timeline.stages_per_rank
+    room = (INCHES_WIDE - 0.8) / longest
+    for rank, boxes in enumerate(timeline.ranks):
+        axes.add_patch(Rectangle((0, rank - 0.45), timeline.duration * scale, 0.9, color=BUBBLE, linewidth=0))
+        for box in boxes:
+            start, width = box.start * scale, (box.end - box.start) * scale
+            turn, number = timeline.turn(box), str(box.action.micro_batch)
+            colour = (PASTEL if turn % 2 else COLOURS)[box.action.kind]
+            axes.add_patch(
+                Rectangle((start, rank - 0.45), width, 0.9, facecolor=colour, edgecolor="white", linewidth=0.6)
+            )
+            if width * room > INCHES_PER_DIGIT * len(number):
+                axes.text(start + width / 2, rank, number, ha="center", va="center_baseline", fontsize=7)
+    axes.set_title(timeline.title, loc="left", fontsize=10)
+    axes.set_xlim(0, longest)
+    axes.set_ylim(len(timeline.ranks) - 0.45, -0.55)
+    axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
+    axes.tick_params(length=0, colors=MUTED)
+    axes.spines[:].set_visible(False)
+
+
+def _figure_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    shown = {(box.action.kind, t.turn(box) % 2) for t in timelines for boxes in t.ranks for box in boxes}
+    names = {kind: name for kind, name in NAMES.items() if any(kind == other for other, _ in shown)}
+    if "B" in names and "I" in names:  # one colour: the half is what the whole gives the stage before
+        names["B"] = f"backward, or its {names.pop('I')}"
+    patches = [Patch(color=COLOURS[kind], label=name) for kind, name in names.items()]
+    patches.append(Patch(color=BUBBLE, label="bubble"))
+    if any(turn for _, turn in shown):
+        patches.append(Patch(color=PASTEL["F"], label="pale: a rank's second stage"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+
+
 def main() -> None:
     """Print a schedule, and draw it where asked."""
     parser = OneLineParser(prog="python -m training.parallelism.timeline", description=__doc__)
@@ -221,8 +301,6 @@ def main() -> None:
         console.print()
     console.print(_legend(timelines), soft_wrap=True)
     if options.png:
-        from training.parallelism.timeline_figure import draw
-
         draw(timelines, options.png)
         console.print(f"drawn: {options.png}", soft_wrap=True)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from common.files import write_json
-from training.planning.answer import Answer, answer, nothing_fits, tokens_of_run
+from training.planning.answer import Answer, answer, no_layout_fits, tokens_of_run
 from training.planning.dry_run import SECONDS_LIMIT, DryRun, NoDryRun, dry_run
 from training.planning.hardware import GPU, GPUS, Cluster, build_cluster, find_gpu
 from training.planning.launch import SHORTEST
@@ -210,7 +210,7 @@ def main() -> None:
     _write("page", flags.page, lambda path: write_page(path, found, runs))
     print_answer(found, runs)
     if not found.best:
-        raise nothing_fits(found)
+        raise no_layout_fits(found)
 
 
 if __name__ == "__main__":

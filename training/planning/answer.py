@@ -149,7 +149,7 @@ def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float
     return utilisation * peak * days * 86_400 / (3 * shape.forward_flops(seq_len) / seq_len)
 
 
-def nothing_fits(answer: Answer) -> UserError:
+def no_layout_fits(answer: Answer) -> UserError:
     """What is missing where no plan fits, by the one that lacks least."""
     closest = answer.plans[0]
     missing = (closest.memory.total - closest.available) / GIB

@@ -18,7 +18,7 @@ from training.planning.partition import (
     block_parameters,
     outer_parameters,
     rank_parameters,
-    telling_ranks,
+    representative_ranks,
 )
 from training.planning.shapes import Layout, MemoryEstimate, ModelShape
 
@@ -76,7 +76,8 @@ def in_flight(layout: Layout, stage: int) -> float:
 def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
     """Bytes on the rank that needs the most."""
     estimates = [
-        estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in telling_ranks(shape, layout)
+        estimate_stage(shape, layout, stage, fused_attention=fused_attention)
+        for stage in representative_ranks(shape, layout)
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 

@@ -64,7 +64,7 @@ def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
     return found
 
 
-def telling_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
+def representative_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
     """The first rank of each kind: of ranks alike in blocks and ends, none keeps more or takes longer."""
     kinds = {(rank.blocks, rank.first, rank.last): rank for rank in reversed(pipeline_ranks(shape, layout))}
     return list(kinds.values())

@@ -15,7 +15,7 @@ from training.planning.communication import transfers
 from training.planning.compute import Roofline
 from training.planning.hardware import Cluster
 from training.planning.memory import is_gathered, keeps_gathered
-from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK, Stage, rank_parameters, telling_ranks
+from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK, Stage, rank_parameters, representative_ranks
 from training.planning.shapes import Layout, ModelShape, StepTime, Transfer
 
 
@@ -35,7 +35,7 @@ class Passes:
 def estimate_step(shape: ModelShape, layout: Layout, cluster: Cluster) -> tuple[StepTime, list[Transfer]]:
     """Seconds of one optimizer step, and the collectives of the rank that takes the longest."""
     estimates = []
-    for stage in telling_ranks(shape, layout):
+    for stage in representative_ranks(shape, layout):
         found = transfers(shape, layout, stage, cluster)
         estimates.append((_stage_time(shape, layout, stage, cluster, found), found))
     return max(estimates, key=lambda estimate: estimate[0].total)

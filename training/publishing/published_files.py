@@ -10,12 +10,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from common.errors import UserError
-from common.manifest import FILE_NAME
-from common.model_folder import DESCRIPTION_FILES, WEIGHTS_FILE, is_artefact, read_saved_model
-from inference.engines.selection import verified_manifest
-from inference.errors import ModelLoadError
-from inference.exporting.engine_files import PRECISIONS
+from common.errors import ModelLoadError, UserError
+from common.manifest import FILE_NAME, PRECISIONS
+from common.model_folder import DESCRIPTION_FILES, WEIGHTS_FILE, is_artefact, read_saved_model, verified_manifest
 from training.publishing.hub_upload import Files, content_of
 from training.publishing.model_card import TAG, model_card, public_name
 

@@ -30,7 +30,7 @@ from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
 from training.checkpointing.saver import Saver
 from training.checkpointing.sharded import Staging
-from training.fault_tolerance.failures import explained
+from training.fault_tolerance.failures import translate_errors
 from training.parallelism.state import StrategyState
 
 # One process saves as one process.
@@ -432,7 +432,7 @@ def _leave_in_the_middle(folder: Path) -> str:
     if here().rank == 1:
         saver._thread.join()
         return ""
-    with pytest.raises(TrainingFailure) as failure, explained(here(), 2):
+    with pytest.raises(TrainingFailure) as failure, translate_errors(here(), 2):
         saver.wait()
     saver.close()
     return str(failure.value)

@@ -132,7 +132,7 @@ from training.run.trainer import Trainer
 config = parse_config(sys.argv[1:])
 with ranks(config.device) as mine:
     trainer = Trainer(config, mine)
-    network = trainer.strategy.parts[0]
+    network = trainer.context.strategy.parts[0]
     if mine.rank == mine.world_size - 1:
         repeat = lambda _, inputs: tuple(None if tensor is None else tensor.repeat(8, 1) for tensor in inputs)
         network.register_forward_pre_hook(repeat)

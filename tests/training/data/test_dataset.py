@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.delimited import Columns
 from common.errors import UserError
+from common.rows import Columns
 from training.data.dataset import AG_NEWS_LABELS, NewsData, default_cleaning, load_news, split_rows
 
 TEXTS = [f"Report number {i} on something that happened" for i in range(20)]

@@ -173,7 +173,7 @@ def _fails_on_rank_1() -> str:
         return "model"
 
     try:
-        return mine.first_then_rest(work)
+        return mine.local_rank0_first(work)
     except UserError as error:
         return f"{error} (quiet: {error.quiet})"
 

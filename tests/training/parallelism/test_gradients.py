@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.training.parallelism.ranks import here, run_on_ranks
-from training.parallelism.gradients import clip_gradients, global_norm, settle_partial_gradients
+from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
 
 
 def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
@@ -49,7 +49,7 @@ def _partial() -> list[float]:
     parameter = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
 
     parameter.grad = DTensor.from_local(torch.full((3,), 1.0 + here().rank), mesh, [Partial()])
-    settle_partial_gradients([parameter])
+    reduce_partial_gradients([parameter])
     return parameter.grad.to_local().tolist()
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.rows import SAMPLE_NEWS
 from training.data.batching import DataPlace, LengthBucketSampler, rank_share
-from training.data.dataset import SAMPLE_FOLDER
 from training.data.tokenized import TokenizedRows
 
 GLOBAL_BATCH = 8
@@ -28,7 +28,7 @@ config = parse_config(sys.argv[1:])
 with ranks(config.device) as mine:
     trainer = Trainer(config, mine)
     trainer.fit()
-    weights = trainer.strategy.parts[0].state_dict()
+    weights = trainer.context.strategy.parts[0].state_dict()
     digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
     digests = mine.gather(digest)
     if mine.is_first:
@@ -145,8 +145,8 @@ def uneven_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample with one test row less: 431 rows divide by neither 2 nor 4."""
     folder = tmp_path_factory.mktemp("uneven")
     for name in ("train.csv", "classes.txt"):
-        shutil.copy(SAMPLE_FOLDER / name, folder)
-    lines = (SAMPLE_FOLDER / "test.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+        shutil.copy(SAMPLE_NEWS / name, folder)
+    lines = (SAMPLE_NEWS / "test.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "test.csv").write_text("".join(lines[:-1]), encoding="utf-8")
     return folder
 

@@ -29,7 +29,7 @@ from training.model.optimizer import build_optimizer
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.fsdp import apply_fsdp
-from training.parallelism.gradients import global_norm, settle_partial_gradients
+from training.parallelism.gradients import global_norm, reduce_partial_gradients
 from training.parallelism.stages import Stage, split_stages
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
@@ -51,7 +51,7 @@ def _backward(model: NewsClassifier, step: int) -> tuple[torch.Tensor, torch.Ten
     logits = model(ids, mask)
     loss = F.cross_entropy(logits, labels)
     loss.backward()
-    settle_partial_gradients(model.parameters())
+    reduce_partial_gradients(model.parameters())
     return logits.detach(), loss.detach()
 
 
@@ -218,7 +218,7 @@ def _gradients_in_fp32(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
         states = stage(states, mask)
     F.cross_entropy(states, labels).backward()
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-    settle_partial_gradients(parameters.values())
+    reduce_partial_gradients(parameters.values())
     return {name: _whole(parameter.grad) for name, parameter in parameters.items()}
 
 

@@ -5,8 +5,7 @@ import pytest
 
 from common.errors import UserError
 from training.parallelism.schedules import SCHEDULES, order_of_actions, stages_of
-from training.parallelism.timeline import Costs, rows_of_text, simulate, timelines_of
-from training.parallelism.timeline_figure import draw
+from training.parallelism.timeline import Costs, draw, rows_of_text, simulate, timelines_of
 
 SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 32)]
 

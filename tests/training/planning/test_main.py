@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from tests.deployment.documented import documented
 from training.planning.__main__ import ask, dry_runs_of, main
-from training.planning.answer import Answer, nothing_fits
+from training.planning.answer import Answer, no_layout_fits
 from training.planning.host_memory import estimate_host_memory
 from training.planning.text import BEGIN, END, markdown, write_page
 
@@ -188,8 +188,8 @@ def test_where_nothing_fits_the_smallest_lack_is_named() -> None:
     found = ask(("--model", "gpt3-175b", "--gpus", "8", "--gpu", "t4-16gb"))
 
     assert not found.best
-    assert "simulated" in str(nothing_fits(found))
-    lack = float(re.search(r"lacks ([\d.]+) GiB per GPU", str(nothing_fits(found)))[1])
+    assert "simulated" in str(no_layout_fits(found))
+    lack = float(re.search(r"lacks ([\d.]+) GiB per GPU", str(no_layout_fits(found)))[1])
     assert lack == pytest.approx(min(plan.memory.total - plan.available for plan in found.plans) / 2**30, abs=0.05)
 
 

@@ -13,9 +13,9 @@ from socket import socket
 import pytest
 
 from common.errors import UserError
+from common.model_folder import verified_manifest
 from inference import export
 from inference.engines.model_loader import ModelLoader
-from inference.engines.selection import verified_manifest
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
