@@ -45,7 +45,10 @@ class OpenVinoEngine:
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 where the processor has it
         }
-        self._request = openvino.Core().compile_model(folder / FILE_NAME, "CPU", options).create_infer_request()
+        core = openvino.Core()
+        # Weights are mapped otherwise: overwriting the file would change the answers, and cutting it end the process.
+        core.set_property({"ENABLE_MMAP": False})
+        self._request = core.compile_model(folder / FILE_NAME, "CPU", options).create_infer_request()
         self._lock = threading.Lock()
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
