@@ -1,4 +1,4 @@
-"""What a person can cause and mend: one line that says what is wrong, where, and what to do."""
+"""User-facing errors, each one line that says what is wrong, where, and what to do; and the parser of flags."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelLoadError(Exception):
 class StopAsked(BaseException):
     """The process was asked to stop when there was nothing to save yet.
 
-    No ``Exception``: whoever foresees that something fails does not mean it.
+    Derives from ``BaseException`` so that ``except Exception`` cannot swallow it.
 
     Args:
         exit_code: of the process.

@@ -442,7 +442,7 @@ def read_labelled_rows(
         columns: Those that the model was trained on.
 
     Raises:
-        UserError: Nothing is there, a row cannot be used, or a label is none of the model's; with file and line.
+        UserError: Nothing is there, a row cannot be used, or the model has no such label; with file and line.
     """
     training_file = _split_file(path, "train")
     file = (_split_file(path, "test") or training_file or path) if path.is_dir() else path

@@ -138,7 +138,7 @@ class Trainer:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
 
         Returns:
-            The model folder; None if the run was stopped and can go on.
+            The model folder; None if the run was stopped and can be resumed.
 
         Raises:
             TrainingFailure: a non-finite loss, no memory, a lost rank, a full disk.
@@ -182,7 +182,7 @@ class Trainer:
             with self.context.phases("finish"):
                 return finish_run(self.context, log)
         except EvaluationStopped:
-            return None  # tested anew when the run goes on
+            return None  # tested again when the run is resumed
 
     def _train(self, owes_validation: bool) -> bool:
         """Validate the last epoch if that is owed, and run the steps that are left; returns whether all was done."""
@@ -203,7 +203,7 @@ class Trainer:
         return done
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Run what is left of an epoch; returns whether the run goes on, which it also does after a rollback."""
+        """Run what is left of an epoch; returns whether the run continues, as it also does after a rollback."""
         state, config, steps_per_epoch = self.context.state, self.context.config, self.context.plan.steps_per_epoch
         self.sampler.set_epoch(epoch)
         resumed_at, began = state.step % steps_per_epoch, time.perf_counter()
@@ -234,7 +234,7 @@ class Trainer:
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, config, plan = self.context, self.context.config, self.context.plan
         tokens, step = context.news.tokens.train, context.state.step + 1
-        if not len(batch):  # all its rows are left out: the schedule goes on without an update
+        if not len(batch):  # all its rows are excluded: the schedule advances without an update
             context.state.step = context.phases.step = step
             return
         self.observers.step_begins(step)
@@ -378,4 +378,4 @@ class Trainer:
 
 
 def _say_nothing(text: str) -> None:
-    """On all ranks but the first."""
+    """What all ranks but the first print."""
