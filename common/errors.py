@@ -18,23 +18,25 @@ SECONDS_FOR_RANK_0 = 10.0
 
 
 class ForeseenError(Exception):
-    """An error whose message is all that is shown.
+    """An error that the user can understand: its message is printed in one line, without a traceback.
 
     Args:
         message: what is wrong, where, and what to do.
-        quiet: another rank says it.
+        code: the stable slug of the error, such as ``checkpoint-damaged``; docs/TROUBLESHOOTING.md has an entry for each.
+        quiet: another rank prints it.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, quiet: bool = False) -> None:
+    def __init__(self, message: str, *, code: str = "", quiet: bool = False) -> None:
         super().__init__(message)
+        self.code = code
         self.quiet = quiet
 
     def say(self) -> None:
         """Print the line, once."""
         if not self.quiet:
-            print(f"error: {self}", file=sys.stderr, flush=True)
+            print(f"error: {self}{f' [{self.code}]' if self.code else ''}", file=sys.stderr, flush=True)
         self.quiet = True
 
 
