@@ -22,7 +22,7 @@ class ForeseenError(Exception):
 
     Args:
         message: what is wrong, where, and what to do.
-        code: the stable slug of the error, such as ``checkpoint-damaged``; docs/TROUBLESHOOTING.md has an entry for each.
+        code: a stable slug, such as ``checkpoint-damaged``; docs/TROUBLESHOOTING.md has an entry for each.
         quiet: another rank prints it.
     """
 
