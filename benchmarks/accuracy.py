@@ -66,7 +66,8 @@ def main() -> None:
     for folder, entry in zip(options.models, entries, strict=True):
         if entry.test["rows"] != len(data.test):
             raise UserError(
-                f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}"
+                f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}",
+                code="benchmark-input",
             )
     entries = [fit_baseline(data, options), *entries]
     write_table(options.output, render(entries, data))
@@ -83,7 +84,7 @@ def fit_baseline(data: NewsData, options: Namespace) -> Entry:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.svm import LinearSVC
     except ImportError as error:
-        raise UserError("scikit-learn is missing: pip install '.[bench]'") from error
+        raise UserError("scikit-learn is missing: pip install '.[bench]'", code="package-missing") from error
     train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
     print(f"Fitting {BASELINE} on {len(train):,} rows ...", flush=True)
     started = time.perf_counter()
@@ -110,7 +111,7 @@ def read_model(folder: Path) -> Entry:
         test, train_rows = metrics["test"], metrics["train_rows"]
         name = f"{folder.name}: {Path(metrics['base_model']).name}, epoch {metrics['best_epoch']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--models {folder}: {path} cannot be read ({error})") from error
+        raise UserError(f"--models {folder}: {path} cannot be read ({error})", code="data-unreadable") from error
     run_dir = folder.with_name(f"{folder.name}.run")
     seconds = [record["seconds"] for record in read_metrics(run_dir) if record["kind"] == "step"]
     return Entry(name, test, train_rows, max(seconds, default=None), training_command(run_dir))

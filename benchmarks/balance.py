@@ -76,7 +76,9 @@ def measure(slowdown: int, kind: str, options: Namespace) -> Outcome:
         if record["kind"] == "step" and record["step"] >= FIRST_STEP and record["step"] % first["steps_per_epoch"]
     ]
     if not steps:
-        raise UserError(f"--epochs {options.epochs}: not {FIRST_STEP} steps; raise it or lower --batch_size")
+        raise UserError(
+            f"--epochs {options.epochs}: not {FIRST_STEP} steps; raise it or lower --batch_size", code="flag-value"
+        )
     seconds = sum(first["global_batch"] / record["samples_per_second"] for record in steps)
     share = first["speeds"][-1] if first["speeds"] else 1 / options.layout.processes
     return Outcome(1000 * seconds / len(steps), share)

@@ -119,7 +119,7 @@ def _load(options: Namespace) -> ModelLoader:
     try:
         return ModelLoader(options.model, options.engine)
     except ModelLoadError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), code=error.code) from error
 
 
 def _new_section(options: Namespace, model: ModelLoader, token_ids: TokenIds) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 600:
-        raise UserError(f"--seconds {text}: must be between 0.1 and 600")
+        raise UserError(f"--seconds {text}: must be between 0.1 and 600", code="flag-value")
     return seconds
 
 
@@ -168,7 +168,7 @@ def _parse() -> Namespace:
     )
     options = parser.parse_args()
     if options.output.suffix != ".md":
-        raise UserError(f"--output {options.output}: must end in .md")
+        raise UserError(f"--output {options.output}: must end in .md", code="flag-value")
     return options
 
 

@@ -177,7 +177,7 @@ def run_and_follow(command: Sequence[str]) -> dict[str, str]:
             process.terminate()
             raise
     if process.returncode or last is None:
-        raise TrainingFailure(f"{SCRIPT} ended with code {process.returncode}")
+        raise TrainingFailure(f"{SCRIPT} ended with code {process.returncode}", code="benchmark-failed")
     return last.groupdict()
 
 
@@ -196,7 +196,7 @@ def _parse() -> Namespace:
     parser.add_argument("--output", type=Path, default=HERE / "by_hand.md", help="default: benchmarks/by_hand.md")
     options = parser.parse_args()
     if options.cifar10 and not options.cifar10.exists():
-        raise UserError(f"--cifar10 {options.cifar10}: no such file or folder")
+        raise UserError(f"--cifar10 {options.cifar10}: no such file or folder", code="data-not-found")
     return options
 
 

@@ -92,7 +92,7 @@ def _described_base(container: containers.Container) -> str:
 def _built(model: Path, flags: list[str]) -> str:
     tag = f"localhost/distrinews-benchmark:{model.name}"
     if build("buildah", serving_image(model, tag), flags):
-        raise TrainingFailure(f"{model}: its image is not built, the lines above say why")
+        raise TrainingFailure(f"{model}: its image is not built, the lines above say why", code="benchmark-failed")
     return tag
 
 
@@ -124,7 +124,9 @@ def _start(container: Container, engine: str) -> tuple[float, int]:
     try:
         while not _asked("/readyz"):
             if server.poll() is not None or time.perf_counter() - started > LONGEST:
-                raise TrainingFailure(f"{engine}: not ready within {LONGEST} s; the lines above say why")
+                raise TrainingFailure(
+                    f"{engine}: not ready within {LONGEST} s; the lines above say why", code="benchmark-failed"
+                )
             time.sleep(0.005)
         seconds = time.perf_counter() - started
         for _ in range(ANSWERS):
@@ -150,9 +152,9 @@ def _parse() -> Namespace:
     parser.add_argument("flags", nargs="*", help="after --: the builder's")
     options = parser.parse_args()
     if reason := containers.why_not():
-        raise UserError(f"{MODULE}: {reason}")
+        raise UserError(f"{MODULE}: {reason}", code="benchmark-failed")
     if not containers.has_image(BASE):
-        raise UserError(f"{MODULE}: {BASE} is not there; buildah pull {BASE}")
+        raise UserError(f"{MODULE}: {BASE} is not there; buildah pull {BASE}", code="benchmark-failed")
     return options
 
 

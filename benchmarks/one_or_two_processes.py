@@ -92,10 +92,12 @@ def runs_of_this_machine(kind: str) -> dict[str, Layout]:
     if kind == "gpu":
         found = {name: layout for name, layout in ON_GPUS.items() if layout.processes <= torch.cuda.device_count()}
         if not found:
-            raise UserError("--device gpu: this machine has no GPU that PyTorch sees")
+            raise UserError("--device gpu: this machine has no GPU that PyTorch sees", code="gpu-not-found")
         return found
     if usable_cpus() < 2:
-        raise UserError("--device cpu: two processes need two cores, and this process may use one")
+        raise UserError(
+            "--device cpu: two processes need two cores, and this process may use one", code="cores-too-few"
+        )
     return ON_CPUS
 
 
@@ -111,7 +113,9 @@ def write_data(source: Path, folder: Path, rows: int, test_rows: int) -> Path:
             with (source / name).open(newline="", encoding="utf-8") as file:
                 found = list(csv.reader(file))
         except OSError as error:
-            raise UserError(f"--data {source}: {name} cannot be read ({error.strerror})") from error
+            raise UserError(
+                f"--data {source}: {name} cannot be read ({error.strerror})", code="data-unreadable"
+            ) from error
         chosen = random.Random(SEED).sample(found, min(count, len(found)))
         with (folder / name).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, quoting=csv.QUOTE_ALL).writerows(chosen)
@@ -253,7 +257,9 @@ def _parse() -> Namespace:
     parser.add_argument("--output", type=Path, default=HERE / "one_or_two_processes.md", help="the page")
     options = parser.parse_args()
     if options.global_batch % 2:
-        raise UserError(f"--global_batch {options.global_batch}: must be even, for two processes share it")
+        raise UserError(
+            f"--global_batch {options.global_batch}: must be even, for two processes share it", code="uneven-split"
+        )
     options.device = options.device or ("gpu" if torch.cuda.is_available() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "gpu" else "fp32")
     if Path(options.model).exists():

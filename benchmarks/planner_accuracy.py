@@ -80,10 +80,14 @@ def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, cwd=ROOT)
     except subprocess.TimeoutExpired:
-        raise UserError(f"a real step of {ranks} processes took more than {LONGEST} seconds") from None
+        raise UserError(
+            f"a real step of {ranks} processes took more than {LONGEST} seconds", code="benchmark-failed"
+        ) from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise UserError(f"a real step of {ranks} processes failed: {done.stderr.strip()[-500:]}")
+        raise UserError(
+            f"a real step of {ranks} processes failed: {done.stderr.strip()[-500:]}", code="benchmark-failed"
+        )
     return json.loads(lines[-1])
 
 

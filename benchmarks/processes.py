@@ -40,10 +40,13 @@ class Layout:
         """
         processes, times, threads = text.partition("x")
         if not (times and processes.isdecimal() and threads.isdecimal() and int(processes) and int(threads)):
-            raise UserError(f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1")
+            raise UserError(f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1", code="flag-value")
         layout = cls(int(processes), int(threads))
         if layout.cores > usable_cpus():
-            raise UserError(f"--layouts {text}: needs {layout.cores} cores, and this process may use {usable_cpus()}")
+            raise UserError(
+                f"--layouts {text}: needs {layout.cores} cores, and this process may use {usable_cpus()}",
+                code="cores-too-few",
+            )
         return layout
 
     @property
@@ -113,12 +116,14 @@ def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: s
     deadline = time.monotonic() + LONGEST
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > deadline:
-            raise TrainingFailure(f"{what}: not done after {LONGEST // 3600} hours")
+            raise TrainingFailure(f"{what}: not done after {LONGEST // 3600} hours", code="benchmark-failed")
         time.sleep(0.05)
     failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
     if failed is not None:
         last = (_lines(errors[failed]) or ["it wrote nothing"])[-1]
-        raise TrainingFailure(f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last})")
+        raise TrainingFailure(
+            f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last})", code="benchmark-failed"
+        )
 
 
 def _end(processes: list[subprocess.Popen[str]]) -> None:

@@ -109,7 +109,9 @@ def _wait(holds: Callable[[], Any], run: subprocess.Popen[bytes], log: Path) -> 
     while not holds():
         if run.poll() is not None or time.monotonic() > end:
             last = ([line for line in log.read_text().splitlines() if line.strip()] or ["no output"])[-1]
-            raise TrainingFailure(f"the run ended or did not recover within {LONGEST:.0f} s ({last})")
+            raise TrainingFailure(
+                f"the run ended or did not recover within {LONGEST:.0f} s ({last})", code="benchmark-failed"
+            )
         time.sleep(0.1)  # each look reads the run's events, on the cores that are timed
 
 

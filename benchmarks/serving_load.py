@@ -81,7 +81,10 @@ def measure_limit(workload: Workload) -> dict[str, dict[str, float]]:
     command = [sys.executable, "-m", "benchmarks.serving.limit", *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"benchmarks.serving.limit failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+        raise UserError(
+            f"benchmarks.serving.limit failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}",
+            code="benchmark-failed",
+        )
     return json.loads(done.stdout)
 
 
@@ -99,7 +102,7 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
     for name, why in left_out.items():
         say(f"{name}: left out: {why}")
     if not servers:
-        raise UserError("--servers: none of them can be measured, see above")
+        raise UserError("--servers: none of them can be measured, see above", code="benchmark-failed")
     return {
         "facts": circumstances(MODULE, PACKAGES) | {"int8 instructions": _int8_instructions()},
         "model": options.model.name,
@@ -144,7 +147,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.5 <= seconds <= 600:
-        raise UserError(f"--seconds {text}: must be between 0.5 and 600")
+        raise UserError(f"--seconds {text}: must be between 0.5 and 600", code="flag-value")
     return seconds
 
 
@@ -182,9 +185,9 @@ def _parse() -> Namespace:
     options = parser.parse_args()
     unknown = [name for name in options.servers if name not in SERVERS]
     if unknown:
-        raise UserError(f"--servers {unknown[0]}: no such server; there are {', '.join(SERVERS)}")
+        raise UserError(f"--servers {unknown[0]}: no such server; there are {', '.join(SERVERS)}", code="flag-value")
     if options.output.suffix != ".md":
-        raise UserError(f"--output {options.output}: must end in .md")
+        raise UserError(f"--output {options.output}: must end in .md", code="flag-value")
     options.accuracy_model = options.accuracy_model or options.model
     return options
 

@@ -162,7 +162,9 @@ def _parse() -> Namespace:
     options = parser.parse_args()
     for model in options.models:
         if not any(server.folder(model).is_dir() for server in ENGINES.values()):
-            raise UserError(f"{model}: has no exported artefact; run python -m inference.export {model}")
+            raise UserError(
+                f"{model}: has no exported artefact; run python -m inference.export {model}", code="artefact-missing"
+            )
     return options
 
 

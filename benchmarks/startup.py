@@ -51,7 +51,7 @@ def _first_step(folder: Path, name: str) -> float:
                 if process.poll() is not None or time.perf_counter() - started > LONGEST:
                     log.seek(0)
                     last = ([line for line in log.read().splitlines() if line.strip()] or ["no output"])[-1]
-                    raise TrainingFailure(f"{COMMAND}: ended before its first step ({last})")
+                    raise TrainingFailure(f"{COMMAND}: ended before its first step ({last})", code="benchmark-failed")
                 time.sleep(0.005)
             return time.perf_counter() - started
         finally:

@@ -75,7 +75,7 @@ def write_table(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
     except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -85,7 +85,9 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); remove it to start afresh") from error
+        raise UserError(
+            f"{path}: not valid JSON ({error}); remove it to start afresh", code="benchmark-input"
+        ) from error
 
 
 def _version(package: str) -> str:

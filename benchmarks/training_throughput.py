@@ -300,7 +300,7 @@ def _parse() -> Namespace:
     )
     options = parser.parse_args()
     if options.output.suffix != ".md":
-        raise UserError(f"--output {options.output}: must end in .md")
+        raise UserError(f"--output {options.output}: must end in .md", code="flag-value")
     default = [name for name in DEFAULT_VARIANTS if VARIANTS[name].precision != "bf16" or cpu_has_bf16()]
     options.variants = options.variants or default
     return options

@@ -105,10 +105,15 @@ def make_workload(
     data = load_news(dataset)
     spoken = read_tokenizer(tokenizer, data.train.texts)
     if len(spoken) > VOCABULARY:
-        raise UserError(f"--tokenizer {tokenizer}: {len(spoken)} entries, but the models have {VOCABULARY}")
+        raise UserError(
+            f"--tokenizer {tokenizer}: {len(spoken)} entries, but the models have {VOCABULARY}", code="benchmark-input"
+        )
     most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
     if most < GLOBAL_BATCH:
-        raise UserError(f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed")
+        raise UserError(
+            f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed",
+            code="rows-too-few",
+        )
     if most < num_rows:
         say(f"{data.name}: timing {most} rows, not {num_rows}: it has no more beside those to warm up on")
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
@@ -141,7 +146,9 @@ def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
     if tokenizer == TINY:
         return load_tokenizer(TINY, texts, MAX_LENGTH)
     if not path.is_file():
-        raise UserError(f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file")
+        raise UserError(
+            f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file", code="benchmark-input"
+        )
     # Padding is set by the collator; a file may bring its own, to a length that is not ours.
     spoken = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH)
     spoken.backend_tokenizer.no_padding()

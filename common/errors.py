@@ -22,21 +22,28 @@ class ForeseenError(Exception):
 
     Args:
         message: what is wrong, where, and what to do.
-        code: a stable slug, such as ``checkpoint-damaged``; docs/TROUBLESHOOTING.md has an entry for each.
+        code: a stable slug, such as ``checkpoint-damaged``, for which docs/TROUBLESHOOTING.md has an entry; by default
+            that of the class.
         quiet: another rank prints it.
     """
 
     exit_code = 1
+    code = ""
 
     def __init__(self, message: str, *, code: str = "", quiet: bool = False) -> None:
         super().__init__(message)
-        self.code = code
+        self.code = code or self.code
         self.quiet = quiet
+
+    @property
+    def line(self) -> str:
+        """The message and the code, as they are printed."""
+        return f"{self} [{self.code}]"
 
     def say(self) -> None:
         """Print the line, once."""
         if not self.quiet:
-            print(f"error: {self}{f' [{self.code}]' if self.code else ''}", file=sys.stderr, flush=True)
+            print(f"error: {self.line}", file=sys.stderr, flush=True)
         self.quiet = True
 
 
@@ -49,6 +56,8 @@ class UserError(ForeseenError):
 class HubUnavailable(ForeseenError):
     """The hub did not answer, however often it was asked. It may the next time, so a launcher's restarts go on."""
 
+    code = "hub-unreachable"
+
 
 class TrainingFailure(ForeseenError):
     """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
@@ -57,9 +66,13 @@ class TrainingFailure(ForeseenError):
 class LostRank(TrainingFailure):
     """Another rank is gone or did not come; which one, and why, is found out before it is said."""
 
+    code = "rank-lost"
+
 
 class ModelLoadError(Exception):
     """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
+
+    code = "model-unusable"
 
     def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
         super().__init__(f"{where}: {what}; {remedy}")
@@ -76,7 +89,7 @@ class StopAsked(BaseException):
     """
 
     def __init__(self, exit_code: int, *, quiet: bool) -> None:
-        super().__init__("Stopped before the first step, nothing to save. Start the same command again to go on.")
+        super().__init__("Stopped before the first step, nothing to save. To resume, rerun the same command.")
         self.exit_code = exit_code
         self.quiet = quiet
 
@@ -123,7 +136,9 @@ def in_one_line(error: BaseException) -> str:
 
 def reason_to_record(error: BaseException) -> str:
     """An error for a log of one line each; what nobody foresaw means little without its type."""
-    if isinstance(error, ForeseenError | StopAsked):
+    if isinstance(error, ForeseenError):
+        return " ".join(error.line.split())
+    if isinstance(error, StopAsked):
         return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}"
 
@@ -149,7 +164,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the flags."""
-        raise UserError(f"{message} (see --help)")
+        raise UserError(f"{message} (see --help)", code="usage")
 
 
 def positive(text: str) -> int:

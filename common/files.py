@@ -93,12 +93,18 @@ def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); use another {flag}") from error
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); use another {flag}", code="not-writable"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder}: another run is training into this folder; use another {flag}") from error
+            raise UserError(
+                f"{folder}: another run is training into this folder; use another {flag}", code="folder-in-use"
+            ) from error
         except OSError as error:
-            raise UserError(f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)") from error
+            raise UserError(
+                f"{folder}: cannot be locked ({error.strerror}); mount it with locks (flock)", code="lock-unsupported"
+            ) from error
         yield

@@ -162,7 +162,7 @@ class Reading:
             UserError: none may be.
         """
         if not self.skip:
-            raise UserError(f"{where}: {why}")
+            raise UserError(f"{where}: {why}", code="row-unusable")
         self.count += rows
         if len(self.named) < MOST_NAMED:
             self.named.append(f"{where}: {why}")
@@ -188,10 +188,11 @@ class Reading:
         if left_out > len(usable):
             raise UserError(
                 f"{self.flag} {what}: {left_out:,} of {left_out + len(usable):,} rows cannot be used, which is more "
-                f"than half; {self.named[0]}"
+                f"than half; {self.named[0]}",
+                code="rows-mostly-unusable",
             )
         if not usable:
-            raise UserError(f"{self.flag} {what}: holds no rows")
+            raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
         return usable
 
     def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
@@ -203,7 +204,7 @@ class Reading:
         try:
             text, label = self.columns.among(found)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; {self.remedy}") from error
+            raise UserError(f"{where}: {error}; {self.remedy}", code="data-columns") from error
         self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in (text, label))
         return found[text], found[label]
 
@@ -242,14 +243,17 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
     """
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise UserError(f'{reading.flag} {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"')
+        raise UserError(
+            f'{reading.flag} {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"',
+            code="data-format",
+        )
     try:
         if suffix in (".csv", ".tsv"):
             yield from _read_csv(path, reading, label_names or AG_NEWS_LABELS)
         else:
             yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
     except OSError as error:
-        raise UserError(f"{reading.flag} {path}: {error.strerror or error}") from error
+        raise UserError(f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable") from error
 
 
 def _lines(path: Path) -> list[str]:
@@ -257,7 +261,7 @@ def _lines(path: Path) -> list[str]:
     try:
         data = utf8_bytes(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}", code="data-unreadable") from error
     return [line.decode(errors="surrogateescape") for line in data.splitlines(keepends=True)]
 
 
@@ -276,7 +280,7 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
     try:
         layout = find_layout(lines[first], reading.columns)
     except ValueError as error:
-        raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}") from error
+        raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}", code="data-columns") from error
     reading.unused |= dict.fromkeys(layout.unused)
     if layout.places:
         first += 1
@@ -382,7 +386,9 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
         found = file.schema_arrow.names
     except unreadable as error:
-        raise UserError(f"{path}: no Parquet file that can be read ({first_line(error)})") from error
+        raise UserError(
+            f"{path}: no Parquet file that can be read ({first_line(error)})", code="data-unreadable"
+        ) from error
     columns = list(reading.find_columns(str(path), found))
     first = 1
     for group in range(file.num_row_groups):
@@ -427,7 +433,10 @@ def find_rows(model_dataset: str | None) -> Path:
     for path in ([Path(model_dataset)] if model_dataset else []) + [SAMPLE_NEWS]:
         if (path.is_file() and path.suffix in FORMATS) or _split_file(path, "test"):
             return path
-    raise UserError("no labelled rows to measure on; name some with --rows (a folder with test.csv, or a file)")
+    raise UserError(
+        "no labelled rows to measure on; name some with --rows (a folder with test.csv, or a file)",
+        code="data-not-found",
+    )
 
 
 def read_labelled_rows(
@@ -448,17 +457,21 @@ def read_labelled_rows(
     file = (_split_file(path, "test") or training_file or path) if path.is_dir() else path
     if not file.is_file():
         what = "holds no test.csv or test.jsonl" if path.is_dir() else "no such file or folder"
-        raise UserError(f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file")
+        raise UserError(
+            f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file", code="data-not-found"
+        )
     class_of = {label: class_id for class_id, label in enumerate(labels)}
     texts: list[str] = []
     class_ids: list[int] = []
     for where, text, label in _rows_of_model(file, columns):
         if label not in class_of:
-            raise UserError(f"{where}: label {label!r} is none of the model's labels {', '.join(labels[:10])}")
+            raise UserError(
+                f"{where}: label {label!r} is none of the model's labels {', '.join(labels[:10])}", code="label-unknown"
+            )
         texts.append(text)
         class_ids.append(class_of[label])
     if not texts:
-        raise UserError(f"{file}: holds no labelled text")
+        raise UserError(f"{file}: holds no labelled text", code="data-empty")
     calibration = texts
     if training_file and training_file != file:
         calibration = [text for _, text, _ in _rows_of_model(training_file, columns)]
@@ -483,6 +496,6 @@ def _rows_of_model(file: Path, columns: Columns) -> Iterator[tuple[str, str, str
     found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
     for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
         if not isinstance(text, str):
-            raise UserError(f"{where}: the text is no text")
+            raise UserError(f"{where}: the text is no text", code="row-unusable")
         if text.strip():
             yield where, text, str(label).strip()

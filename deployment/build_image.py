@@ -61,7 +61,7 @@ def main() -> None:
     image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
     if code := build(builder, image, options.flags):
-        raise BuildFailure(f"{builder} ended with code {code}, its last lines say why")
+        raise BuildFailure(f"{builder} ended with code {code}, its last lines say why", code="image-build-failed")
     print(f"Built {' and '.join(image.tags)}")
 
 
@@ -85,7 +85,9 @@ def find_builder() -> str:
     for name in BUILDERS:
         if shutil.which(name) and _answers(name):
             return name
-    raise DeploymentError(f"none of {', '.join(BUILDERS)} is installed and running; install or start one of them")
+    raise DeploymentError(
+        f"none of {', '.join(BUILDERS)} is installed and running; install or start one of them", code="image-no-builder"
+    )
 
 
 def _answers(name: str) -> bool:

@@ -162,7 +162,9 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
     cluster.start("B", 1, cores[-1:])
     trains_again("the start", since=0.0)
     if starts_of(stage.run_dir)[0].world_size != 3:
-        raise TrainingFailure("machine B came too late for the first start; is this machine busy? Try again")
+        raise TrainingFailure(
+            "machine B came too late for the first start; is this machine busy? Try again", code="demo-failed"
+        )
     do("Rank 1 is killed", lambda: kill([read_statuses(stage.run_dir)[1].pid]))
     do("Machine B is lost", lambda: cluster.lose("B"))
     do("Machine C joins", lambda: cluster.start("C", 1, cores[-1:]))
@@ -181,7 +183,7 @@ def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: 
     while not holds():
         cluster.check()
         if time.monotonic() > end:
-            raise TrainingFailure(f"{what}: not within {DEADLINE:.0f} s; see {cluster.log('A')}")
+            raise TrainingFailure(f"{what}: not within {DEADLINE:.0f} s; see {cluster.log('A')}", code="demo-failed")
         stage.redraw()
         time.sleep(0.25)
 
@@ -198,7 +200,7 @@ def train_undisturbed(output_dir: Path) -> None:
     finally:
         kill_tree(launcher)
     if code != 0:
-        raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}")
+        raise TrainingFailure(f"the undisturbed run ended with {code}; see {log}", code="demo-failed")
 
 
 def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
@@ -210,7 +212,10 @@ def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
     folders = [path.with_name(path.name + ending) for path in (output_dir, undisturbed) for ending in ("", ".run")]
     found = next((folder for folder in folders if folder.exists()), None)
     if found and not log_of(undisturbed).exists():
-        raise UserError(f"--output_dir {output_dir}: {found} is of no earlier demonstration; name a new folder")
+        raise UserError(
+            f"--output_dir {output_dir}: {found} is of no earlier demonstration; name a new folder",
+            code="output-not-empty",
+        )
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

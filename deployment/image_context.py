@@ -80,19 +80,27 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
         DeploymentError: As `image_files`.
     """
     if not model.is_dir():
-        raise DeploymentError(f"{model}: no such model folder; train one (python -m training.train_single)")
+        raise DeploymentError(
+            f"{model}: no such model folder; train one (python -m training.train_single)", code="model-not-found"
+        )
     if is_artefact(model):
-        raise DeploymentError(f"{model}: is one exported artefact; give the model folder above it")
+        raise DeploymentError(
+            f"{model}: is one exported artefact; give the model folder above it", code="model-folder-needed"
+        )
     try:
         found = {name: verified_manifest(model / name, model) for name in ENGINES if is_artefact(model / name)}
     except ModelLoadError as error:
-        raise DeploymentError(str(error)) from error
+        raise DeploymentError(str(error), code=error.code) from error
     if not found:
         what = f"no {' or '.join(ENGINES)} artefact in it"
-        raise DeploymentError(f"{model}: {what}; write one with python -m inference.export {model}")
+        raise DeploymentError(
+            f"{model}: {what}; write one with python -m inference.export {model}", code="artefact-missing"
+        )
     if len({str(manifest.source.get("weights_sha256")) for manifest in found.values()}) > 1:
         what = f"{' and '.join(found)} were made from different weights"
-        raise DeploymentError(f"{model}: {what}; write them again with python -m inference.export {model}")
+        raise DeploymentError(
+            f"{model}: {what}; write them again with python -m inference.export {model}", code="artefact-missing"
+        )
     return found
 
 

@@ -64,7 +64,9 @@ class Cluster:
         """
         for name, launcher in self.machines.items():
             if launcher.poll():
-                raise TrainingFailure(f"machine {name} ended with code {launcher.returncode}; see {self.log(name)}")
+                raise TrainingFailure(
+                    f"machine {name} ended with code {launcher.returncode}; see {self.log(name)}", code="demo-failed"
+                )
 
     def close(self) -> None:
         """End what still runs."""

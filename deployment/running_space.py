@@ -61,11 +61,12 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
             if stage in _ANSWERS:
                 return
             if stage in _WHAT_TO_DO:
-                raise PublishFailure(_failure(api, name, runtime))
+                raise PublishFailure(_failure(api, name, runtime), code="space-not-up")
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE)
     raise PublishFailure(
-        f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_log_page(api, name, stage)}"
+        f"space {name}: still {stage} after {BUILD_SECONDS // 60} minutes; see {_log_page(api, name, stage)}",
+        code="space-not-up",
     )
 
 
@@ -87,16 +88,22 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
     _wait_until_healthy(f"{address}/health", headers)
     revision = _get(Request(f"{address}/model", headers=headers)).get("revision")
     if revision != expected.revision:
-        raise PublishFailure(f"{address}: serves the model {revision}, not {expected.revision}; start again")
+        raise PublishFailure(
+            f"{address}: serves the model {revision}, not {expected.revision}; start again", code="space-not-up"
+        )
     body = json.dumps({"text": TEXT}).encode()
     try:
         answer = _get(Request(f"{address}/predict", body, {**headers, "Content-Type": "application/json"}))
     except AnswerError as error:
         if error.code == 401:  # a secret of the Space that only its owner knows
             return "healthy; /predict wants the Space's API_KEY and was not tried"
-        raise PublishFailure(f"{address}/predict: answers {error.code}; see the Space's log") from error
+        raise PublishFailure(
+            f"{address}/predict: answers {error.code}; see the Space's log", code="space-not-up"
+        ) from error
     if answer.get("label") not in expected.labels:
-        raise PublishFailure(f"{address}/predict: answers {str(answer)[:200]}, which is none of the model's labels")
+        raise PublishFailure(
+            f"{address}/predict: answers {str(answer)[:200]}, which is none of the model's labels", code="space-not-up"
+        )
     return f"{answer['label']} {answer['confidence']:.1%}: {TEXT}"
 
 
@@ -135,7 +142,9 @@ def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
         except (OSError, ValueError) as error:
             reason = str(error)
         time.sleep(0.5)
-    raise PublishFailure(f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log")
+    raise PublishFailure(
+        f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log", code="space-not-up"
+    )
 
 
 def _get(request: Request) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def space_files(model: Path) -> Files:
         files = image_files(model)
         arguments = build_arguments(model)
     except DeploymentError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}
     return {"Dockerfile": _dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
 

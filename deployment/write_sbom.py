@@ -65,7 +65,7 @@ def audit(locks: list[Path], target: Path, osv_url: str | None) -> list[dict[str
     packages = json.loads(target.read_text())["dependencies"]
     # The tool itself counts what it could not look up as harmless.
     if skipped := [package["name"] for package in packages if "skip_reason" in package]:
-        raise SbomError(f"{target}: not audited: {', '.join(skipped)}; the file says why")
+        raise SbomError(f"{target}: not audited: {', '.join(skipped)}; the file says why", code="sbom-incomplete")
     return packages
 
 
@@ -77,10 +77,13 @@ def _run(command: list[str], target: Path) -> None:
         return
     last = ([line for line in done.stderr.splitlines() if line.strip()] or ["no output"])[-1]
     if "No module named" in last:
-        raise SbomError(f"{last}; install the tools with pip install -e '.[dev]'")
+        raise SbomError(f"{last}; install the tools with pip install -e '.[dev]'", code="package-missing")
     if "ConnectionError" in last:
-        raise SbomError(f"{target}: not written, the vulnerability service cannot be reached; the bills are whole")
-    raise SbomError(f"{target}: not written, {command[0]} failed ({last})")
+        raise SbomError(
+            f"{target}: not written, the vulnerability service cannot be reached; the bills are whole",
+            code="sbom-incomplete",
+        )
+    raise SbomError(f"{target}: not written, {command[0]} failed ({last})", code="sbom-incomplete")
 
 
 if __name__ == "__main__":

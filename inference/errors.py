@@ -24,6 +24,8 @@ class ModelUnavailableError(Exception):
 class SettingsError(UserError):
     """A setting has no valid value; the line names it and says what is wrong."""
 
+    code = "setting-value"
+
 
 class QueueFullError(Exception):
     """The queue cannot take these texts now: their answers would come too late.

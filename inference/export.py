@@ -69,14 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
         rows = _read_rows(options, saved, console)
         exported = _export(options, saved, rows, console)
     except ExportRefusedError as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+        print(f"error: {refusal} [export-refused]", file=sys.stderr)
         for line in refusal.changed:
             print(f"  {line}", file=sys.stderr)
         return 1
     except ImportError as error:
-        raise UserError(f"needs the package {error.name}; pip install {error.name}") from error
+        raise UserError(f"needs the package {error.name}; pip install {error.name}", code="package-missing") from error
     except (ModelLoadError, OSError, ValueError) as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(_one_line(error), code=getattr(error, "code", "export-failed")) from error
     _print_result(console, exported, options.model)
     return 0
 

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         # The reader has seen enough (`| head`); without this Python complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ForwardError, ModelLoadError, OSError, ValueError) as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(_one_line(error), code=getattr(error, "code", "prediction-failed")) from error
 
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:

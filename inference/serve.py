@@ -72,7 +72,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         line = f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop what has it"
-        raise UserError(line) from None
+        raise UserError(line, code="port-in-use") from None
 
 
 def _serve(settings: Settings, host: str, port: int) -> None:

@@ -33,7 +33,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not 2 <= options.workers < MOST_RANKS:
-        raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}")
+        raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}", code="flag-value")
     # Here, since they bring PyTorch along: --help and a wrong flag take no seconds.
     from rich.console import Console
 

@@ -294,7 +294,9 @@ def _normalise(argument: str) -> str:
         near = (
             [f"--{OTHER_NAMES[name[2:]]}"] if name[2:] in OTHER_NAMES else difflib.get_close_matches(name, known, n=1)
         )
-        raise UserError(f"{argument}: no such flag{f'; did you mean {near[0]}?' if near else ' (see --help)'}")
+        raise UserError(
+            f"{argument}: no such flag{f'; did you mean {near[0]}?' if near else ' (see --help)'}", code="flag-unknown"
+        )
     return name + equals + value
 
 
@@ -302,15 +304,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from error
+        raise UserError(f"--config {path}: {error.strerror}", code="config-unreadable") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"--config {path}: not valid YAML: {' '.join(str(error).split())}", code="config-unreadable"
+        ) from error
     if not isinstance(values, dict):
-        raise UserError(f"--config {path}: must hold fields with values, such as `epochs: 3`")
+        raise UserError(f"--config {path}: must hold fields with values, such as `epochs: 3`", code="config-unreadable")
     for name in values:
         if name not in TrainConfig.model_fields:
             near = difflib.get_close_matches(str(name), TrainConfig.model_fields, n=1)
-            raise UserError(f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+            raise UserError(
+                f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}",
+                code="flag-unknown",
+            )
     # YAML 1.1 reads 2e-5 as text; pydantic reads that text as the number that was meant.
     return values
 
@@ -321,7 +328,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             if name not in TrainConfig.model_fields:
-                raise UserError(f"environment variable {variable}: no such field")
+                raise UserError(f"environment variable {variable}: no such field", code="flag-unknown")
             values[name] = value
     return values
 
@@ -331,7 +338,7 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
         problems = [_describe(problem, origins) for problem in error.errors()]
-        raise UserError("; ".join(problems)) from None
+        raise UserError("; ".join(problems), code="flag-value") from None
 
 
 def _describe(problem: Mapping[str, Any], origins: dict[str, str]) -> str:

@@ -27,7 +27,7 @@ def launch() -> int:
             if failure.exitcode < 0 and failure.signal_name() != "SIGTERM":  # that one torchrun sends itself
                 print(
                     f"error: rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}; SIGKILL comes "
-                    "from the kernel when memory runs out (dmesg shows it): lower --batch_size",
+                    "from the kernel when memory runs out (dmesg shows it): lower --batch_size [rank-killed]",
                     file=sys.stderr,
                 )
         return max(1, failed.get_first_failure()[1].exitcode)

@@ -18,12 +18,12 @@ else
   [ "$processes" -gt 0 ] || processes=2
 fi
 if [ "$processes" -lt 1 ]; then
-  echo "error: run_ddp.sh $processes: at least 1 process" >&2
+  echo "error: run_ddp.sh $processes: at least 1 process [flag-value]" >&2
   exit 2
 fi
 restarts=${MAX_RESTARTS:-0}
 if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
-  echo "error: MAX_RESTARTS=$restarts: must be a whole number, 0 = off" >&2
+  echo "error: MAX_RESTARTS=$restarts: must be a whole number, 0 = off [flag-value]" >&2
   exit 2
 fi
 

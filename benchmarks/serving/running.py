@@ -53,7 +53,7 @@ class Running:
             body = self.server.body(texts[start : start + LIST_ASKED], True)
             status, answer = _request(self.port, "POST", self.server.paths[1], body, 60)
             if status != 200:
-                raise ServerFailure(f"a list of {LIST_ASKED} texts: answered {status}")
+                raise ServerFailure(f"a list of {LIST_ASKED} texts: answered {status}", code="benchmark-failed")
             labels += self.server.labels(json.loads(answer))
         return labels
 
@@ -71,7 +71,9 @@ class Running:
         command = [sys.executable, "-m", "benchmarks.serving.client", json.dumps(asdict(load))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ServerFailure(f"the client failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+            raise ServerFailure(
+                f"the client failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}", code="benchmark-failed"
+            )
         result = json.loads(done.stdout)
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
         busy, stolen = (after - before for after, before in zip(_machine_seconds(), machine, strict=True))
@@ -113,7 +115,7 @@ def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes]
     answered = 0
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise ServerFailure(f"ended with code {process.returncode}: {_last_line(log)}")
+            raise ServerFailure(f"ended with code {process.returncode}: {_last_line(log)}", code="benchmark-failed")
         try:
             answered, _ = _request(port, "POST", server.paths[0], body, 30)
         except (OSError, http.client.HTTPException):
@@ -122,7 +124,7 @@ def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes]
             return
         time.sleep(_PROBE_GAP)
     what = f"answers {answered}" if answered else "does not listen"
-    raise ServerFailure(f"{what} after {LONGEST_START:.0f} s: {_last_line(log)}")
+    raise ServerFailure(f"{what} after {LONGEST_START:.0f} s: {_last_line(log)}", code="benchmark-failed")
 
 
 def _request(port: int, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:

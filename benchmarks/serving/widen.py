@@ -41,7 +41,9 @@ def main() -> None:
     widen_folder(options.source, options.target)
     difference = largest_difference(options.source, options.target)
     if difference > TOLERANCE:
-        raise UserError(f"{options.target}: logits differ by {difference:.1e}, more than {TOLERANCE:.0e}")
+        raise UserError(
+            f"{options.target}: logits differ by {difference:.1e}, more than {TOLERANCE:.0e}", code="benchmark-failed"
+        )
     print(f"Written: {options.target} (largest difference of a logit {difference:.1e})")
 
 
@@ -69,9 +71,12 @@ def _read_config(source: Path) -> dict[str, Any]:
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no readable config.json ({error})") from error
+        raise UserError(f"{source}: no readable config.json ({error})", code="benchmark-input") from error
     if config.get("architectures") != ["BertForSequenceClassification"]:
-        raise UserError(f"{source}: architectures must be BertForSequenceClassification, got {config['architectures']}")
+        raise UserError(
+            f"{source}: architectures must be BertForSequenceClassification, got {config['architectures']}",
+            code="benchmark-input",
+        )
     return config
 
 

@@ -62,7 +62,7 @@ def read_workload(model: Path, dataset: str) -> Workload:
         limit = json.loads((model / "tokenizer_config.json").read_text())["model_max_length"]
         tokenizer = TextTokenizer.from_file(model / "tokenizer.json", limit)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {model}: not a model folder ({error})") from error
+        raise UserError(f"--model {model}: not a model folder ({error})", code="benchmark-input") from error
     data = load_news(dataset)
     texts = list(data.test.texts)
     Random(SEED).shuffle(texts)

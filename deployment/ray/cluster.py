@@ -36,7 +36,7 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
     try:
         import ray
     except ImportError:
-        raise UserError('Ray is not installed: pip install "distrinews[ray]"') from None
+        raise UserError('Ray is not installed: pip install "distrinews[ray]"', code="package-missing") from None
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     is_local = address == "local"
     local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
@@ -50,7 +50,7 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
             if not attempts_left:
                 what = "does not start" if is_local else "does not answer"
                 what = f"--address {address}: Ray {what} ({first_line(error)})"
-                raise UserError(f"{what}; ray start --head starts a cluster") from error
+                raise UserError(f"{what}; ray start --head starts a cluster", code="ray-unreachable") from error
         else:
             return is_local
 
@@ -72,5 +72,6 @@ def check_room(what: str, wanted: Mapping[str, float]) -> None:
         if has.get(kind, 0) < count:
             raise UserError(
                 f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
-                "larger cluster with --address"
+                "larger cluster with --address",
+                code="ray-too-small",
             )

@@ -27,7 +27,9 @@ def main() -> None:
     """Serve until SIGTERM or Ctrl-C, then drain."""
     options = _parse()
     if not options.model.exists():
-        raise UserError(f"--model {options.model}: there is no such folder; train one, or give its path")
+        raise UserError(
+            f"--model {options.model}: there is no such folder; train one, or give its path", code="model-not-found"
+        )
     is_local = connect(options.address, environment=_PROXY_ENVIRONMENT)
     if is_local:
         least, _ = options.replicas
@@ -52,7 +54,8 @@ def _refuse_running_serve() -> None:
         what = ", ".join(sorted(status.applications)) or "no application yet"
         raise UserError(
             f"--address: Serve runs on that cluster already ({what}); add this application to its configuration "
-            "(deployment/ray/serve.yaml) and use serve deploy"
+            "(deployment/ray/serve.yaml) and use serve deploy",
+            code="ray-serve-running",
         )
 
 
@@ -72,7 +75,7 @@ def _start(options: argparse.Namespace) -> None:
     try:
         application = build(fields)
     except SettingsError as error:
-        raise UserError(str(error)) from None
+        raise UserError(str(error), code=error.code) from None
     serve.start(
         http_options={
             "host": options.host,
@@ -86,7 +89,7 @@ def _start(options: argparse.Namespace) -> None:
     except RuntimeError as error:
         reason = _reason(serve.status(), str(error))
         _stop()
-        raise UserError(reason) from None
+        raise UserError(reason, code="ray-serve-failed") from None
 
 
 def _stop() -> None:

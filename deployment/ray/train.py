@@ -33,7 +33,8 @@ def main() -> None:
     elif not config.output_dir.is_absolute():
         raise UserError(
             f"--output_dir {config.output_dir}: give an absolute path on storage that all machines of the cluster "
-            "share; a worker that starts elsewhere finds its checkpoints there"
+            "share; a worker that starts elsewhere finds its checkpoints there",
+            code="folder-not-shared",
         )
     scaling = {"num_workers": options.num_workers, "use_gpu": use_gpu, "resources_per_worker": for_each}
     metrics = fit(config, scaling, options.max_failures)
@@ -76,11 +77,11 @@ def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict
     try:
         outcome = trainer.fit().return_value
     except TrainingFailedError as error:
-        raise TrainingFailure(_last_words(error)) from None
+        raise TrainingFailure(_last_words(error), code="ray-train-failed") from None
     finally:
         shutil.rmtree(notes, ignore_errors=True)
     if "error" in outcome:
-        raise UserError(outcome["error"])
+        raise UserError(outcome["error"], code=outcome["code"])
     return outcome
 
 
@@ -93,7 +94,7 @@ def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
             folder = Trainer(config, mine).fit()
         except UserError as error:
             # All ranks agree on it, and another start would end the same: an answer, no failure to recover from.
-            return {"error": str(error)}
+            return {"error": str(error), "code": error.code}
     return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
 
 

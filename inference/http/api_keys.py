@@ -115,10 +115,10 @@ def read_keys(file: Path) -> list[Key]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})") from None
+        raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})", code="api-keys-file") from None
     keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]
     if not keys:
-        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key on each line")
+        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key on each line", code="api-keys-file")
     return keys
 
 
@@ -128,7 +128,9 @@ def _is_key_line(line: str) -> bool:
 
 def _key(file: Path, number: int, words: list[str]) -> Key:
     # The line itself is not quoted: it is a secret.
-    wrong = SettingsError(f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0")
+    wrong = SettingsError(
+        f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0", code="api-keys-file"
+    )
     if len(words) > 2:
         raise wrong
     try:

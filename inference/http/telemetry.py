@@ -32,7 +32,9 @@ class Tracing:
             from opentelemetry.trace import SpanKind, set_span_in_context
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
-            raise SettingsError('OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"') from None
+            raise SettingsError(
+                'OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"', code="package-missing"
+            ) from None
         resource = Resource.create({"service.name": "distrinews", "service.version": __version__})
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -53,10 +53,12 @@ def load_images(data: str) -> ImageData:
         return _read_hub()
     try:
         if not Path(data).exists():
-            raise UserError(f"no such file or folder; {OFFLINE_HINT}")
+            raise UserError(f"no such file or folder; {OFFLINE_HINT}", code="data-not-found")
         return _read_path(Path(data))
     except (UserError, OSError) as error:
-        raise UserError(f"--data {data}: {first_line(error)}") from error
+        raise UserError(
+            f"--data {data}: {first_line(error)}", code=getattr(error, "code", "data-unreadable")
+        ) from error
 
 
 def _read_path(path: Path) -> ImageData:
@@ -78,7 +80,9 @@ def _read_hub() -> ImageData:
     try:
         found = load_dataset(ON_THE_HUB)
     except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
-        raise UserError(f"--data cifar10: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}") from error
+        raise UserError(
+            f"--data cifar10: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
+        ) from error
     splits = [
         Split(np.stack([np.asarray(image) for image in found[split]["img"]]), np.array(found[split]["label"]))
         for split in SPLITS

@@ -41,10 +41,15 @@ def read_batches(files: Mapping[str, bytes], split: str) -> Rows:
     for batch in BATCHES[split]:
         name = f"{batch}.bin" if f"{batch}.bin" in files else batch
         if name not in files:
-            raise UserError(f"{batch} or {batch}.bin: is missing among {', '.join(sorted(files))}")
+            raise UserError(
+                f"{batch} or {batch}.bin: is missing among {', '.join(sorted(files))}", code="images-unreadable"
+            )
         pixels, labels = (_read_binary if name.endswith(".bin") else _read_pickle)(name, files[name])
         if labels.max(initial=0) >= len(CLASSES) or labels.min(initial=0) < 0:
-            raise UserError(f"{name}: row {np.flatnonzero(labels // len(CLASSES))[0]} has a label that is not 0 to 9")
+            raise UserError(
+                f"{name}: row {np.flatnonzero(labels // len(CLASSES))[0]} has a label that is not 0 to 9",
+                code="images-unreadable",
+            )
         parts.append((pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels))
     images, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
     return images, labels.astype(np.int64)
@@ -52,7 +57,9 @@ def read_batches(files: Mapping[str, bytes], split: str) -> Rows:
 
 def _read_binary(name: str, data: bytes) -> Rows:
     if not data or len(data) % (1 + PIXELS):
-        raise UserError(f"{name}: {len(data):,} bytes are no whole number of rows of {1 + PIXELS:,} bytes")
+        raise UserError(
+            f"{name}: {len(data):,} bytes are no whole number of rows of {1 + PIXELS:,} bytes", code="images-unreadable"
+        )
     rows = np.frombuffer(data, np.uint8).reshape(-1, 1 + PIXELS)
     return rows[:, 1:], rows[:, 0]
 
@@ -62,9 +69,11 @@ def _read_pickle(name: str, data: bytes) -> Rows:
         batch = _PlainUnpickler(io.BytesIO(data), encoding="bytes").load()
         pixels, labels = batch[b"data"].pixels(), np.array(batch[b"labels"], dtype=np.int64)
     except Exception as error:  # the documentation of pickle: unpickling may raise errors of any type
-        raise UserError(f"{name}: no Python batch of CIFAR-10 ({first_line(error)})") from error
+        raise UserError(
+            f"{name}: no Python batch of CIFAR-10 ({first_line(error)})", code="images-unreadable"
+        ) from error
     if labels.shape != (len(pixels),) or not len(labels):
-        raise UserError(f"{name}: {len(pixels):,} images, but labels of shape {labels.shape}")
+        raise UserError(f"{name}: {len(pixels):,} images, but labels of shape {labels.shape}", code="images-unreadable")
     return pixels, labels
 
 

@@ -55,7 +55,9 @@ def show(mine: Ranks) -> None:
         say(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
         widest = max(widest, weights)
     if widest > TOLERANCE:
-        raise TrainingFailure(f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first)
+        raise TrainingFailure(
+            f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first, code="replicas-differ"
+        )
     say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for rounding, {widest:.1e} at most"))
 
 

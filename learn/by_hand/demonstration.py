@@ -25,6 +25,7 @@ def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
                     f"{script} on {mine.world_size} rank{'s' * (mine.world_size > 1)}: it shows 2 to {MOST_RANKS}; "
                     f"start it with torchrun --standalone --nproc_per_node=4 {script}",
                     quiet=not mine.is_first,
+                    code="torchrun-needed",
                 )
             show(mine)
 

@@ -48,12 +48,14 @@ def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
                         _check_size(name, member.size)
                         yield name, archive.extractfile(member).read()
     except (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"cannot be read ({first_line(error)})") from error
+        raise UserError(f"cannot be read ({first_line(error)})", code="images-unreadable") from error
 
 
 def _check_size(name: PurePosixPath, num_bytes: int) -> None:
     if num_bytes > MOST_BYTES:
-        raise UserError(f"{name}: {num_bytes:,} bytes; files of more than {MOST_BYTES:,} are not read")
+        raise UserError(
+            f"{name}: {num_bytes:,} bytes; files of more than {MOST_BYTES:,} are not read", code="images-unreadable"
+        )
 
 
 def is_image_of_class(name: PurePosixPath) -> bool:
@@ -70,7 +72,9 @@ def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{name}: no image that can be read ({type(error).__name__})") from error
+        raise UserError(
+            f"{name}: no image that can be read ({type(error).__name__})", code="images-unreadable"
+        ) from error
     return np.asarray(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE)))
 
 
@@ -92,9 +96,12 @@ def stack_images(
     """
     names = sorted(name for name in images if name.parts[-3] == split)
     if not names:
-        raise UserError(f"holds no {split}/CLASS/*.png or *.jpg")
+        raise UserError(f"holds no {split}/CLASS/*.png or *.jpg", code="images-unreadable")
     strange = next((name for name in names if name.parts[-2] not in classes), None)
     if strange:
-        raise UserError(f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}")
+        raise UserError(
+            f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}",
+            code="label-unknown",
+        )
     labels = [classes.index(name.parts[-2]) for name in names]
     return np.stack([images[name] for name in names]), np.array(labels, dtype=np.int64)

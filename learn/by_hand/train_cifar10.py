@@ -44,7 +44,7 @@ def main() -> None:
     with ranks(options.device) as mine:
         if options.batch_size % mine.world_size:
             complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
-            raise UserError(complaint, quiet=not mine.is_first)
+            raise UserError(complaint, quiet=not mine.is_first, code="uneven-split")
         load = partial(load_images, options.data)
         train(mine.local_rank0_first(load) if options.data == "cifar10" else mine.run_on_all_ranks(load), options, mine)
 
@@ -58,7 +58,7 @@ def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
     steps = len(data.train) // options.batch_size
     if not steps:
         complaint = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
-        raise UserError(complaint, quiet=not mine.is_first)
+        raise UserError(complaint, quiet=not mine.is_first, code="rows-too-few")
     rows_per_rank = options.batch_size // mine.world_size
     # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
     torch.manual_seed(options.seed + mine.rank)

@@ -114,7 +114,9 @@ def main() -> None:
     try:
         flags.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {flags.output}: cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"--output {flags.output}: cannot be written ({error.strerror})", code="not-writable"
+        ) from error
     with only_run_in(flags.output, "--output"):
         {"run": run, "serve": serve}[flags.command](flags)
 

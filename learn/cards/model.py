@@ -41,14 +41,24 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise UserError(f"model_arch {text!r}: must be sizes of layers, such as {num_features},16,8,{num_classes}")
+        raise UserError(
+            f"model_arch {text!r}: must be sizes of layers, such as {num_features},16,8,{num_classes}",
+            code="card-network",
+        )
     layers = [int(part) for part in parts]
     if layers[0] != num_features:
-        raise UserError(f"model_arch {text}: begins with {layers[0]}, but the data has {num_features} features")
+        raise UserError(
+            f"model_arch {text}: begins with {layers[0]}, but the data has {num_features} features", code="card-network"
+        )
     if layers[-1] != num_classes:
-        raise UserError(f"model_arch {text}: ends with {layers[-1]}, but the data has {num_classes} classes")
+        raise UserError(
+            f"model_arch {text}: ends with {layers[-1]}, but the data has {num_classes} classes", code="card-network"
+        )
     if (count := num_parameters(layers)) > MOST_PARAMETERS:
-        raise UserError(f"model_arch {text}: {count:,} parameters; at most {MOST_PARAMETERS:,} can be looked at")
+        raise UserError(
+            f"model_arch {text}: {count:,} parameters; at most {MOST_PARAMETERS:,} can be looked at",
+            code="card-network",
+        )
     return layers
 
 

@@ -78,7 +78,10 @@ class Pipeline:
         for node in self.nodes:
             if node.id == node_id:
                 return node
-        raise UserError(f"{self.path}: no node {node_id!r}; there are {', '.join(node.id for node in self.nodes)}")
+        raise UserError(
+            f"{self.path}: no node {node_id!r}; there are {', '.join(node.id for node in self.nodes)}",
+            code="pipeline-invalid",
+        )
 
     def of_type(self, card_type: str) -> Node | None:
         """The node of a type of card, of which a pipeline has one at most."""
@@ -101,7 +104,7 @@ class Pipeline:
         card_type, field = SETTINGS[name]
         node = self.of_type(card_type)
         if node is None:
-            raise UserError(f"{where}: there is no {card_type} card in {self.path}")
+            raise UserError(f"{where}: there is no {card_type} card in {self.path}", code="pipeline-invalid")
         return self._changed(node, {field: value}, where)
 
     def _changed(self, node: Node, changes: Mapping[str, Any], where: str) -> Pipeline:
@@ -122,5 +125,9 @@ def read_config(card: BaseCard, values: Mapping[str, Any], where: str) -> CardCo
         name = ".".join(map(str, wrong["loc"]))
         if wrong["type"] == "extra_forbidden":
             known = ", ".join(card.config_schema.model_fields) or "nothing"
-            raise UserError(f"{where}: {card.card_type} has no field {name!r}; it takes {known}") from error
-        raise UserError(f"{where}: config {name}: {wrong['input']!r}: {wrong['msg']}") from error
+            raise UserError(
+                f"{where}: {card.card_type} has no field {name!r}; it takes {known}", code="pipeline-invalid"
+            ) from error
+        raise UserError(
+            f"{where}: config {name}: {wrong['input']!r}: {wrong['msg']}", code="pipeline-invalid"
+        ) from error

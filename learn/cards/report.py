@@ -58,7 +58,7 @@ def check_report(path: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise UserError(f"--report {path}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--report {path}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def write_report(path: Path, runner: Runner, history: History) -> None:
@@ -72,7 +72,7 @@ def write_report(path: Path, runner: Runner, history: History) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page.encode())
     except OSError as error:
-        raise UserError(f"--report {path}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--report {path}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def _address(script: Path) -> str:

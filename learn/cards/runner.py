@@ -124,7 +124,7 @@ class Runner:
             raise
         except Exception as error:  # of a local card, or of this program around the ranks; theirs are foreseen there
             said = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
-            raise TrainingFailure(f"card {node.card.card_type} (node {node.id}): {said}") from error
+            raise TrainingFailure(f"card {node.card.card_type} (node {node.id}): {said}", code="card-failed") from error
 
     def _place(self, node: Node) -> tuple[int, int, bool]:
         """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""

@@ -58,14 +58,17 @@ class Storage:
             UserError: it holds something else, or cannot be written.
         """
         if self.folder.exists() and not (self.folder / MARK).exists():
-            raise UserError(f"{self.folder}: is there already and is no run of cards; choose another --output")
+            raise UserError(
+                f"{self.folder}: is there already and is no run of cards; choose another --output",
+                code="output-not-empty",
+            )
         try:
             with suppress(FileNotFoundError):
                 shutil.rmtree(self.folder)
             self.folder.mkdir(parents=True)
             (self.folder / MARK).touch()
         except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written ({error.strerror})") from error
+            raise UserError(f"{self.folder}: cannot be written ({error.strerror})", code="not-writable") from error
 
     def at(self, node: str) -> Storage:
         """Another card's part."""

@@ -29,9 +29,11 @@ def read_pipeline(path: Path) -> Pipeline:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})", code="pipeline-invalid"
+        ) from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})", code="pipeline-invalid") from error
     return build_pipeline(document, path)
 
 
@@ -46,15 +48,18 @@ def build_pipeline(document: Any, path: Path) -> Pipeline:
         UserError: what it says cannot be run; the first mistake is named.
     """
     if not isinstance(document, dict) or set(document) != {"nodes"} or not isinstance(document["nodes"], list):
-        raise UserError(f"{path}: must hold one list, nodes, of cards with an id, a card, a config and inputs")
+        raise UserError(
+            f"{path}: must hold one list, nodes, of cards with an id, a card, a config and inputs",
+            code="pipeline-invalid",
+        )
     nodes = {}
     for number, entry in enumerate(document["nodes"], start=1):
         node = _read_node(entry, f"{path}, node {number}", path)
         if node.id in nodes:
-            raise UserError(f"{path}: two nodes have the id {node.id!r}")
+            raise UserError(f"{path}: two nodes have the id {node.id!r}", code="pipeline-invalid")
         nodes[node.id] = node
     if not nodes:
-        raise UserError(f"{path}: nodes is empty; connect at least one card")
+        raise UserError(f"{path}: nodes is empty; connect at least one card", code="pipeline-invalid")
     _check_one_of_each(nodes, path)
     _check_sources(nodes, path)
     order = _order(nodes, path)
@@ -64,19 +69,28 @@ def build_pipeline(document: Any, path: Path) -> Pipeline:
 
 def _read_node(entry: Any, where: str, path: Path) -> Node:
     if not isinstance(entry, dict) or not {"id", "card"} <= set(entry):
-        raise UserError(f"{where}: must have an id and a card")
+        raise UserError(f"{where}: must have an id and a card", code="pipeline-invalid")
     if not isinstance(entry["id"], str) or not _ID.fullmatch(entry["id"]):
-        raise UserError(f"{where}: id {entry['id']!r} must be a word of letters, digits, - and _")
+        raise UserError(
+            f"{where}: id {entry['id']!r} must be a word of letters, digits, - and _", code="pipeline-invalid"
+        )
     where = f"{path}, node {entry['id']}"
     if unknown := set(entry) - set(_NODE_FIELDS):
-        raise UserError(f"{where}: unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}")
+        raise UserError(
+            f"{where}: unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}",
+            code="pipeline-invalid",
+        )
     card = CARDS.get(entry["card"]) if isinstance(entry["card"], str) else None
     if card is None:
-        raise UserError(f"{where}: unknown card {entry['card']!r}; the cards are {', '.join(CARDS)}")
+        raise UserError(
+            f"{where}: unknown card {entry['card']!r}; the cards are {', '.join(CARDS)}", code="pipeline-invalid"
+        )
     values = {field: entry.get(field) or {} for field in ("config", "inputs")}
     for field, value in values.items():
         if not isinstance(value, dict):
-            raise UserError(f"{where}: {field} must be names with values, such as {{name: value}}")
+            raise UserError(
+                f"{where}: {field} must be names with values, such as {{name: value}}", code="pipeline-invalid"
+            )
     sources = {name: _read_source(text, f"{where}: input {name}") for name, text in values["inputs"].items()}
     return Node(entry["id"], card, read_config(card, values["config"], where), sources)
 
@@ -84,7 +98,9 @@ def _read_node(entry: Any, where: str, path: Path) -> Node:
 def _read_source(text: Any, where: str) -> Source:
     node, dot, output = str(text).partition(".")
     if not (isinstance(text, str) and node and dot and output):
-        raise UserError(f"{where}: {text!r} must be a node and one of its outputs, such as load.dataset")
+        raise UserError(
+            f"{where}: {text!r} must be a node and one of its outputs, such as load.dataset", code="pipeline-invalid"
+        )
     return Source(node, output)
 
 
@@ -94,7 +110,9 @@ def _check_one_of_each(nodes: Mapping[str, Node], path: Path) -> None:
     for card_type, count in counts.items():
         if count > 1:
             ids = " and ".join(node.id for node in nodes.values() if node.card.card_type == card_type)
-            raise UserError(f"{path}: nodes {ids} are both {card_type}; a pipeline has each card once")
+            raise UserError(
+                f"{path}: nodes {ids} are both {card_type}; a pipeline has each card once", code="pipeline-invalid"
+            )
 
 
 def _check_sources(nodes: Mapping[str, Node], path: Path) -> None:
@@ -104,12 +122,19 @@ def _check_sources(nodes: Mapping[str, Node], path: Path) -> None:
             where = f"{path}, node {node.id}: input {name}"
             if name not in node.card.input_schema:
                 known = ", ".join(node.card.input_schema) or "nothing"
-                raise UserError(f"{where}: {node.card.card_type} has no such input; it takes {known}")
+                raise UserError(
+                    f"{where}: {node.card.card_type} has no such input; it takes {known}", code="pipeline-invalid"
+                )
             if source.node not in nodes:
-                raise UserError(f"{where}: no node {source.node!r}; there are {', '.join(nodes)}")
+                raise UserError(
+                    f"{where}: no node {source.node!r}; there are {', '.join(nodes)}", code="pipeline-invalid"
+                )
             outputs = nodes[source.node].card.output_schema
             if source.output not in outputs:
-                raise UserError(f"{where}: node {source.node} has no output {source.output!r}; it has {_list(outputs)}")
+                raise UserError(
+                    f"{where}: node {source.node} has no output {source.output!r}; it has {_list(outputs)}",
+                    code="pipeline-invalid",
+                )
 
 
 def _check_inputs(nodes: Mapping[str, Node], path: Path) -> None:
@@ -118,11 +143,13 @@ def _check_inputs(nodes: Mapping[str, Node], path: Path) -> None:
         for name, kind in node.card.input_schema.items():
             where = f"{path}, node {node.id}: input {name}"
             if name not in node.inputs:
-                raise UserError(f"{where} is not connected; it needs a {kind}, which {_makers(kind)} makes")
+                raise UserError(
+                    f"{where} is not connected; it needs a {kind}, which {_makers(kind)} makes", code="pipeline-invalid"
+                )
             source = node.inputs[name]
             found = nodes[source.node].card.output_schema[source.output]
             if found != kind:
-                raise UserError(f"{where} needs a {kind}; {source} is a {found}")
+                raise UserError(f"{where} needs a {kind}; {source} is a {found}", code="pipeline-invalid")
 
 
 def _list(names: Mapping[str, str]) -> str:
@@ -139,7 +166,9 @@ def _order(nodes: Mapping[str, Node], path: Path) -> list[Node]:
     try:
         order = [nodes[node_id] for node_id in sorter.static_order()]
     except CycleError as error:
-        raise UserError(f"{path}: nodes feed each other in a circle: {' -> '.join(error.args[1])}") from error
+        raise UserError(
+            f"{path}: nodes feed each other in a circle: {' -> '.join(error.args[1])}", code="pipeline-invalid"
+        ) from error
     needs_loop: set[str] = set()
     for node in order:
         if node.in_loop or any(source.node in needs_loop for source in node.inputs.values()):

@@ -46,6 +46,7 @@ class Answer:
     kind: Literal["done", "user error", "failed", "lost a rank"]
     outputs: Mapping[str, Any]
     message: str = ""
+    code: str = ""
 
 
 class Workers:
@@ -93,8 +94,10 @@ class Workers:
         self.close()
         rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
         if answer.kind == "user error":
-            raise UserError(answer.message)
-        raise TrainingFailure(f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}")
+            raise UserError(answer.message, code=answer.code)
+        raise TrainingFailure(
+            f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}", code="card-failed"
+        )
 
     def _answers(self) -> dict[int, Answer]:
         """Every rank's answer; fewer once one has failed, since the others may wait for it for ever."""
@@ -173,7 +176,7 @@ def _answer_of(job: Job, storage: Storage) -> Answer:
         record_held("after", storage)
         storage.save("outputs", outputs)
     except UserError as error:
-        return Answer("user error", {}, str(error))
+        return Answer("user error", {}, str(error), error.code)
     except Exception as error:
         trace = keep_traceback(storage)
         if is_lost_rank(error):

@@ -27,12 +27,13 @@ def compile_solution(path: Path) -> CodeType:
         return compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}); copy learn/by_hand/exercise.py, fill it in and name it here"
+            f"{path}: cannot be read ({error.strerror}); copy learn/by_hand/exercise.py, fill it in and name it here",
+            code="exercise-file",
         ) from error
     except SyntaxError as error:
         place = f"{path}, line {error.lineno}" if error.lineno else path
         line = (error.text or "").strip()
-        raise UserError(f"{place}: {error.msg}{f': {line}' if line else ''}") from error
+        raise UserError(f"{place}: {error.msg}{f': {line}' if line else ''}", code="exercise-file") from error
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ def _wait_for_group(started: Sequence[_Started]) -> None:
                 said = pipe.recv_bytes() if ready else b""
             if said != READY:
                 why = said.decode() or "is the machine out of memory?"
-                raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}")
+                raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}", code="rank-lost")
 
 
 def _reports(started: Sequence[_Started], seconds: float) -> list[Report]:

@@ -32,16 +32,21 @@ def check_output(model_folder: Path) -> None:
         UserError: with the reason.
     """
     if model_folder.is_file():
-        raise UserError(f"--output_dir {model_folder}: is a file; name a folder")
+        raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
-        raise UserError(f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder")
+        raise UserError(
+            f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder",
+            code="output-not-empty",
+        )
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
     probe = nearest / ".distrinews-write-test"
     try:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"--output_dir {model_folder}: {nearest} cannot be written ({error.strerror})", code="not-writable"
+        ) from error
 
 
 def check_shared(model_folder: Path, ranks: Ranks) -> None:
@@ -65,7 +70,8 @@ def _check_seen(probe: Path, model_folder: Path) -> None:
     if not probe.exists():
         raise UserError(
             f"--output_dir {model_folder}: {socket.gethostname()} does not see what rank 0 writes to {probe.parent}; "
-            "name a folder that all machines share"
+            "name a folder that all machines share",
+            code="folder-not-shared",
         )
 
 

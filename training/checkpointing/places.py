@@ -34,9 +34,11 @@ def open_location(address: str) -> Storage:
         return RemoteStorage(address)
     except ImportError as error:
         extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
-        raise UserError(f"--checkpoint_dir {address}: its driver is not there ({error}){extra}") from error
+        raise UserError(
+            f"--checkpoint_dir {address}: its driver is not there ({error}){extra}", code="package-missing"
+        ) from error
     except ValueError as error:
-        raise UserError(f"--checkpoint_dir {address}: {error}") from error
+        raise UserError(f"--checkpoint_dir {address}: {error}", code="storage-address") from error
 
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
@@ -52,17 +54,22 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
             try:
                 storage.put_probe(probe)
             except OSError as error:
-                raise UserError(f"--checkpoint_dir {storage.location}: cannot be written ({error})") from error
+                raise UserError(
+                    f"--checkpoint_dir {storage.location}: cannot be written ({error})", code="not-writable"
+                ) from error
 
     def look() -> None:
         try:
             seen = storage.sees_probe(probe)
         except OSError as error:
-            raise UserError(f"--checkpoint_dir {storage.location}: cannot be read ({error})") from error
+            raise UserError(
+                f"--checkpoint_dir {storage.location}: cannot be read ({error})", code="storage-unreachable"
+            ) from error
         if not seen:
             raise UserError(
                 f"--checkpoint_dir {storage.location}: what rank 0 writes there is not seen here; "
-                "name a place that all machines share"
+                "name a place that all machines share",
+                code="folder-not-shared",
             )
 
     ranks.run_on_all_ranks(put)

@@ -109,6 +109,7 @@ def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]
             f"--resume auto: none of the {len(found)} checkpoints in {storage.location} is whole; "
             "use --resume none to start anew (they are moved aside, not deleted)",
             quiet=not ranks.is_first,
+            code="no-complete-checkpoint",
         )
     return None
 
@@ -157,7 +158,9 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
         try:
             return storage.read_json(path, STATE_FILE) if ranks.is_first else None
         except (OSError, ValueError) as error:
-            raise UserError(f"checkpoint {path}: {STATE_FILE} cannot be read ({error})") from error
+            raise UserError(
+                f"checkpoint {path}: {STATE_FILE} cannot be read ({error})", code="checkpoint-damaged"
+            ) from error
 
     state = ranks.broadcast(ranks.run_on_all_ranks(read))
     return Resumed(
@@ -197,7 +200,9 @@ def _answering(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{storage.location}: does not answer ({error}); start again when it does") from error
+        raise UserError(
+            f"{storage.location}: does not answer ({error}); start again when it does", code="storage-unreachable"
+        ) from error
 
 
 def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) -> None:
@@ -233,11 +238,14 @@ def _named(asked: str, ranks: Ranks) -> str:
 
     def look() -> None:
         if "://" not in asked and not Path(path).is_dir():
-            raise UserError(f"--resume {asked}: no such folder on {socket.gethostname()}; {advice} that all ranks see")
+            raise UserError(
+                f"--resume {asked}: no such folder on {socket.gethostname()}; {advice} that all ranks see",
+                code="checkpoint-not-found",
+            )
 
     ranks.run_on_all_ranks(look)
     if damage := find_shared_damage(path, ranks):
-        raise UserError(f"--resume {asked}: {damage}; {advice}", quiet=not ranks.is_first)
+        raise UserError(f"--resume {asked}: {damage}; {advice}", quiet=not ranks.is_first, code="checkpoint-damaged")
     return path
 
 
@@ -263,5 +271,6 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     if differing:
         raise UserError(
             f"{resumed.path} is of another run: {'; '.join(differing)}. Use the same flags to go on, another "
-            "--output_dir, or --resume none to start anew (the earlier run is moved aside, not deleted)"
+            "--output_dir, or --resume none to start anew (the earlier run is moved aside, not deleted)",
+            code="checkpoint-other-run",
         )

@@ -187,6 +187,7 @@ class Saver:
                 f"{where}, for the {MOST_FAILURES}rd time in a row; {self._newest()}: make room or mend the place, "
                 "then start the same command again",
                 quiet=not self.ranks.is_first,
+                code="checkpoint-not-saved",
             )
         attempt = f"attempt {self._failures} of {MOST_FAILURES}"
         if waits is None:

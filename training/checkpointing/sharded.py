@@ -151,4 +151,6 @@ class SavedShards:
         try:
             return work()
         except Exception as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user
-            raise UserError(f"checkpoint {self.location}: cannot be read ({first_line(error)})") from error
+            raise UserError(
+                f"checkpoint {self.location}: cannot be read ({first_line(error)})", code="checkpoint-damaged"
+            ) from error

@@ -142,7 +142,9 @@ class Storage(ABC):
         try:
             return self._find_damage(path, part, parts)
         except Unreachable as error:
-            raise UserError(f"{path}: cannot be read now ({error}); start again when it can") from error
+            raise UserError(
+                f"{path}: cannot be read now ({error}); start again when it can", code="storage-unreachable"
+            ) from error
         except FileNotFoundError:
             return f"{MANIFEST} is missing"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

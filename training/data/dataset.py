@@ -105,12 +105,13 @@ def load_news(
     if path.is_file():
         return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading)
     if looks_local(dataset):
-        raise UserError(f"--dataset {dataset}: no such file or folder")
+        raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
         return _read_hub(dataset, seed, reading, say)
     raise UserError(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
-        "a hub name owner/data, or an existing folder or file"
+        "a hub name owner/data, or an existing folder or file",
+        code="data-not-found",
     )
 
 
@@ -155,7 +156,9 @@ def _read_folder(name: str, folder: Path, seed: int, reading: Reading) -> NewsDa
         return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading)
     train = _find_split(folder, "train")
     if train is None:
-        raise UserError(f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet")
+        raise UserError(
+            f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet", code="data-not-found"
+        )
     found = {"train": train, "validation": _find_split(folder, *VALIDATION_NAMES), "test": _find_split(folder, "test")}
     classes = folder / "classes.txt"
     label_names = None
@@ -181,7 +184,7 @@ def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
         places = {split: folder / split for split in names} if names else {"train": folder}
         return {split: concatenate_datasets(_shards(place, reading)) for split, place in places.items()}
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--dataset {name}: {first_line(error)}") from error
+        raise UserError(f"--dataset {name}: {first_line(error)}", code="data-unreadable") from error
 
 
 def _shards(folder: Path, reading: Reading) -> list[Any]:
@@ -202,7 +205,10 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
     for path, why in unreadable.items():
         reading.reject(str(path), f"cannot be read ({why})", rows)
     if len(unreadable) > len(readable):
-        raise UserError(f"--dataset {folder}: {len(unreadable)} of its shards cannot be read, and {len(readable)} can")
+        raise UserError(
+            f"--dataset {folder}: {len(unreadable)} of its shards cannot be read, and {len(readable)} can",
+            code="data-unreadable",
+        )
     return readable
 
 
@@ -217,17 +223,19 @@ def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None]
         raise
     except DatasetNotFoundError as error:
         raise UserError(
-            f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}"
+            f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}", code="hub-not-found"
         ) from error
     except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
-        raise UserError(f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}") from error
+        raise UserError(
+            f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
+        ) from error
     return _from_datasets(name, found, seed, reading)
 
 
 def _from_datasets(name: str, found: Any, seed: int, reading: Reading) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
     if "train" not in splits:
-        raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}")
+        raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}", code="data-not-found")
     features = splits["train"].features
     text_column, label_column = reading.find_columns(f"--dataset {name}", list(features))
     label_names = getattr(features[label_column], "names", None)
@@ -258,7 +266,8 @@ def _assemble(
     names = list(label_names or _label_names(present))
     if len(present) < 2:
         raise UserError(
-            f"--dataset {name}: all training rows have the label {next(iter(present))!r}; two labels are needed"
+            f"--dataset {name}: all training rows have the label {next(iter(present))!r}; two labels are needed",
+            code="labels-too-few",
         )
     notes = _notes_on_labels(name, present, known=label_names is not None)
     train, validation = _index(usable, names), None
@@ -272,7 +281,8 @@ def _assemble(
         if len(held_out) == 0:
             raise UserError(
                 f"--dataset {name}: {len(train)} rows leave none for validation and test; at least 3 rows of each "
-                "label are needed, one each to train, validate and test on"
+                "label are needed, one each to train, validate and test on",
+                code="rows-too-few",
             )
         notes.append(
             f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
@@ -297,7 +307,8 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
     if len(labels) > FEW_LABELS and 2 * len(labels) > num_rows:
         raise UserError(
             f"--dataset {name}: {counts}; is the label column a number to predict, or free text? "
-            "This trains classifiers"
+            "This trains classifiers",
+            code="labels-too-many",
         )
     if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
         notes.append(f"{counts}: few rows to learn each from; is it the right column?")

@@ -56,7 +56,8 @@ def refuse_revision(flag: str, name: str) -> None:
     if "@" in name:
         raise UserError(
             f"{flag} {name}: a revision cannot be chosen; download it with hf download NAME --revision REVISION "
-            f"--local-dir FOLDER, and give {flag} FOLDER"
+            f"--local-dir FOLDER, and give {flag} FOLDER",
+            code="revision-unsupported",
         )
 
 

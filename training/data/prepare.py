@@ -110,10 +110,13 @@ def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple
     if len(validation) == 0:
         raise UserError(
             f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
-            "or validation rows of their own (validation.csv beside train.csv)"
+            "or validation rows of their own (validation.csv beside train.csv)",
+            code="rows-too-few",
         )
     if len(train) < world_size:
-        raise UserError(f"{world_size} ranks for {len(train)} training rows: start fewer processes")
+        raise UserError(
+            f"{world_size} ranks for {len(train)} training rows: start fewer processes", code="rows-too-few"
+        )
     return train, validation
 
 
@@ -153,7 +156,8 @@ def prepare_model(
         if config.max_length > model.max_positions:
             raise UserError(
                 f"--max_length {config.max_length}: --model {config.model} has positions for "
-                f"{model.max_positions} tokens"
+                f"{model.max_positions} tokens",
+                code="max-length",
             )
         row = int(np.argmin(tokens.train.lengths))
         start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]

@@ -94,7 +94,7 @@ def check_model_name(model: str) -> None:
     if model == TINY or Path(model).expanduser().is_dir():
         return
     if looks_local(model):
-        raise UserError(f"--model {model}: no folder of that name")
+        raise UserError(f"--model {model}: no folder of that name", code="model-not-found")
     refuse_revision("--model", model)
 
 
@@ -124,7 +124,10 @@ def load_tokenizer(
 
     tokenizer = load_from(model, ask, say)
     if not tokenizer.is_fast:
-        raise UserError(f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need")
+        raise UserError(
+            f"--model {model}: has no fast tokenizer (tokenizer.json), which training and serving need",
+            code="tokenizer-missing",
+        )
     tokenizer.model_max_length = max_length
     return tokenizer
 
@@ -142,7 +145,7 @@ def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> 
     except ForeseenError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
-        raise UserError(f"--model {model}: {_why_not_loaded(model, error)}") from error
+        raise UserError(f"--model {model}: {_why_not_loaded(model, error)}", code="model-unreadable") from error
 
 
 def _why_not_loaded(model: str, error: Exception) -> str:
@@ -192,7 +195,7 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, save(tensors, metadata={"about": json.dumps(about)}))
     except OSError as error:
-        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
     say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 

@@ -116,10 +116,12 @@ def evaluate_saved(
         try:
             saved = read_saved_model(path)
         except ModelLoadError as error:
-            raise UserError(str(error)) from error
+            raise UserError(str(error), code=error.code) from error
         name = dataset or saved.metadata.get("dataset")
         if name is None:
-            raise UserError(f"{path}: does not say what it was trained on; name the data with --dataset")
+            raise UserError(
+                f"{path}: does not say what it was trained on; name the data with --dataset", code="data-not-found"
+            )
         text, label = columns
         text = text or str(saved.metadata.get("text_column", "text"))
         label = label or str(saved.metadata.get("label_column", "label"))
@@ -143,7 +145,8 @@ def _relabelled(data: NewsData, labels: list[str]) -> Rows:
     unknown = [name for name in data.label_names if name not in labels]
     if unknown:
         raise UserError(
-            f"--dataset {data.name}: label {unknown[0]!r} is none of the model's labels {', '.join(labels)}"
+            f"--dataset {data.name}: label {unknown[0]!r} is none of the model's labels {', '.join(labels)}",
+            code="label-unknown",
         )
     index = np.array([labels.index(name) for name in data.label_names])
     return Rows(data.test.texts, index[data.test.labels])

@@ -119,7 +119,7 @@ class BadSteps:
     def fail(self, last: BadStep, advice: str) -> NoReturn:
         """End the run at step ``last``."""
         message = f"{last}{self._shown(last)}. {advice}, then start again"
-        raise TrainingFailure(message, quiet=not self.context.ranks.is_first)
+        raise TrainingFailure(message, quiet=not self.context.ranks.is_first, code="loss-not-finite")
 
     def _record(self, bad: BadStep) -> None:
         self.context.exporter.bad_steps.inc()

@@ -39,5 +39,6 @@ def _out_of_memory(ranks: Ranks, step: int, shape: torch.Size | None) -> Trainin
     size = f" with a micro-batch of {shape[0]} rows of {shape[1]} tokens" if shape else ""
     return TrainingFailure(
         f"rank {ranks.rank}: out of memory at step {step}{size}; lower --batch_size and raise "
-        "--gradient_accumulation by the same factor, or use --activation_checkpointing full or --strategy zero3"
+        "--gradient_accumulation by the same factor, or use --activation_checkpointing full or --strategy zero3",
+        code="out-of-memory",
     )

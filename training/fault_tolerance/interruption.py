@@ -104,7 +104,11 @@ class Interruption:
                 interrupted = interrupted or time.monotonic()
             # Looked at again after the wait: there may be something to save by now.
             if not (self._saves or number == signal.SIGUSR1 or self._ended.wait(STOP_SECONDS) or self._saves):
-                leave(self.exit_code, "error: asked to stop while another rank does not come; nothing was to save")
+                leave(
+                    self.exit_code,
+                    "error: stop requested, but another rank does not respond; there was nothing to save "
+                    "[stop-not-agreed]",
+                )
             self.asked = self.asked or self._saves
         os.close(reader)
 

@@ -107,7 +107,7 @@ def stop_with_launcher() -> None:
 def _tell_launcher(error: ForeseenError) -> None:
     """Let torchrun's report on the failed ranks, which is long, end with what is wrong."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": error.line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 

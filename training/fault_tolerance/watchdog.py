@@ -100,7 +100,7 @@ class Watchdog(Observer):
             if not waits:
                 missing.append(Missing(status, why))
             line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
-            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'}"
+            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [hang]"
             self._events.write("hang", seconds=seconds, message=line)
             self._say_and_leave(1, line, speaks=speaks, at_once=not waits)
 
@@ -108,7 +108,7 @@ class Watchdog(Observer):
         with self._report_lock:
             missing, speaks = self._look_around()
             if missing:  # else the others live, and a slow step or a long save will end
-                line = self._line(missing, "asked to stop, which could not be agreed upon")
+                line = f"{self._line(missing, 'asked to stop, which could not be agreed upon')} [stop-not-agreed]"
                 self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
 
     def _look_around(self) -> tuple[list[Missing], bool]:

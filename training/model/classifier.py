@@ -165,14 +165,17 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
             with torch.no_grad():
                 padded = model(F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING)))
     except Exception as error:  # the network's own code
-        raise UserError(f"--model {name}: a text cannot be classified with it ({first_line(error)})") from error
+        raise UserError(
+            f"--model {name}: a text cannot be classified with it ({first_line(error)})", code="model-unreadable"
+        ) from error
     finally:
         model.train(was_training)
     change, scale = (padded - alone.detach()).abs().max().item(), max(alone.abs().max().item(), 1e-6)
     if change > PROBE_TOLERANCE * scale:
         raise UserError(
             f"--model {name}: {model.network.config.model_type} reads padding, which changes a row's logits by "
-            f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like"
+            f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like",
+            code="padding-not-masked",
         )
     reached = _leaves(alone)
     unused = {name: parameter for name, parameter in model.network.named_parameters() if parameter not in reached}

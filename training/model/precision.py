@@ -49,11 +49,17 @@ def choose_precision(asked: str, device: torch.device) -> str:
     """
     if device.type == "cpu":
         if asked == "fp16":
-            raise UserError("--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or bf16")
+            raise UserError(
+                "--precision fp16: trains on GPUs only, and this run is on the CPU; use fp32 or bf16",
+                code="precision-unsupported",
+            )
         return ("bf16" if cpu_gains_by_bf16() else "fp32") if asked == "auto" else asked
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16" and not has_bf16:
-        raise UserError(f"--precision bf16: {torch.cuda.get_device_name(device)} has none; use fp16 or auto")
+        raise UserError(
+            f"--precision bf16: {torch.cuda.get_device_name(device)} has none; use fp16 or auto",
+            code="precision-unsupported",
+        )
     return ("bf16" if has_bf16 else "fp16") if asked == "auto" else asked
 
 

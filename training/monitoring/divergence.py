@@ -116,6 +116,7 @@ class ReplicaCheck(Observer):
             f"{when} the copies of the weights differ: {found}.{since} {good}tart the same command again to go on. If "
             f"it comes back on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
             quiet=not self.ranks.is_first,
+            code="replicas-differ",
         )
 
 

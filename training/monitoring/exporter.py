@@ -265,7 +265,8 @@ def _listen(first_port: int, local_rank: int, registry: CollectorRegistry) -> Ca
     except OSError as error:
         raise UserError(
             f"--metrics_port {first_port}: port {port} cannot be listened on ({error.strerror}); "
-            "choose another, or 0 for no metrics"
+            "choose another, or 0 for no metrics",
+            code="port-in-use",
         ) from error
 
     def stop() -> None:

@@ -33,4 +33,5 @@ def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, wh
             "goes past what reduces them: call the wrapped model, and hold synchronisation back for no step's last "
             "micro-batch",
             quiet=not ranks.is_first,
+            code="gradients-differ",
         )

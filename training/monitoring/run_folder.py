@@ -98,7 +98,7 @@ class RunFolder:
         if not any((path / name).exists() for name in (METRICS_FILE, EVENTS_FILE, "ranks")):
             near = path.with_name(path.name + ".run")
             hint = f"did you mean {near}?" if near.is_dir() else "name the OUTPUT_DIR.run of one"
-            raise UserError(f"{path}: not the folder of a training run; {hint}")
+            raise UserError(f"{path}: not the folder of a training run; {hint}", code="not-a-run")
         self.path = path
         self._picture = Picture(path.resolve().name)
         self._metrics, self._events = _Tail(path / METRICS_FILE), _Tail(path / EVENTS_FILE)

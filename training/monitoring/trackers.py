@@ -205,7 +205,10 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UserError(f'--trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out')
+            raise UserError(
+                f'--trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out',
+                code="package-missing",
+            )
 
 
 class TrackerThread:

@@ -35,7 +35,10 @@ def apply_to_blocks(network: nn.Module, config: TrainConfig, stream: DropoutStre
         return
     blocks = find_blocks(network)
     if not blocks:
-        raise UserError(f"--model {config.model}: no repeated blocks were found to checkpoint, compile or convert")
+        raise UserError(
+            f"--model {config.model}: no repeated blocks were found to checkpoint, compile or convert",
+            code="model-no-blocks",
+        )
     for block in blocks:
         _treat(block, config, stream)
     if config.compile:

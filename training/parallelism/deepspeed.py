@@ -57,10 +57,14 @@ class DeepSpeedStrategy:
         if not self.ranks.is_distributed:
             raise UserError(
                 "--strategy deepspeed: needs a process group, also for one process; start with "
-                "torchrun --nproc_per_node=N training/train_ddp.py"
+                "torchrun --nproc_per_node=N training/train_ddp.py",
+                code="torchrun-needed",
             )
         if self.config.float8:
-            raise UserError("--float8 with --strategy deepspeed: not supported; use --strategy zero2 or zero3")
+            raise UserError(
+                "--float8 with --strategy deepspeed: not supported; use --strategy zero2 or zero3",
+                code="flags-conflict",
+            )
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         settings = deepspeed_settings(self.config, self.precision, self.ranks.world_size, num_parameters)
         deepspeed = import_deepspeed(self.ranks.device)
@@ -71,7 +75,8 @@ class DeepSpeedStrategy:
         except (ValueError, TypeError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
             where = self.config.deepspeed_config or "made from the flags"
             raise UserError(
-                f"--deepspeed_config {where}: DeepSpeed refuses it: {' '.join(str(error).split())}"
+                f"--deepspeed_config {where}: DeepSpeed refuses it: {' '.join(str(error).split())}",
+                code="deepspeed-config",
             ) from error
         return deepspeed, settings
 
@@ -165,7 +170,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise UserError(
-            f'--strategy deepspeed: DeepSpeed is not there ({error}); pip install "distrinews[deepspeed]"'
+            f'--strategy deepspeed: DeepSpeed is not there ({error}); pip install "distrinews[deepspeed]"',
+            code="package-missing",
         ) from error
     # For inference on CPUs alone; to build it takes a compiler and most of a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

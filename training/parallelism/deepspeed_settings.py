@@ -77,18 +77,23 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
             raise UserError(
                 f"--deepspeed_config {config.deepspeed_config}: {path} is {json.dumps(theirs)}, and "
                 f"--{flag} {str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, "
-                "or leave it out of the file"
+                "or leave it out of the file",
+                code="deepspeed-config",
             )
     return _merge(ours, given)
 
 
 def _check(config: TrainConfig, precision: str) -> None:
     if config.deepspeed_stage == 0 and config.cpu_offload:
-        raise UserError("--cpu_offload with --deepspeed_stage 0: nothing is shared out there; use stage 1, 2 or 3")
+        raise UserError(
+            "--cpu_offload with --deepspeed_stage 0: nothing is shared out there; use stage 1, 2 or 3",
+            code="flags-conflict",
+        )
     if config.deepspeed_stage == 0 and precision == "fp16":
         raise UserError(
             "--precision fp16 with --deepspeed_stage 0: DeepSpeed keeps no fp32 weights there; use stage 1, 2 or 3, "
-            "or --strategy ddp"
+            "or --strategy ddp",
+            code="flags-conflict",
         )
 
 
@@ -126,15 +131,19 @@ def _read(path: Path) -> Settings:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--deepspeed_config {path}: {error.strerror}") from error
+        raise UserError(f"--deepspeed_config {path}: {error.strerror}", code="deepspeed-config") from error
     except ValueError as error:
-        raise UserError(f"--deepspeed_config {path}: not valid JSON: {error}") from error
+        raise UserError(f"--deepspeed_config {path}: not valid JSON: {error}", code="deepspeed-config") from error
     if not isinstance(settings, dict):
-        raise UserError(f'--deepspeed_config {path}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}')
+        raise UserError(
+            f'--deepspeed_config {path}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}',
+            code="deepspeed-config",
+        )
     settings = _without_auto(settings)
     for name in sorted(settings.keys() & set(REFUSED)):
         raise UserError(
-            f"--deepspeed_config {path}: {name} is not for a file: the trainer's flags decide it; leave it out"
+            f"--deepspeed_config {path}: {name} is not for a file: the trainer's flags decide it; leave it out",
+            code="deepspeed-config",
         )
     if "optimizer" in settings:
         settings["optimizer"] = _adamw(path, settings["optimizer"])
@@ -144,15 +153,21 @@ def _read(path: Path) -> Settings:
 def _adamw(path: Path, section: Any) -> Settings:
     """The section of an optimizer of DeepSpeed's own, with the same numbers as PyTorch's."""
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
-        raise UserError(f"--deepspeed_config {path}: optimizer and its params: must be objects with fields")
+        raise UserError(
+            f"--deepspeed_config {path}: optimizer and its params: must be objects with fields", code="deepspeed-config"
+        )
     kind = section.get("type")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(f"--deepspeed_config {path}: optimizer.type is {kind}: only AdamW is trained with here")
+        raise UserError(
+            f"--deepspeed_config {path}: optimizer.type is {kind}: only AdamW is trained with here",
+            code="deepspeed-config",
+        )
     if set(section.get("params", {})) - {"torch_adam"}:
         names = ", ".join(section["params"])
         raise UserError(
             f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate and "
-            "--weight_decay say them"
+            "--weight_decay say them",
+            code="deepspeed-config",
         )
     return {"type": "AdamW", "params": {"lr": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, **section.get("params", {})}}
 

@@ -48,20 +48,26 @@ class ParallelDims:
         if pp * dp * tp != world_size:
             raise UserError(
                 f"--pp ({pp}) x --dp ({dp}) x --tp ({tp}) = {pp * dp * tp}, and there are {world_size} ranks: "
-                "choose degrees whose product is the number of processes, or leave --dp at 0"
+                "choose degrees whose product is the number of processes, or leave --dp at 0",
+                code="mesh-degrees",
             )
         if ranks_per_machine % tp:
             raise UserError(
                 f"--tp {tp}: tensor-parallel ranks exchange activations in every block and must share a machine, and "
-                f"there are {ranks_per_machine} ranks per machine: use a divisor of {ranks_per_machine}"
+                f"there are {ranks_per_machine} ranks per machine: use a divisor of {ranks_per_machine}",
+                code="mesh-degrees",
             )
         if config.sequence_parallel and tp == 1:
-            raise UserError("--sequence_parallel: does nothing without --tp of 2 or more")
+            raise UserError("--sequence_parallel: does nothing without --tp of 2 or more", code="flags-conflict")
         if pp == 1 and config.pp_schedule != TrainConfig.model_fields["pp_schedule"].default:
-            raise UserError(f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more")
+            raise UserError(
+                f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more", code="flags-conflict"
+            )
         shard = config.dp_shard or (dp if config.strategy in ("zero2", "zero3", "3d") else 1)
         if dp % shard:
-            raise UserError(f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}")
+            raise UserError(
+                f"--dp_shard {shard}: must divide the data-parallel degree, which is {dp}", code="mesh-degrees"
+            )
         return cls(pp, dp // shard, shard, tp)
 
     @property

@@ -117,11 +117,11 @@ class Ranks:
         except TrainingFailure:  # such as a lost rank, which would not come to hear of it
             raise
         except ForeseenError as error:
-            failure = type(error), str(error)
+            failure = type(error), str(error), error.code
         failed = [(rank, *found) for rank, found in enumerate(self.gather(failure)) if found is not None]
         if failed:
-            rank, kind, text = failed[0]
-            raise kind(text if rank == 0 else f"rank {rank}: {text}", quiet=not self.is_first)
+            rank, kind, text, code = failed[0]
+            raise kind(text if rank == 0 else f"rank {rank}: {text}", code=code, quiet=not self.is_first)
         return result  # type: ignore[return-value]
 
     def local_rank0_first(self, work: Callable[[], T]) -> T:
@@ -181,7 +181,8 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
         raise TrainingFailure(
             f"rank {dist.get_rank()}: the second process group, over which gloo coordinates checkpoints, did not form "
             f"({in_one_line(error)}); set GLOO_SOCKET_IFNAME (now {named['GLOO_SOCKET_IFNAME']}) to the network "
-            f"interface that joins the machines, as NCCL_SOCKET_IFNAME (now {named['NCCL_SOCKET_IFNAME']}) for NCCL"
+            f"interface that joins the machines, as NCCL_SOCKET_IFNAME (now {named['NCCL_SOCKET_IFNAME']}) for NCCL",
+            code="group-not-formed",
         ) from error
 
 
@@ -284,7 +285,9 @@ def ranks(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        failure = TrainingFailure(f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}")
+        failure = TrainingFailure(
+            f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}", code="rank-lost"
+        )
         failure.say()
         raise failure from error
     if joins and dist.is_initialized():
@@ -299,14 +302,15 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
-        raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto")
+        raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto", code="gpu-not-found")
     shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
     if num_gpus == 1 and not shared:
         local_rank = 0  # some schedulers show each process its own GPU, which is then the first of one
     elif local_world_size > num_gpus:
         raise UserError(
             f"{local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}: "
-            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu"
+            f"start torchrun with --nproc_per_node={num_gpus}, or train with --device cpu",
+            code="gpus-too-few",
         )
     chosen = torch.device("cuda", local_rank)
     # Bound before the group exists: else every process opens a context on GPU 0.
@@ -329,7 +333,8 @@ def _check_restarts() -> None:
         raise UserError(
             f"--max_restarts {restarts} with {launchers} launchers: after a restart the ranks would wait for each "
             "other until they time out; use --rdzv_backend=c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
-            "launcher, or --max_restarts 0"
+            "launcher, or --max_restarts 0",
+            code="restarts-unsafe",
         )
 
 
@@ -350,14 +355,18 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
         if "EADDRINUSE" in str(error):
             raise UserError(
                 f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program listens there; name a free port, or "
-                "start with torchrun --standalone, which picks one"
+                "start with torchrun --standalone, which picks one",
+                code="port-in-use",
             ) from error
         said = f"the process group did not form ({in_one_line(error)})"
         if isinstance(error, ValueError):  # a variable is missing
-            raise UserError(f"{said}: start with torchrun --standalone --nproc_per_node=N") from error
+            raise UserError(
+                f"{said}: start with torchrun --standalone --nproc_per_node=N", code="torchrun-needed"
+            ) from error
         # A network that fails may not fail the next time.
         raise TrainingFailure(
             f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach MASTER_ADDR "
             f"{os.environ.get('MASTER_ADDR')} at MASTER_PORT {os.environ.get('MASTER_PORT')}, and "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them"
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them",
+            code="group-not-formed",
         ) from error

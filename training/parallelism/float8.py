@@ -23,19 +23,29 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
     """
     needs = "needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
     if device.type != "cuda":
-        raise UserError(f"--float8: {needs}, and this run is on the CPU")
+        raise UserError(f"--float8: {needs}, and this run is on the CPU", code="precision-unsupported")
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"--float8: {needs}, and {name} has {'.'.join(map(str, capability))}")
+        raise UserError(
+            f"--float8: {needs}, and {name} has {'.'.join(map(str, capability))}", code="precision-unsupported"
+        )
     if precision != "bf16":
-        raise UserError(f"--float8 with --precision {precision}: what is not in float8 is in bf16; use bf16 or auto")
+        raise UserError(
+            f"--float8 with --precision {precision}: what is not in float8 is in bf16; use bf16 or auto",
+            code="flags-conflict",
+        )
     if config.strategy == "tp" or config.tp > 1:
-        raise UserError("--float8 with --tp: split matrices are not computed in float8; use --strategy zero2 or zero3")
+        raise UserError(
+            "--float8 with --tp: split matrices are not computed in float8; use --strategy zero2 or zero3",
+            code="flags-conflict",
+        )
     try:
         import torchao  # noqa: F401
     except ImportError as error:
-        raise UserError(f'--float8: torchao is not there ({error}); pip install "distrinews[float8]"') from error
+        raise UserError(
+            f'--float8: torchao is not there ({error}); pip install "distrinews[float8]"', code="package-missing"
+        ) from error
 
 
 def apply_float8(block: nn.Module, *, emulate: bool = False) -> None:

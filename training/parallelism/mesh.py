@@ -41,7 +41,10 @@ class MeshStrategy(BaseStrategy):
         """
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
-            raise UserError(f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp")
+            raise UserError(
+                f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp",
+                code="torchrun-needed",
+            )
         ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))
         self.dims = dims = ParallelDims.from_config(config, ranks.world_size, ranks_per_machine)
         self.mesh = dims.build_mesh(ranks.device.type)
@@ -84,7 +87,10 @@ class MeshStrategy(BaseStrategy):
     def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
         if config.sequence_parallel and config.max_length % dims.tp:
-            raise UserError(f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}")
+            raise UserError(
+                f"--max_length {config.max_length}: --sequence_parallel needs a multiple of --tp {dims.tp}",
+                code="uneven-split",
+            )
         if dims.tp > 1:
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
             if not config.compile:  # whose blocks also draw from torch's generator what must be alike on all ranks

@@ -41,11 +41,14 @@ def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
     if not SCHEDULES[schedule].splits_backward:
         return
     if config.compile:
-        raise UserError(f"--compile and --pp_schedule {schedule}: it splits backward passes; use interleaved")
+        raise UserError(
+            f"--compile and --pp_schedule {schedule}: it splits backward passes; use interleaved", code="flags-conflict"
+        )
     if config.activation_checkpointing == "selective":
         raise UserError(
             f"--activation_checkpointing selective and --pp_schedule {schedule}: what is computed again would be "
-            "needed twice; use full, or --pp_schedule interleaved"
+            "needed twice; use full, or --pp_schedule interleaved",
+            code="flags-conflict",
         )
 
 

@@ -76,10 +76,15 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
     """
     where = f"{flag} {micro_batches}: the {schedule} schedule over {num_ranks} ranks"
     if schedule != "gpipe" and micro_batches < num_ranks:
-        raise UserError(f"{where} needs at least {num_ranks} micro-batches (gpipe runs any number, mostly idle)")
+        raise UserError(
+            f"{where} needs at least {num_ranks} micro-batches (gpipe runs any number, mostly idle)",
+            code="uneven-split",
+        )
     rounds = max(1, micro_batches // num_ranks)
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
-        raise UserError(f"{where} runs in {rounds} rounds of equal size; take a multiple of {num_ranks}")
+        raise UserError(
+            f"{where} runs in {rounds} rounds of equal size; take a multiple of {num_ranks}", code="uneven-split"
+        )
 
 
 def order_of_actions(

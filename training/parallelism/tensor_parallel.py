@@ -78,7 +78,8 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
     if sequence_parallel and LENGTH_MULTIPLE % mesh.size():
         raise UserError(
             f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which "
-            f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2"
+            f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2",
+            code="uneven-split",
         )
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
     widen_outside(network, find_blocks(network))
@@ -107,7 +108,8 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
     if name not in FAMILIES:
         raise UserError(
             f"--tp {ranks}: {name} cannot be cut (only DistilBERT, BERT and Llama can); "
-            "use --strategy zero3, which shares out any network"
+            "use --strategy zero3, which shares out any network",
+            code="model-not-splittable",
         )
     config = network.config
     counts = {
@@ -119,7 +121,9 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
     for what, count in counts.items():
         if count % ranks:
             fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
-            raise UserError(f"--tp {ranks}: {count} {what} cannot be shared out evenly; use one of {fitting}")
+            raise UserError(
+                f"--tp {ranks}: {count} {what} cannot be shared out evenly; use one of {fitting}", code="uneven-split"
+            )
     return FAMILIES[name]
 
 

@@ -208,9 +208,9 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
     may_be_more = schedule in ("interleaved", "zero_bubble")
     if count < needed or (count > needed and not may_be_more):
         wanted = f"{needed} or more" if may_be_more else f"exactly {needed}"
-        raise UserError(f"--stages_per_rank {count}: the {schedule} schedule has {wanted}")
+        raise UserError(f"--stages_per_rank {count}: the {schedule} schedule has {wanted}", code="uneven-split")
     if stages % count:
-        raise UserError(f"--stages {stages}: {count} stages a rank need a multiple of {count}")
+        raise UserError(f"--stages {stages}: {count} stages a rank need a multiple of {count}", code="uneven-split")
     return [simulate(schedule, stages // count, micro_batches, count)]
 
 
@@ -237,7 +237,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         try:
             figure.savefig(path, dpi=DOTS_PER_INCH, format="png", pil_kwargs={"optimize": True})
         except OSError as error:
-            raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error
+            raise UserError(f"--png {path}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:

@@ -122,22 +122,28 @@ def _answer(flags: argparse.Namespace) -> Answer:
 
 def _check_sizes(flags: argparse.Namespace) -> None:
     if flags.gpus > MOST_GPUS:
-        raise UserError(f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned")
+        raise UserError(f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned", code="flag-value")
     if (flags.batch_tokens or 0) > MOST_BATCH_TOKENS:
-        raise UserError(f"--batch_tokens {flags.batch_tokens}: at most {MOST_BATCH_TOKENS} can be planned")
+        raise UserError(
+            f"--batch_tokens {flags.batch_tokens}: at most {MOST_BATCH_TOKENS} can be planned", code="flag-value"
+        )
     if (flags.seq_len or SHORTEST) < SHORTEST:
-        raise UserError(f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST} tokens or more")
+        raise UserError(
+            f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST} tokens or more", code="flag-value"
+        )
 
 
 def _work(flags: argparse.Namespace, shape: ModelShape, cluster: Cluster) -> Work:
     is_classifier = shape.num_labels is not None
     seq_len = flags.seq_len or min(shape.max_positions, 128 if is_classifier else 2048)
     if seq_len > shape.max_positions:
-        raise UserError(f"--seq_len {seq_len}: {shape.name} has {shape.max_positions} positions")
+        raise UserError(f"--seq_len {seq_len}: {shape.name} has {shape.max_positions} positions", code="max-length")
     tokens = flags.batch_tokens or seq_len * (32 if is_classifier else 4) * cluster.gpus
     if tokens % seq_len:
         near = max(1, tokens // seq_len) * seq_len
-        raise UserError(f"--batch_tokens {tokens} and --seq_len {seq_len}: not whole rows; take {near}")
+        raise UserError(
+            f"--batch_tokens {tokens} and --seq_len {seq_len}: not whole rows; take {near}", code="uneven-split"
+        )
     precision = _precision(flags.precision, cluster.gpu)
     return Work(tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing)
 
@@ -146,7 +152,9 @@ def _precision(asked: Precision | None, gpu: GPU) -> Precision:
     if asked is None:
         return next(precision for precision in ("bf16", "fp16", "fp32") if precision in gpu.peak_flops)
     if asked not in gpu.peak_flops:
-        raise UserError(f"--precision {asked}: {gpu.name} has {', '.join(gpu.peak_flops)}")
+        raise UserError(
+            f"--precision {asked}: {gpu.name} has {', '.join(gpu.peak_flops)}", code="precision-unsupported"
+        )
     return asked
 
 
@@ -181,11 +189,11 @@ def _check_targets(flags: argparse.Namespace) -> None:
         if path is None:
             continue
         if path.is_dir():
-            raise UserError(f"--{flag} {path}: is a folder; name a file")
+            raise UserError(f"--{flag} {path}: is a folder; name a file", code="not-writable")
         if not path.parent.is_dir():
-            raise UserError(f"--{flag} {path}: there is no folder {path.parent}")
+            raise UserError(f"--{flag} {path}: there is no folder {path.parent}", code="not-writable")
         if not os.access(path.parent, os.W_OK):
-            raise UserError(f"--{flag} {path}: the folder cannot be written to")
+            raise UserError(f"--{flag} {path}: the folder cannot be written to", code="not-writable")
     if flags.page:
         read_page(flags.page)
 
@@ -196,7 +204,7 @@ def _write(flag: str, path: Path | None, write: Callable[[Path], None]) -> None:
     try:
         write(path)
     except OSError as error:
-        raise UserError(f"--{flag} {path}: {error.strerror}") from error
+        raise UserError(f"--{flag} {path}: {error.strerror}", code="not-writable") from error
 
 
 def main() -> None:

@@ -86,18 +86,21 @@ def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
     layouts = [layout for strategy in strategies for layout in degrees(shape, cluster, strategy)]
     if not layouts:
         return UserError(
-            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; leave it out to see others"
+            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; leave it out to see others",
+            code="plan-no-layout",
         )
     any_size = replace(work, micro_batch=None)
     sizes = {batch.micro_batch for layout in layouts for batch in with_batches(shape, layout, any_size)}
     if sizes:
         fitting = ", ".join(map(str, sorted(sizes)))
         return UserError(
-            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; take one of {fitting}"
+            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; take one of {fitting}",
+            code="uneven-split",
         )
     return UserError(
         f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be shared out evenly over {cluster.gpus} GPUs by "
-        f"{names}; take a multiple of {cluster.gpus * work.seq_len}"
+        f"{names}; take a multiple of {cluster.gpus * work.seq_len}",
+        code="uneven-split",
     )
 
 
@@ -156,7 +159,8 @@ def no_layout_fits(answer: Answer) -> UserError:
     return UserError(
         f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {describe(closest)}, "
         f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
-        "smaller --batch_tokens"
+        "smaller --batch_tokens",
+        code="plan-does-not-fit",
     )
 
 

@@ -94,7 +94,7 @@ def find_gpu(name: str) -> GPU:
         return GPUS[name]
     near = get_close_matches(name.lower(), GPUS, n=2, cutoff=0.3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPUS)}"
-    raise UserError(f"--gpu {name}: not known; {hint}")
+    raise UserError(f"--gpu {name}: not known; {hint}", code="gpu-unknown")
 
 
 def build_cluster(gpu: GPU, gpus: int, nodes: int | None) -> Cluster:
@@ -106,5 +106,8 @@ def build_cluster(gpu: GPU, gpus: int, nodes: int | None) -> Cluster:
     if nodes is None:
         nodes = -(-gpus // gpu.gpus_per_node)
     if gpus % nodes:
-        raise UserError(f"--gpus {gpus} on --nodes {nodes}: not divisible; take {nodes * max(1, gpus // nodes)} GPUs")
+        raise UserError(
+            f"--gpus {gpus} on --nodes {nodes}: not divisible; take {nodes * max(1, gpus // nodes)} GPUs",
+            code="uneven-split",
+        )
     return Cluster(gpu, nodes, gpus // nodes)

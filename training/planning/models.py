@@ -127,7 +127,7 @@ def find_shape(model: str) -> ModelShape:
         return from_config_json(path)
     near = get_close_matches(model.lower(), NAMED_SHAPES, n=2, cutoff=0.3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(NAMED_SHAPES)}"
-    raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}")
+    raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}", code="plan-model-unknown")
 
 
 def from_config_json(path: Path) -> ModelShape:
@@ -139,17 +139,20 @@ def from_config_json(path: Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--model {path}: {error.strerror}") from error
+        raise UserError(f"--model {path}: {error.strerror}", code="plan-model-unknown") from error
     except ValueError as error:
-        raise UserError(f"--model {path}: not valid JSON ({error})") from error
+        raise UserError(f"--model {path}: not valid JSON ({error})", code="plan-model-unknown") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in _READERS:
-        raise UserError(f"--model {path}: model_type {kind!r} is not known here; known: {', '.join(_READERS)}")
+        raise UserError(
+            f"--model {path}: model_type {kind!r} is not known here; known: {', '.join(_READERS)}",
+            code="plan-model-unknown",
+        )
     folder = path.parent if path.name == "config.json" else None
     try:
         shape = _READERS[kind](folder.resolve().name if folder else path.stem, config)
     except ValueError as error:
-        raise UserError(f"--model {path}: {error}, which a {kind} needs") from error
+        raise UserError(f"--model {path}: {error}, which a {kind} needs", code="plan-model-unknown") from error
     has_weights = folder is not None and any(folder.glob("*.safetensors"))
     return replace(shape, source=str(folder) if has_weights else "")
 

@@ -71,13 +71,13 @@ def read_page(path: Path) -> tuple[str, str]:
     try:
         page = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--page {path}: {error.strerror}") from error
+        raise UserError(f"--page {path}: {error.strerror}", code="plan-page") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--page {path}: is no text in UTF-8") from error
+        raise UserError(f"--page {path}: is no text in UTF-8", code="plan-page") from error
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UserError(f"--page {path}: has no lines {BEGIN.strip()} and {END.strip()}")
+        raise UserError(f"--page {path}: has no lines {BEGIN.strip()} and {END.strip()}", code="plan-page")
     return before + begin, end + after
 
 

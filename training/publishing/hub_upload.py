@@ -85,7 +85,9 @@ def sign_in() -> tuple[HfApi, str]:
         disable_progress_bars()
     token = get_token()
     if token is None:
-        raise UserError(f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})")
+        raise UserError(
+            f"no token for the hub; set HF_TOKEN or run hf auth login (tokens: {TOKENS_PAGE})", code="hub-token"
+        )
     api = HfApi(token=token)
     with hub_errors(f"signing in to {api.endpoint}"):
         return api, api.whoami()["name"]
@@ -123,7 +125,7 @@ def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
         UserError: The folder holds something, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
-        raise UserError(f"{folder}: holds something already; name a new or empty folder")
+        raise UserError(f"{folder}: holds something already; name a new or empty folder", code="output-not-empty")
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -137,7 +139,7 @@ def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
         replace_folder(aside, folder)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def upload(
@@ -190,7 +192,7 @@ def hub_errors(what: str, reasons: Mapping[int, str] | None = None) -> Iterator[
         yield
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         line = f"{what}: {_explain(error, _REASONS | dict(reasons or {}))}"
-        raise UserError(line.replace(get_token() or "\0", "TOKEN")) from error
+        raise UserError(line.replace(get_token() or "\0", "TOKEN"), code="hub-upload-failed") from error
 
 
 def _explain(error: BaseException, reasons: Mapping[int, str]) -> str:
@@ -219,13 +221,20 @@ def _open(api: HfApi, target: Target) -> ModelInfo | SpaceInfo:
 
 def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
     if target.private and not there.private:
-        raise UserError(f"{target}: exists and is public; make it private in its settings, or choose another name")
+        raise UserError(
+            f"{target}: exists and is public; make it private in its settings, or choose another name",
+            code="hub-name-taken",
+        )
     names = {file.rfilename for file in there.siblings or []}
     tags = (there.card_data.get("tags") if there.card_data else None) or []
     if names - _OF_A_NEW_REPOSITORY and TAG not in tags:
-        raise UserError(f"{target}: holds something else (its card has no tag {TAG}); choose another name")
+        raise UserError(
+            f"{target}: holds something else (its card has no tag {TAG}); choose another name", code="hub-name-taken"
+        )
     if isinstance(there, SpaceInfo) and there.sdk not in (None, "docker"):
-        raise UserError(f"{target}: is a Space that runs {there.sdk}, not docker; choose another name")
+        raise UserError(
+            f"{target}: is a Space that runs {there.sdk}, not docker; choose another name", code="hub-name-taken"
+        )
 
 
 def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], commit: str) -> None:
@@ -234,7 +243,9 @@ def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], com
     for addition in additions:
         found = there.get(addition.path_in_repo)
         if found is None or not _holds(found, addition):
-            raise PublishFailure(f"{target}: {addition.path_in_repo} is not there as it was sent; start again")
+            raise PublishFailure(
+                f"{target}: {addition.path_in_repo} is not there as it was sent; start again", code="hub-upload-failed"
+            )
 
 
 def _holds(found: RepoFile, sent: CommitOperationAdd) -> bool:

@@ -38,14 +38,16 @@ def model_files(model: Path) -> Files:
         UserError: The folder is no whole model, an artefact does not belong to it, or its card names a path.
     """
     if is_artefact(model) or model.is_file():
-        raise UserError(f"{model}: is one file or one artefact of a model; give the model folder")
+        raise UserError(
+            f"{model}: is one file or one artefact of a model; give the model folder", code="model-folder-needed"
+        )
     try:
         read_saved_model(model)
         manifests = {
             engine: verified_manifest(model / engine, model) for engine in PRECISIONS if is_artefact(model / engine)
         }
     except ModelLoadError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), code=error.code) from error
     names = [name for name in _FILES if (model / name).is_file()]
     for engine, manifest in manifests.items():
         names += [f"{engine}/{file}" for file in sorted({*manifest.files, FILE_NAME})]
@@ -98,7 +100,8 @@ def _card(model: Path) -> bytes:
         if (found := _ABSOLUTE_PATH.search(line)) and _is_of_a_machine(found):
             raise UserError(
                 f"{path}: line {number} names {found[0]}, a path of one machine; write a name in its place, "
-                "or remove the file: then a new card is written"
+                "or remove the file: then a new card is written",
+                code="model-card-path",
             )
     card = ModelCard(text, ignore_metadata_errors=True)
     tags = card.data.get("tags") or []
@@ -111,7 +114,10 @@ def _new_card(model: Path) -> str:
     path = model / _METRICS
     metrics = _read(path) if path.is_file() else {}
     if "test" not in metrics:
-        raise UserError(f"{model}: has neither a {_CARD} nor a {_METRICS} with test results to write one from; add one")
+        raise UserError(
+            f"{model}: has neither a {_CARD} nor a {_METRICS} with test results to write one from; add one",
+            code="model-card-missing",
+        )
     return model_card(metrics, model.name, read_saved_model(model).cleaning)
 
 

@@ -79,7 +79,8 @@ def finish_run(context: RunContext, log: RunLog | None) -> Path:
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost: the checkpoints in {config.run_dir} are "
-                "whole, make room and start the same command again"
+                "whole, make room and start the same command again",
+                code="model-not-saved",
             ) from error
         context.console.finish(
             seconds=context.state.seconds,
@@ -98,7 +99,7 @@ def _take_best(context: RunContext) -> EpochMetrics:
     try:
         return _load_best(context)
     except UserError as error:  # the flags were right until here: a launcher may try again
-        raise TrainingFailure(str(error), quiet=error.quiet) from error
+        raise TrainingFailure(str(error), quiet=error.quiet, code=error.code) from error
 
 
 def _load_best(context: RunContext) -> EpochMetrics:

@@ -35,6 +35,7 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
             f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and stays; "
             "lower --learning_rate, then start again",
             quiet=not context.ranks.is_first,
+            code="loss-not-finite",
         )
     is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in state.epochs)
     return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)

@@ -62,13 +62,16 @@ def _column(target: str, table: Table) -> int:
     if len(table.columns) < 2:
         raise UserError(
             f"{table.name}: has one column; there must be one to predict and one to predict it from, "
-            "with commas between"
+            "with commas between",
+            code="table-unusable",
         )
     if target in table.columns:
         return table.columns.index(target)
     if target.isdecimal() and int(target) < len(table.columns):
         return int(target)
-    raise UserError(f"target_column {target!r}: {table.name} has the columns {', '.join(table.columns)}")
+    raise UserError(
+        f"target_column {target!r}: {table.name} has the columns {', '.join(table.columns)}", code="data-columns"
+    )
 
 
 def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str], list[int]]:
@@ -80,12 +83,15 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
     names = [row.cells[target].strip() for row in table.rows]
     for row, name in zip(table.rows, names, strict=True):
         if not name:
-            raise UserError(f"{table.name} line {row.line}: column {table.columns[target]} is empty")
+            raise UserError(
+                f"{table.name} line {row.line}: column {table.columns[target]} is empty", code="table-unusable"
+            )
     classes = _ordered(set(names))
     if not 2 <= len(classes) <= MOST_CLASSES:
         raise UserError(
             f"target_column {table.columns[target]}: {len(classes)} different values in {len(names)} rows of "
-            f"{table.name}; a column of 2 to {MOST_CLASSES} classes is needed"
+            f"{table.name}; a column of 2 to {MOST_CLASSES} classes is needed",
+            code="table-unusable",
         )
     numbers = {name: number for number, name in enumerate(classes)}
     return [table.features(row, target) for row in table.rows], classes, [numbers[name] for name in names]

@@ -86,7 +86,7 @@ def stratified_split(
     for number, name in enumerate(classes):
         rows = (labels == number).nonzero().flatten()
         if len(rows) < 2:
-            raise UserError(f"class {name}: has one row; training and test need one each")
+            raise UserError(f"class {name}: has one row; training and test need one each", code="table-unusable")
         count = min(max(1, round(test_ratio * len(rows))), len(rows) - 1)
         test.append(rows[torch.randperm(len(rows), generator=generator)[:count]])
     is_test = torch.zeros(len(labels), dtype=torch.bool)

@@ -46,7 +46,10 @@ class Table:
 
     def _number(self, row: Row, column: str, cell: str) -> float:
         if not is_number(cell):
-            raise UserError(f"{self.name} line {row.line}, column {column}: {cell!r} is no finite number in fp32")
+            raise UserError(
+                f"{self.name} line {row.line}, column {column}: {cell!r} is no finite number in fp32",
+                code="table-unusable",
+            )
         return float(cell)
 
 
@@ -70,9 +73,12 @@ def read_table(source: str) -> Table:
         rows = rows[1:]
     for row in rows:
         if len(row.cells) != width:
-            raise UserError(f"{source} line {row.line}: {len(row.cells)} cells, where the first line has {width}")
+            raise UserError(
+                f"{source} line {row.line}: {len(row.cells)} cells, where the first line has {width}",
+                code="table-unusable",
+            )
     if not rows:
-        raise UserError(f"{source}: holds no rows")
+        raise UserError(f"{source}: holds no rows", code="table-unusable")
     return Table(source, [name.strip() for name in header], rows)
 
 
@@ -83,7 +89,8 @@ def _iris() -> Table:
     except ImportError as error:
         raise UserError(
             "source_url iris: the data comes with scikit-learn, which is not installed: "
-            'pip install "distrinews[teach]", or name a CSV file'
+            'pip install "distrinews[teach]", or name a CSV file',
+            code="package-missing",
         ) from error
     iris = load_iris()
     rows = [
@@ -100,14 +107,21 @@ def _text_of(source: str) -> str:
     try:
         data = reading.result(SECONDS_TO_READ)
         if len(data) > MOST_BYTES:
-            raise UserError(f"source_url {source}: has more than {MOST_BYTES // 10**6} MB; take some of its rows")
+            raise UserError(
+                f"source_url {source}: has more than {MOST_BYTES // 10**6} MB; take some of its rows",
+                code="table-unusable",
+            )
         return data.decode("utf-8-sig")
     except TimeoutError as error:
-        raise UserError(f"source_url {source}: cannot be read (no end within {SECONDS_TO_READ:g} s)") from error
+        raise UserError(
+            f"source_url {source}: cannot be read (no end within {SECONDS_TO_READ:g} s)", code="data-unreadable"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"source_url {source}: is not UTF-8 text (byte {error.start})") from error
+        raise UserError(
+            f"source_url {source}: is not UTF-8 text (byte {error.start})", code="table-unusable"
+        ) from error
     except (OSError, HTTPException, ValueError) as error:
-        raise UserError(f"source_url {source}: cannot be read ({first_line(error)})") from error
+        raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error
 
 
 def _read(source: str, reading: Future[bytes]) -> None:
@@ -124,9 +138,9 @@ def _read_csv(source: str, text: str) -> list[Row]:
     try:
         rows = [Row(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
     except csv.Error as error:
-        raise UserError(f"{source} line {reader.line_num}: not valid CSV ({error})") from error
+        raise UserError(f"{source} line {reader.line_num}: not valid CSV ({error})", code="table-unusable") from error
     if not rows:
-        raise UserError(f"{source}: is empty")
+        raise UserError(f"{source}: is empty", code="table-unusable")
     return rows
 
 

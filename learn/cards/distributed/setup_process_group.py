@@ -89,7 +89,10 @@ def choose_backend(asked: str, world_size: int) -> str:
     """
     num_gpus = torch.cuda.device_count()
     if asked == "nccl" and num_gpus < world_size:
-        raise UserError(f"backend nccl: {world_size} ranks need a GPU each, and there are {num_gpus}; take gloo")
+        raise UserError(
+            f"backend nccl: {world_size} ranks need a GPU each, and there are {num_gpus}; take gloo",
+            code="gpus-too-few",
+        )
     if asked == "auto":
         return "nccl" if num_gpus >= world_size else "gloo"
     return asked
@@ -112,5 +115,6 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
-            f"init_method {init_method}: the {world_size} ranks did not meet ({first_line(error)})"
+            f"init_method {init_method}: the {world_size} ranks did not meet ({first_line(error)})",
+            code="group-not-formed",
         ) from error

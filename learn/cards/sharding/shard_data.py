@@ -41,7 +41,8 @@ class ShardData(BaseCard[ShardDataConfig]):
         if config.num_workers > min(batch_size, rows):
             raise UserError(
                 f"num_workers {config.num_workers}: more ranks than rows in a global batch ({min(batch_size, rows)}); "
-                "take fewer workers or a larger batch_size"
+                "take fewer workers or a larger batch_size",
+                code="rows-too-few",
             )
         data, batches = storage.tensors(prepared["tensors"]), global_batches(prepared, epoch=0)
         shards = {}
