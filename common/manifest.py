@@ -99,7 +99,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, wanted in manifest.files.items():
         path = folder / name
         if Path(name).name != name:
-            raise ModelLoadError(folder / FILE_NAME, f"{name!r} is no plain file name", REMEDY)
+            raise ModelLoadError(folder / FILE_NAME, f"{name!r} is not a plain file name", REMEDY)
         if not path.is_file():
             raise ModelLoadError(path, "is missing", REMEDY)
         if sha256_of(path) != wanted.get("sha256"):

@@ -137,7 +137,7 @@ def _read_folder(folder: Path) -> SavedModel:
     wanted = sorted(DESCRIPTION_FILES + ((WEIGHTS_FILE,) if weights else ()))
     missing = [name for name in wanted if not (folder / name).is_file()]
     if missing:
-        raise ModelLoadError(folder, f"not a whole model folder, it lacks {', '.join(missing)}")
+        raise ModelLoadError(folder, f"not a complete model folder, it lacks {', '.join(missing)}")
     config = without_code(_read_json(folder / "config.json"))
     labels = _labels(folder / "config.json", config)
     metrics = folder / "metrics.json"

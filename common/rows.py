@@ -226,7 +226,7 @@ def _checked(text: Any, label: Any, labels: Collection[str]) -> UsableRow:
         raise UnusableRow(f"label {label} is out of range (unlabelled rows cannot be trained on)")
     name = str(label).strip()
     if labels and name not in labels:
-        raise UnusableRow(f"label {name!r} is none of the training labels {', '.join(list(labels)[:10])}")
+        raise UnusableRow(f"label {name!r} is not one of the training labels {', '.join(list(labels)[:10])}")
     return text, name
 
 
@@ -341,7 +341,7 @@ def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
     label = fields[0].strip()
     if not label.isdecimal():
         raise UnusableRow(
-            f'label {label!r} is no number; rows without a header are "class 1-{len(names)}","title","description"'
+            f'label {label!r} is not a number; rows without a header are "class 1-{len(names)}","title","description"'
         )
     if not 1 <= int(label) <= len(names):
         raise UnusableRow(f"label {label} is out of range 1 to {len(names)}")
@@ -386,9 +386,7 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
         file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
         found = file.schema_arrow.names
     except unreadable as error:
-        raise UserError(
-            f"{path}: no Parquet file that can be read ({first_line(error)})", code="data-unreadable"
-        ) from error
+        raise UserError(f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable") from error
     columns = list(reading.find_columns(str(path), found))
     first = 1
     for group in range(file.num_row_groups):
@@ -466,7 +464,8 @@ def read_labelled_rows(
     for where, text, label in _rows_of_model(file, columns):
         if label not in class_of:
             raise UserError(
-                f"{where}: label {label!r} is none of the model's labels {', '.join(labels[:10])}", code="label-unknown"
+                f"{where}: label {label!r} is not one of the model's labels {', '.join(labels[:10])}",
+                code="label-unknown",
             )
         texts.append(text)
         class_ids.append(class_of[label])
@@ -496,6 +495,6 @@ def _rows_of_model(file: Path, columns: Columns) -> Iterator[tuple[str, str, str
     found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
     for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
         if not isinstance(text, str):
-            raise UserError(f"{where}: the text is no text", code="row-unusable")
+            raise UserError(f"{where}: the text is not a string", code="row-unusable")
         if text.strip():
             yield where, text, str(label).strip()

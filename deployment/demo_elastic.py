@@ -213,7 +213,7 @@ def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
     found = next((folder for folder in folders if folder.exists()), None)
     if found and not log_of(undisturbed).exists():
         raise UserError(
-            f"--output_dir {output_dir}: {found} is of no earlier demonstration; name a new folder",
+            f"--output_dir {output_dir}: {found} is not from an earlier demonstration; name a new folder",
             code="output-not-empty",
         )
     for folder in folders:

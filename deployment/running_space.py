@@ -102,7 +102,8 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
         ) from error
     if answer.get("label") not in expected.labels:
         raise PublishFailure(
-            f"{address}/predict: answers {str(answer)[:200]}, which is none of the model's labels", code="space-not-up"
+            f"{address}/predict: answers {str(answer)[:200]}, which is not one of the model's labels",
+            code="space-not-up",
         )
     return f"{answer['label']} {answer['confidence']:.1%}: {TEXT}"
 

@@ -120,7 +120,7 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run lie beside it")
-    resume: str = _field("auto", "output", "auto = go on from the run folder's newest whole checkpoint if it has one; none = start anew (an older run is moved aside, not deleted); or the path of a checkpoint")
+    resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1)
     metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000)
     stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255)

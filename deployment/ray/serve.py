@@ -53,7 +53,7 @@ def _refuse_running_serve() -> None:
     if status.proxies or status.applications:
         what = ", ".join(sorted(status.applications)) or "no application yet"
         raise UserError(
-            f"--address: Serve runs on that cluster already ({what}); add this application to its configuration "
+            f"--address: Serve is already running on that cluster ({what}); add this application to its configuration "
             "(deployment/ray/serve.yaml) and use serve deploy",
             code="ray-serve-running",
         )

@@ -113,7 +113,7 @@ def _last_words(error: Exception) -> str:
     line, own = str(failure).strip().splitlines()[-1], f"{TrainingFailure.__module__}.TrainingFailure: "
     if line.startswith(own):
         return line.removeprefix(own)
-    return f"rank {rank}: {line}; the last checkpoint stays: start the same command again to go on"
+    return f"rank {rank}: {line}; the last checkpoint is safe: to resume, rerun the same command"
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:

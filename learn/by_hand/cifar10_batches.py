@@ -58,7 +58,8 @@ def read_batches(files: Mapping[str, bytes], split: str) -> Rows:
 def _read_binary(name: str, data: bytes) -> Rows:
     if not data or len(data) % (1 + PIXELS):
         raise UserError(
-            f"{name}: {len(data):,} bytes are no whole number of rows of {1 + PIXELS:,} bytes", code="images-unreadable"
+            f"{name}: {len(data):,} bytes are not a whole number of rows of {1 + PIXELS:,} bytes",
+            code="images-unreadable",
         )
     rows = np.frombuffer(data, np.uint8).reshape(-1, 1 + PIXELS)
     return rows[:, 1:], rows[:, 0]
@@ -70,7 +71,7 @@ def _read_pickle(name: str, data: bytes) -> Rows:
         pixels, labels = batch[b"data"].pixels(), np.array(batch[b"labels"], dtype=np.int64)
     except Exception as error:  # the documentation of pickle: unpickling may raise errors of any type
         raise UserError(
-            f"{name}: no Python batch of CIFAR-10 ({first_line(error)})", code="images-unreadable"
+            f"{name}: not a Python batch of CIFAR-10 ({first_line(error)})", code="images-unreadable"
         ) from error
     if labels.shape != (len(pixels),) or not len(labels):
         raise UserError(f"{name}: {len(pixels):,} images, but labels of shape {labels.shape}", code="images-unreadable")
@@ -120,8 +121,8 @@ class _PlainUnpickler(pickle.Unpickler):
         """The stand-in for what a pickle wants to call.
 
         Raises:
-            UnpicklingError: it is no part of an array.
+            UnpicklingError: it is not part of an array.
         """
         if (module, name) not in _STAND_INS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of an array and was not run")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not part of an array and was not run")
         return _STAND_INS[module, name]

@@ -72,9 +72,7 @@ def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{name}: no image that can be read ({type(error).__name__})", code="images-unreadable"
-        ) from error
+        raise UserError(f"{name}: not a readable image ({type(error).__name__})", code="images-unreadable") from error
     return np.asarray(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE)))
 
 
@@ -100,7 +98,7 @@ def stack_images(
     strange = next((name for name in names if name.parts[-2] not in classes), None)
     if strange:
         raise UserError(
-            f"{strange}: class {strange.parts[-2]!r} is none of the training classes {', '.join(classes)}",
+            f"{strange}: class {strange.parts[-2]!r} is not one of the training classes {', '.join(classes)}",
             code="label-unknown",
         )
     labels = [classes.index(name.parts[-2]) for name in names]

@@ -177,9 +177,7 @@ def serve_page(pipeline: Pipeline, folder: Path, port: int) -> None:
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) else "a port is 0 to 65535"
-        raise UserError(
-            f"--port {port}: cannot be listened on ({reason}); choose another", code="port-in-use"
-        ) from error
+        raise UserError(f"--port {port}: cannot listen there ({reason}); choose another", code="port-in-use") from error
     with listener, Session(pipeline, folder) as session:
         print(f"The cards of {pipeline.path}: http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         _Server(session).run(sockets=[listener])

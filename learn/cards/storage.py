@@ -59,7 +59,7 @@ class Storage:
         """
         if self.folder.exists() and not (self.folder / MARK).exists():
             raise UserError(
-                f"{self.folder}: is there already and is no run of cards; choose another --output",
+                f"{self.folder}: already exists and is not a run of cards; choose another --output",
                 code="output-not-empty",
             )
         try:

@@ -72,13 +72,17 @@ def test_the_models_own_dataset_comes_before_the_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", "text,label\nGoal!,Cricket\n", "rows.csv line 2: label 'Cricket' is none of the model's labels"),
+        (
+            "rows.csv",
+            "text,label\nGoal!,Cricket\n",
+            "rows.csv line 2: label 'Cricket' is not one of the model's labels",
+        ),
         ("rows.csv", '"5","Goal!",""\n', "rows.csv line 1: label 5 is out of range 1 to 4"),
         ("rows.csv", "Goal!\n", "rows.csv line 1: no column text and no column label among Goal!; the columns must"),
         ("rows.csv", "text,label\nGoal!\n", "rows.csv line 2: 1 fields"),
         ("rows.csv", "text,label\n", "holds no labelled text"),
         ("rows.jsonl", "{\n", "rows.jsonl line 1: not valid JSON"),
-        ("rows.jsonl", '{"text": 1, "label": "World"}\n', "rows.jsonl line 1: the text is no text"),
+        ("rows.jsonl", '{"text": 1, "label": "World"}\n', "rows.jsonl line 1: the text is not a string"),
         (
             "rows.jsonl",
             '{"headline": "Goal!", "label": "World"}\n',

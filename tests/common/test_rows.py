@@ -88,7 +88,7 @@ def test_bad_json_lines_are_left_out(tmp_path: Path) -> None:
 
     assert data.train.texts == GOOD
     assert (len(data.test), data.left_out) == (4, 7)
-    assert f"{tmp_path}/test.jsonl line 5: label '7' is none of the training labels 0, 1" in data.notes[-1]
+    assert f"{tmp_path}/test.jsonl line 5: label '7' is not one of the training labels 0, 1" in data.notes[-1]
 
 
 def test_only_the_first_ten_are_named_and_all_are_counted(tmp_path: Path) -> None:

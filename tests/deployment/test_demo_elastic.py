@@ -25,7 +25,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_alone(
     (tmp_path / kept / "model.safetensors").touch()
     monkeypatch.setattr(sys, "argv", ["demo_elastic", "--output_dir", str(tmp_path / "model")])
 
-    with pytest.raises(UserError, match=f"{tmp_path / kept} is of no earlier demonstration"):
+    with pytest.raises(UserError, match=f"{tmp_path / kept} is not from an earlier demonstration"):
         demo_elastic.main()
 
     assert (tmp_path / kept / "model.safetensors").exists()

@@ -170,7 +170,7 @@ def test_a_worker_killed_once_more_than_allowed_ends_the_run_in_one_line(start: 
 
     assert run.wait() == 1
     [line] = run.error_lines
-    assert line.endswith("start the same command again to go on")
+    assert line.endswith("to resume, rerun the same command [ray-train-failed]")
 
 
 @pytest.mark.slow

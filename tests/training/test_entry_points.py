@@ -142,7 +142,7 @@ def test_evaluate_prints_a_table_for_other_data(start: Start, trained: Path, tmp
 def test_data_with_other_labels_is_refused(alone: Ranks, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "mail.csv").write_text("text,label\n" + "one,ham\ntwo,spam\n" * 4)
 
-    with pytest.raises(UserError, match=r"mail.csv: label 'ham' is none of the model's labels World, Sports"):
+    with pytest.raises(UserError, match=r"mail.csv: label 'ham' is not one of the model's labels World, Sports"):
         evaluate_saved(trained, str(tmp_path / "mail.csv"), alone, quiet=True)
 
 

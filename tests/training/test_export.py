@@ -334,7 +334,9 @@ def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, writte
 def test_check_output_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
 
-    with pytest.raises(UserError, match=r"--output_dir .*: holds files that are no model; name a new or empty folder"):
+    with pytest.raises(
+        UserError, match=r"--output_dir .*: holds files that are not a model; name a new or empty folder"
+    ):
         check_output(tmp_path)
 
 

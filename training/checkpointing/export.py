@@ -35,7 +35,7 @@ def check_output(model_folder: Path) -> None:
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
         raise UserError(
-            f"--output_dir {model_folder}: holds files that are no model; name a new or empty folder",
+            f"--output_dir {model_folder}: holds files that are not a model; name a new or empty folder",
             code="output-not-empty",
         )
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed

@@ -35,7 +35,7 @@ def open_location(address: str) -> Storage:
     except ImportError as error:
         extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
         raise UserError(
-            f"--checkpoint_dir {address}: its driver is not there ({error}){extra}", code="package-missing"
+            f"--checkpoint_dir {address}: its driver is not installed ({error}){extra}", code="package-missing"
         ) from error
     except ValueError as error:
         raise UserError(f"--checkpoint_dir {address}: {error}", code="storage-address") from error
@@ -67,7 +67,7 @@ def check_storage(storage: Storage, ranks: Ranks) -> None:
             ) from error
         if not seen:
             raise UserError(
-                f"--checkpoint_dir {storage.location}: what rank 0 writes there is not seen here; "
+                f"--checkpoint_dir {storage.location}: files that rank 0 writes there are not visible here; "
                 "name a place that all machines share",
                 code="folder-not-shared",
             )

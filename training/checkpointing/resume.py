@@ -57,7 +57,7 @@ def find_resume_point(
         ranks.run_on_all_ranks(lambda: _check_same_run(config, place, resumed, data_key))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
-        hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts anew"
+        hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts from scratch"
         say(f"Resuming from {resumed.path} ({hint})")
         return resumed
 
@@ -106,8 +106,8 @@ def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]
         say(f"Skipping the damaged checkpoint {found[step]}: {damage}")
     if found:
         raise UserError(
-            f"--resume auto: none of the {len(found)} checkpoints in {storage.location} is whole; "
-            "use --resume none to start anew (they are moved aside, not deleted)",
+            f"--resume auto: none of the {len(found)} checkpoints in {storage.location} is complete; "
+            "use --resume none to start from scratch (they are moved aside, not deleted)",
             quiet=not ranks.is_first,
             code="no-complete-checkpoint",
         )
@@ -201,7 +201,8 @@ def _answering(storage: Storage) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{storage.location}: does not answer ({error}); start again when it does", code="storage-unreachable"
+            f"{storage.location}: does not answer ({error}); rerun the same command when it does",
+            code="storage-unreachable",
         ) from error
 
 
@@ -270,7 +271,7 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
     if differing:
         raise UserError(
-            f"{resumed.path} is of another run: {'; '.join(differing)}. Use the same flags to go on, another "
-            "--output_dir, or --resume none to start anew (the earlier run is moved aside, not deleted)",
+            f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "
+            "else give another --output_dir, or --resume none to start from scratch (the earlier run is moved aside, not deleted)",
             code="checkpoint-other-run",
         )

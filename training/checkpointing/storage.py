@@ -143,7 +143,7 @@ class Storage(ABC):
             return self._find_damage(path, part, parts)
         except Unreachable as error:
             raise UserError(
-                f"{path}: cannot be read now ({error}); start again when it can", code="storage-unreachable"
+                f"{path}: cannot be read now ({error}); rerun the same command when it can", code="storage-unreachable"
             ) from error
         except FileNotFoundError:
             return f"{MANIFEST} is missing"

@@ -151,13 +151,13 @@ def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> 
 def _why_not_loaded(model: str, error: Exception) -> str:
     text, first = str(error), first_line(error)
     if "trust_remote_code" in text:
-        return "brings code of its own, which is never run; use a model of an architecture that transformers has"
+        return "brings its own code, which is never run; use a model of an architecture that transformers has"
     if "safetensors" in text and ("no file named" in text or "not appear to have a file" in text):
         return "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"
     if Path(model).expanduser().is_dir():
         return f"the folder cannot be read as a model ({first})"
     return (
-        f"no such folder, and the hub did not give it ({first}){did_you_mean(model, (TINY, 'distilbert-base-uncased'))}"
+        f"not a folder, and could not be downloaded from the Hub ({first}){did_you_mean(model, (TINY, 'distilbert-base-uncased'))}"
         "; without a network use --model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
     )
 
@@ -180,7 +180,7 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
         damage = find_damage(file)
         if damage is None:
             return
-        say(f"The cached tokens {file} are damaged ({damage}): made anew")
+        say(f"The cached tokens {file} are damaged ({damage}): tokenising again")
     started = time.perf_counter()
     say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
     tensors: dict[str, np.ndarray] = {}

@@ -145,7 +145,7 @@ def _relabelled(data: NewsData, labels: list[str]) -> Rows:
     unknown = [name for name in data.label_names if name not in labels]
     if unknown:
         raise UserError(
-            f"--dataset {data.name}: label {unknown[0]!r} is none of the model's labels {', '.join(labels)}",
+            f"--dataset {data.name}: label {unknown[0]!r} is not one of the model's labels {', '.join(labels)}",
             code="label-unknown",
         )
     index = np.array([labels.index(name) for name in data.label_names])

@@ -99,7 +99,7 @@ class BadSteps:
         """
         count = self.context.state.bad
         if not self.budget:
-            self.fail(last, "The last checkpoint is good and stays; lower --learning_rate or mend the rows")
+            self.fail(last, "The last checkpoint is good and is kept; lower --learning_rate or fix the rows")
         if count.last_good < count.went_back_from:
             self.fail(
                 last,
@@ -118,7 +118,7 @@ class BadSteps:
 
     def fail(self, last: BadStep, advice: str) -> NoReturn:
         """End the run at step ``last``."""
-        message = f"{last}{self._shown(last)}. {advice}, then start again"
+        message = f"{last}{self._shown(last)}. {advice}, then rerun the same command"
         raise TrainingFailure(message, quiet=not self.context.ranks.is_first, code="loss-not-finite")
 
     def _record(self, bad: BadStep) -> None:

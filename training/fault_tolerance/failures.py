@@ -29,8 +29,8 @@ def translate_errors(ranks: Ranks, step: int, shape: torch.Size | None = None) -
             raise _out_of_memory(ranks, step, shape) from error
         if is_lost_rank(error):
             raise LostRank(
-                f"rank {ranks.rank}: another rank went away at step {step}. The last checkpoint stays: start the same "
-                f"command again to go on. PyTorch's own error: {in_one_line(error)}"
+                f"rank {ranks.rank}: another rank went away at step {step}. The last checkpoint is safe: to resume, "
+                f"rerun the same command. PyTorch's own error: {in_one_line(error)}"
             ) from error
         raise
 

@@ -19,7 +19,7 @@ from training.run.context import RunContext
 TICK = 0.5  # seconds
 # For whom another rank has the word: time enough to say it.
 SECONDS_TO_SPEAK = 10.0
-GO_ON = "The last checkpoint stays: start the same command again to go on"
+GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 class Watchdog(Observer):

@@ -111,9 +111,9 @@ class ReplicaCheck(Observer):
         self.events.agreed("divergence", parameter=found.name, ranks=found.odd)
         when = f"after step {step}" if step else "before the first step"
         since = f" They were the same after step {self.equal_at}." if self.equal_at >= 0 else ""
-        good = f"The checkpoint of step {self.saved_at} is good and stays: s" if self.saved_at else "S"
+        good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
         raise TrainingFailure(
-            f"{when} the copies of the weights differ: {found}.{since} {good}tart the same command again to go on. If "
+            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, rerun the same command. If "
             f"it comes back on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
             quiet=not self.ranks.is_first,
             code="replicas-differ",

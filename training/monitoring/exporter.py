@@ -264,7 +264,7 @@ def _listen(first_port: int, local_rank: int, registry: CollectorRegistry) -> Ca
         server, thread = start_http_server(port, registry=registry)
     except OSError as error:
         raise UserError(
-            f"--metrics_port {first_port}: port {port} cannot be listened on ({error.strerror}); "
+            f"--metrics_port {first_port}: cannot listen on port {port} ({error.strerror}); "
             "choose another, or 0 for no metrics",
             code="port-in-use",
         ) from error

@@ -170,7 +170,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise UserError(
-            f'--strategy deepspeed: DeepSpeed is not there ({error}); pip install "distrinews[deepspeed]"',
+            f'--strategy deepspeed: DeepSpeed is not installed ({error}); pip install "distrinews[deepspeed]"',
             code="package-missing",
         ) from error
     # For inference on CPUs alone; to build it takes a compiler and most of a minute.

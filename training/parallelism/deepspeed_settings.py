@@ -86,7 +86,7 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
 def _check(config: TrainConfig, precision: str) -> None:
     if config.deepspeed_stage == 0 and config.cpu_offload:
         raise UserError(
-            "--cpu_offload with --deepspeed_stage 0: nothing is shared out there; use stage 1, 2 or 3",
+            "--cpu_offload with --deepspeed_stage 0: nothing is sharded there; use stage 1, 2 or 3",
             code="flags-conflict",
         )
     if config.deepspeed_stage == 0 and precision == "fp16":
@@ -142,7 +142,7 @@ def _read(path: Path) -> Settings:
     settings = _without_auto(settings)
     for name in sorted(settings.keys() & set(REFUSED)):
         raise UserError(
-            f"--deepspeed_config {path}: {name} is not for a file: the trainer's flags decide it; leave it out",
+            f"--deepspeed_config {path}: {name} cannot be set in a file: the trainer's flags decide it; remove it",
             code="deepspeed-config",
         )
     if "optimizer" in settings:
@@ -166,7 +166,7 @@ def _adamw(path: Path, section: Any) -> Settings:
         names = ", ".join(section["params"])
         raise UserError(
             f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate and "
-            "--weight_decay say them",
+            "--weight_decay set them",
             code="deepspeed-config",
         )
     return {"type": "AdamW", "params": {"lr": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, **section.get("params", {})}}

@@ -302,7 +302,9 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
     if device == "cpu" or (device == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
-        raise UserError("--device cuda: this machine shows no CUDA GPU; use --device cpu or auto", code="gpu-not-found")
+        raise UserError(
+            "--device cuda: no CUDA GPU was found on this machine; use --device cpu or auto", code="gpu-not-found"
+        )
     shared = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun shows all its ranks the same GPUs
     if num_gpus == 1 and not shared:
         local_rank = 0  # some schedulers show each process its own GPU, which is then the first of one

@@ -44,7 +44,7 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
         import torchao  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f'--float8: torchao is not there ({error}); pip install "distrinews[float8]"', code="package-missing"
+            f'--float8: torchao is not installed ({error}); pip install "distrinews[float8]"', code="package-missing"
         ) from error
 
 

@@ -92,11 +92,11 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
     if model.architecture is None:
         kind = type(model.network).__name__
         raise UserError(
-            f"{where}: {kind} cannot be cut into stages; DistilBERT, BERT and Llama can", code="model-not-splittable"
+            f"{where}: {kind} cannot be split into stages; DistilBERT, BERT and Llama can", code="model-not-splittable"
         )
     if len(model.blocks) < num_stages:
         raise UserError(
-            f"{where}: {num_stages} stages, and the model has {len(model.blocks)} blocks to share out",
+            f"{where}: {num_stages} stages, and the model has {len(model.blocks)} blocks",
             code="uneven-split",
         )
     # Looking up embeddings costs next to no time, and the head works on one token of each row.

@@ -107,8 +107,8 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
     name = type(network).__name__
     if name not in FAMILIES:
         raise UserError(
-            f"--tp {ranks}: {name} cannot be cut (only DistilBERT, BERT and Llama can); "
-            "use --strategy zero3, which shares out any network",
+            f"--tp {ranks}: {name} cannot be split (only DistilBERT, BERT and Llama can); "
+            "use --strategy zero3, which shards any network",
             code="model-not-splittable",
         )
     config = network.config
@@ -122,7 +122,7 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
         if count % ranks:
             fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
             raise UserError(
-                f"--tp {ranks}: {count} {what} cannot be shared out evenly; use one of {fitting}", code="uneven-split"
+                f"--tp {ranks}: {count} {what} cannot be split evenly; use one of {fitting}", code="uneven-split"
             )
     return FAMILIES[name]
 

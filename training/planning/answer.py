@@ -98,7 +98,7 @@ def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
             code="uneven-split",
         )
     return UserError(
-        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be shared out evenly over {cluster.gpus} GPUs by "
+        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be split evenly over {cluster.gpus} GPUs by "
         f"{names}; take a multiple of {cluster.gpus * work.seq_len}",
         code="uneven-split",
     )

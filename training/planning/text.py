@@ -73,7 +73,7 @@ def read_page(path: Path) -> tuple[str, str]:
     except OSError as error:
         raise UserError(f"--page {path}: {error.strerror}", code="plan-page") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--page {path}: is no text in UTF-8", code="plan-page") from error
+        raise UserError(f"--page {path}: is not UTF-8 text", code="plan-page") from error
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

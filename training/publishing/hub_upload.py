@@ -125,7 +125,7 @@ def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
         UserError: The folder holds something, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
-        raise UserError(f"{folder}: holds something already; name a new or empty folder", code="output-not-empty")
+        raise UserError(f"{folder}: is not empty; name a new or empty folder", code="output-not-empty")
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -244,7 +244,8 @@ def _verify(api: HfApi, target: Target, additions: list[CommitOperationAdd], com
         found = there.get(addition.path_in_repo)
         if found is None or not _holds(found, addition):
             raise PublishFailure(
-                f"{target}: {addition.path_in_repo} is not there as it was sent; start again", code="hub-upload-failed"
+                f"{target}: {addition.path_in_repo} was not stored as it was sent; rerun the command",
+                code="hub-upload-failed",
             )
 
 

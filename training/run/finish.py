@@ -78,8 +78,8 @@ def finish_run(context: RunContext, log: RunLog | None) -> Path:
             report = write_report(config.run_dir, _report_data(context, test, logits))
         except OSError as error:
             raise TrainingFailure(
-                f"the model could not be written ({error}); nothing is lost: the checkpoints in {config.run_dir} are "
-                "whole, make room and start the same command again",
+                f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
+                "are complete: free some space, then rerun the same command",
                 code="model-not-saved",
             ) from error
         context.console.finish(

@@ -47,7 +47,7 @@ class Table:
     def _number(self, row: Row, column: str, cell: str) -> float:
         if not is_number(cell):
             raise UserError(
-                f"{self.name} line {row.line}, column {column}: {cell!r} is no finite number in fp32",
+                f"{self.name} line {row.line}, column {column}: {cell!r} is not a finite number in fp32",
                 code="table-unusable",
             )
         return float(cell)

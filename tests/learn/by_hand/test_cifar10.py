@@ -132,21 +132,21 @@ def test_a_pickle_that_brings_code_is_refused_and_runs_nothing(
 
     said = complaint(folder)
 
-    assert said.startswith(f"data_batch_2: no Python batch of CIFAR-10 (it asks for {named}, which is no part of an")
+    assert said.startswith(f"data_batch_2: not a Python batch of CIFAR-10 (it asks for {named}, which is no part of an")
     assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data_batch_3", b"", "data_batch_3: no Python batch of CIFAR-10 "),
-        ("data_batch_3", b"\x80\x02}.", "data_batch_3: no Python batch of CIFAR-10 "),
+        ("data_batch_3", b"", "data_batch_3: not a Python batch of CIFAR-10 "),
+        ("data_batch_3", b"\x80\x02}.", "data_batch_3: not a Python batch of CIFAR-10 "),
         ("data_batch_3", python_2_pickle(*rows_of(0), dtype=b"O8"), "data_batch_3: .*an array of type b'O8'"),
-        ("data_batch_3", python_2_pickle(*rows_of(0))[:-40], "data_batch_3: no Python batch of CIFAR-10 "),
+        ("data_batch_3", python_2_pickle(*rows_of(0))[:-40], "data_batch_3: not a Python batch of CIFAR-10 "),
         ("data_batch_3", python_2_pickle(rows_of(0)[0][:, :9], [0] * 3), r"data_batch_3: .*an array of shape \(3, 9\)"),
         ("data_batch_3", python_2_pickle(rows_of(0)[0], [0]), r"data_batch_3: 3 images, but labels of shape \(1,\)"),
         ("data_batch_3", python_2_pickle(rows_of(0)[0], [0, 10, 1]), "data_batch_3: row 1 has a label that is not 0"),
-        ("test_batch.bin", b"12345", "test_batch.bin: 5 bytes are no whole number of rows of 3,073 bytes"),
+        ("test_batch.bin", b"12345", "test_batch.bin: 5 bytes are not a whole number of rows of 3,073 bytes"),
         ("test_batch.bin", b"\x0b" + bytes(3072), "test_batch.bin: row 0 has a label that is not 0 to 9"),
     ],
 )
@@ -179,10 +179,10 @@ def test_a_folder_of_images_and_its_archive_hold_the_same(tmp_path: Path) -> Non
 def test_an_image_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "pets")
     (folder / "test/dog").rename(folder / "test/cow")
-    assert complaint(folder) == "test/cow/0.png: class 'cow' is none of the training classes cat, dog"
+    assert complaint(folder) == "test/cow/0.png: class 'cow' is not one of the training classes cat, dog"
 
     (folder / "train/dog/1.jpg").write_bytes(b"no image")
-    assert complaint(folder) == "train/dog/1.jpg: no image that can be read (UnidentifiedImageError)"
+    assert complaint(folder) == "train/dog/1.jpg: not a readable image (UnidentifiedImageError)"
 
 
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     Image.effect_noise((32, 32), 90).save(buffer, "JPEG")
     (folder / "train/cat/1.jpg").write_bytes(buffer.getvalue()[:-200])
 
-    assert complaint(folder).startswith("train/cat/1.jpg: no image that can be read")
+    assert complaint(folder).startswith("train/cat/1.jpg: not a readable image")
 
 
 def test_places_without_images_are_named(tmp_path: Path) -> None:

@@ -198,5 +198,5 @@ def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: htt
 
     assert run.process.returncode == 2
     assert run.err == (
-        f"error: --port {client.base_url.port}: cannot be listened on (Address already in use); choose another\n"
+        f"error: --port {client.base_url.port}: cannot listen there (Address already in use); choose another\n"
     )

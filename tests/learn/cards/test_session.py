@@ -93,7 +93,7 @@ def test_a_folder_of_something_else_fails_the_step_until_it_is_gone(session: Ses
     (folder / "letter.txt").write_text("dear")
     session.step()
     session._thread.join(WAIT_SECONDS)
-    assert "is there already and is no run of cards" in session.state()["failure"]
+    assert "already exists and is not a run of cards" in session.state()["failure"]
     session.reset()
     assert (folder / "letter.txt").exists()
 

@@ -143,7 +143,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "iris").mkdir()
     (tmp_path / "iris" / "letter.txt").write_text("dear")
 
-    message = "is there already and is no run of cards; choose another --output"
+    message = "already exists and is not a run of cards; choose another --output"
     with on_two_ranks(tmp_path) as runner, pytest.raises(UserError, match=message):
         runner.step()
     assert (tmp_path / "iris" / "letter.txt").exists()

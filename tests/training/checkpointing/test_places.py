@@ -56,7 +56,7 @@ def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path
     ("address", "message"),
     [
         ("nonsense://bucket/run", r"--checkpoint_dir nonsense://bucket/run: Protocol not known: nonsense"),
-        ("dropbox://run", r"--checkpoint_dir dropbox://run: its driver is not there \(.*dropboxdrivefs"),
+        ("dropbox://run", r"--checkpoint_dir dropbox://run: its driver is not installed \(.*dropboxdrivefs"),
     ],
 )
 def test_an_address_without_a_driver_is_refused_in_one_line(address: str, message: str) -> None:
@@ -69,7 +69,7 @@ def test_an_address_without_a_driver_is_refused_in_one_line(address: str, messag
 def test_a_bucket_without_its_driver_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
 
-    with pytest.raises(UserError, match=r'its driver is not there \(.*s3fs.*\); pip install "distrinews\[s3\]"'):
+    with pytest.raises(UserError, match=r'its driver is not installed \(.*s3fs.*\); pip install "distrinews\[s3\]"'):
         open_location("s3a://bucket/run")
 
 
@@ -117,7 +117,7 @@ def test_a_folder_that_machines_do_not_share_is_refused_by_all(
     assert (
         said
         == [
-            f"rank 1: --checkpoint_dir {tmp_path}/machine_1: what rank 0 writes there is not seen here; "
+            f"rank 1: --checkpoint_dir {tmp_path}/machine_1: files that rank 0 writes there are not visible here; "
             "name a place that all machines share"
         ]
         * 2

@@ -73,7 +73,7 @@ def test_where_none_is_whole_the_run_is_refused_and_nothing_is_moved(saved: Path
         file.unlink()
     before = sorted(saved.rglob("*"))
 
-    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is whole; use --resume none"):
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is complete; use --resume none"):
         newest_checkpoint(ALONE, open_location(str(saved)), lambda line: None)
 
     assert sorted(saved.rglob("*")) == before
@@ -269,4 +269,4 @@ def test_all_ranks_do_alike_with_what_one_of_them_knows_or_lacks(tmp_path: Path)
     began, unseen, gone = first
     assert began == "step_00000005"
     assert unseen.startswith(f"rank 1: --resume {tmp_path}/elsewhere: no such folder on {socket.gethostname()}; ")
-    assert gone.endswith("/checkpoints: does not answer (no route to host); start again when it does")
+    assert gone.endswith("/checkpoints: does not answer (no route to host); rerun the same command when it does")

@@ -186,7 +186,7 @@ def test_the_sample_is_read_by_name() -> None:
         (
             "train.csv",
             '"1","a\nb","c"\n"x","c","d"\n',
-            r"train.csv line 3: label 'x' is no number; rows without a header are",
+            r"train.csv line 3: label 'x' is not a number; rows without a header are",
         ),
         ("train.csv", '"1","a","b"\n"2"\n', r"train.csv line 2: one field"),
         ("train.csv", '"1","a","b"\n"2"," ",""\n', r"train.csv line 2: the text is empty"),
@@ -199,11 +199,11 @@ def test_the_sample_is_read_by_name() -> None:
         ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b"\n', r"train.jsonl line 2: not valid JSON"),
         ("train.jsonl", '{"text": "a", "label": 1}\n[1]\n', r"train.jsonl line 2: must be an object with text and"),
         ("train.jsonl", '\n{"text": "a"}\n', r"train.jsonl line 2: no column label among text; name yours"),
-        ("train.jsonl", '{"text": 5, "label": 1}\n', r"train.jsonl line 1: the text is no text"),
+        ("train.jsonl", '{"text": 5, "label": 1}\n', r"train.jsonl line 1: the text is not a string"),
         ("train.jsonl", '{"text": "a", "label": true}\n', r"train.jsonl line 1: label True must be a name or a whole"),
         ("train.jsonl", '{"text": "a", "label": 1.5}\n', r"train.jsonl line 1: label 1.5 must be a name or a whole"),
         ("train.jsonl", '{"text": "a", "label": -1}\n', r"train.jsonl line 1: label -1 is out of range"),
-        ("train.parquet", "no parquet at all", r"train.parquet: no Parquet file that can be read"),
+        ("train.parquet", "no parquet at all", r"train.parquet: not a readable Parquet file"),
         ("other.csv", "text,label\n", r"the folder holds no train.csv, train.jsonl or train.parquet"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_test_label_that_training_does_not_have_is_named(tmp_path: Path) -> No
     (tmp_path / "train.csv").write_text("text,label\nhello,a\nworld,b\n")
     (tmp_path / "test.csv").write_text("text,label\nhello,a\nworld,c\n")
 
-    with pytest.raises(UserError, match=r"test.csv line 3: label 'c' is none of the training labels a, b"):
+    with pytest.raises(UserError, match=r"test.csv line 3: label 'c' is not one of the training labels a, b"):
         load_news(str(tmp_path))
 
 

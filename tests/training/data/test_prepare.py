@@ -109,7 +109,7 @@ def need_code(folder: Path) -> None:
     ("spoil", "message"),
     [
         (pickle_weights, "has no model.safetensors; only safetensors weights are read, save_pretrained writes them"),
-        (need_code, "brings code of its own, which is never run; use a model of an architecture that transformers has"),
+        (need_code, "brings its own code, which is never run; use a model of an architecture that transformers has"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_refused_with_the_reason(

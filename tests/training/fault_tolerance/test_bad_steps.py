@@ -243,7 +243,7 @@ def test_a_run_that_going_back_does_not_help_stops_and_says_where(not_helped: tu
 
     assert failure.startswith("step 8: the loss is nan (rank 0, training rows ")
     assert "Going back from step 5 and leaving out " in failure
-    assert failure.endswith(" rows did not help: lower --learning_rate, then start again")
+    assert failure.endswith(" rows did not help: lower --learning_rate, then rerun the same command")
 
 
 def test_a_damaged_checkpoint_that_is_gone_back_over_is_moved_aside(not_helped: tuple[str, Path]) -> None:
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_that_is_gone_back_over_is_moved_aside(not_helped: 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"bad_steps": 0}, "The last checkpoint is good and stays; lower --learning_rate or mend the rows"),
+        ({"bad_steps": 0}, "The last checkpoint is good and is kept; lower --learning_rate or fix the rows"),
         ({"bad_steps": 2, "save_every": 0}, "There is no checkpoint yet to go back to"),
     ],
     ids=["no budget", "no checkpoint"],

@@ -100,12 +100,12 @@ USER_ERRORS: dict[str, tuple[Inputs, str]] = {
     "too few rows": (lambda _: ("--max_train_rows", "1"), r"no label has two rows"),
     "output below a file": (_output_below_a_file, r"--output_dir .*file/model: .* cannot be written"),
     "output in /proc": (lambda _: ("--output_dir", "/proc/model"), r"--output_dir /proc/model: /proc cannot be writ"),
-    "output holds other files": (_output_with_other_files, r"--output_dir .*thesis: holds files that are no model"),
+    "output holds other files": (_output_with_other_files, r"--output_dir .*thesis: holds files that are not a model"),
     "output is a file": (_output_is_a_file, r"--output_dir .*thesis\.txt: is a file"),
     "unknown flag": (lambda _: ("--learning-rte", "1e-3"), r"--learning-rte: no such flag; did you mean --learning_r"),
     "value out of limits": (lambda _: ("--batch_size", "0"), r"--batch_size 0: .*at least 1"),
     "contradictory flags": (lambda _: ("--precision", "fp16"), r"--precision fp16 and --device cpu: fp16 .* GPUs only"),
-    "no GPU": (lambda _: ("--device", "cuda"), r"--device cuda: this machine shows no CUDA GPU"),
+    "no GPU": (lambda _: ("--device", "cuda"), r"--device cuda: no CUDA GPU was found on this machine"),
     "more tokens than allowed": (lambda _: ("--max_length", "9000"), r"--max_length 9000: must be at most 8192"),
     "more tokens than positions": (
         lambda _: ("--max_length", "600"),
@@ -254,9 +254,7 @@ def test_a_dead_rank_takes_the_others_down_with_a_line(launch: Callable[..., Any
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     [line] = run.error_lines
     named = rf"rank 1 \(host \S+, process {ranks[1]}\) is gone: its process has ended; last seen "
-    assert re.match(
-        rf"error: lost at step \d+: a connection ended; {named}.*start the same command again to go on", line
-    )
+    assert re.match(rf"error: lost at step \d+: a connection ended; {named}.*to resume, rerun the same command", line)
 
 
 def test_a_second_run_into_the_same_folder_is_refused(

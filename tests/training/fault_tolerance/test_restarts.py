@@ -20,7 +20,7 @@ from training.monitoring.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "training" / "run_ddp.sh"
-STOPPED = "Stopped before the first step, nothing to save. Start the same command again to go on."
+STOPPED = "Stopped before the first step, nothing to save. To resume, rerun the same command."
 TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 
 # What a rank does around its training, without the training.
@@ -106,7 +106,7 @@ def test_a_number_of_restarts_that_is_none_is_refused(start: Callable[..., Any])
     run = start(["bash", SCRIPT, 2], env={"PYTHON": sys.executable, "MAX_RESTARTS": "some"})
 
     assert run.process.returncode == 2
-    assert run.err == "error: MAX_RESTARTS=some: must be a whole number, 0 = off\n"
+    assert run.err == "error: MAX_RESTARTS=some: must be a whole number, 0 = off [flag-value]\n"
 
 
 @pytest.fixture(scope="module")

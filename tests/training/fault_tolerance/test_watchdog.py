@@ -16,7 +16,7 @@ from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.monitoring.status import RankStatus, read_statuses
 from training.run import trainer
 
-GO_ON = "The last checkpoint stays: start the same command again to go on"
+GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 @pytest.fixture

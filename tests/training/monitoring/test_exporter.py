@@ -143,7 +143,7 @@ def test_a_taken_port_is_one_line_and_writes_nothing(
 
     assert code == 2
     stderr = capfd.readouterr().err
-    expected = rf"error: --metrics_port {port}: port {port} cannot be listened on \(Address already in use\); choose"
+    expected = rf"error: --metrics_port {port}: cannot listen on port {port} \(Address already in use\); choose"
     assert re.match(expected, stderr), stderr
     assert len(stderr.splitlines()) == 1
     assert list(tmp_path.glob("model*")) == []
@@ -157,5 +157,5 @@ def test_a_port_that_the_second_rank_cannot_have_stops_both(launch: Callable[...
 
     assert run.process.returncode == 1
     [line] = run.error_lines
-    assert line.startswith(f"error: rank 1: --metrics_port {port}: port {port + 1} cannot be listened on")
+    assert line.startswith(f"error: rank 1: --metrics_port {port}: cannot listen on port {port + 1}")
     assert list(tmp_path.glob("model*")) == []

@@ -202,11 +202,11 @@ def test_what_cannot_be_shared_out_is_refused_with_what_can(run_on_ranks: Callab
     complaints = run_on_ranks(3, _complaints)[0]
 
     assert complaints == [
-        "--tp 3: 4 attention heads cannot be shared out evenly; use one of 1, 2, 4",
-        "--tp 3: 4 attention heads cannot be shared out evenly; use one of 1, 2, 4",
-        "--tp 3: 8 attention heads cannot be shared out evenly; use one of 1, 2, 4",
-        "--tp 3: RobertaForSequenceClassification cannot be cut (only DistilBERT, BERT and Llama can); "
-        "use --strategy zero3, which shares out any network",
+        "--tp 3: 4 attention heads cannot be split evenly; use one of 1, 2, 4",
+        "--tp 3: 4 attention heads cannot be split evenly; use one of 1, 2, 4",
+        "--tp 3: 8 attention heads cannot be split evenly; use one of 1, 2, 4",
+        "--tp 3: RobertaForSequenceClassification cannot be split (only DistilBERT, BERT and Llama can); "
+        "use --strategy zero3, which shards any network",
     ]
 
 

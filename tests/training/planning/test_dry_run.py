@@ -120,7 +120,7 @@ def test_a_gpu_keeps_no_attention_scores() -> None:
 
 def test_a_dry_run_has_a_process_of_its_own_and_says_why_there_is_none() -> None:
     roberta = replace(SHAPE, family="roberta", type_vocab=1)
-    with pytest.raises(NoDryRun, match=r"^pp 2: RobertaForSequenceClassification cannot be cut into stages"):
+    with pytest.raises(NoDryRun, match=r"^pp 2: RobertaForSequenceClassification cannot be split into stages"):
         dry_run(roberta, Layout("pp", pp=2, accumulation=2, **SIZE), 2)
     with pytest.raises(NoDryRun, match="of 2 ranks, not 4"):
         dry_run(SHAPE, LAYOUTS["ddp"], 4)

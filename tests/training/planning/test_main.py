@@ -157,7 +157,7 @@ def test_a_hostile_models_name_stays_text_in_the_report(tmp_path: Path) -> None:
         (("--gpus", "0"), "argument --gpus: 0: must be a whole number, at least 1 (see --help)"),
         (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),
         (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; take 4096"),
-        (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be shared out evenly over 32"),
+        (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be split evenly over 32"),
         (
             ("--micro_batch", "3"),
             "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; take one of",
@@ -211,7 +211,7 @@ def test_a_page_that_is_no_text_is_one_clear_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_bytes(b"\xff\xfe")
 
-    with pytest.raises(UserError, match=f"--page {page}: is no text in UTF-8"):
+    with pytest.raises(UserError, match=f"--page {page}: is not UTF-8 text"):
         run(*SMALL, "--page", str(page))
 
 

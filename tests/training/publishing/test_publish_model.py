@@ -124,7 +124,7 @@ def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path:
     lay_out(model_files(model), tmp_path / "out")
     lay_out({"README.md": b"tags: [distrinews]"}, tmp_path / "out", replaces=True)
     for folder, replaces in ((tmp_path / "out", False), (tmp_path / "thesis", True)):
-        with pytest.raises(UserError, match="holds something already; name a new or empty folder"):
+        with pytest.raises(UserError, match="is not empty; name a new or empty folder"):
             lay_out(model_files(model), folder, replaces=replaces)
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
