@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,6 +141,30 @@ def reason_to_record(error: BaseException) -> str:
     if isinstance(error, StopAsked):
         return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}"
+
+
+_INVALID = {
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "greater_than": "must be greater than {gt}",
+    "less_than": "must be less than {lt}",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must not be empty",
+    "value_error": "{error}",  # of a validator's own
+} | {
+    f"{kind}_{problem}": f"must be {what}"
+    for kind, what in (("int", "a whole number"), ("float", "a number"), ("bool", "true or false"), ("string", "text"))
+    for problem in ("parsing", "type", "from_float")
+}
+
+
+def invalid_value(problem: Mapping[str, Any]) -> str:
+    """What is wrong with a value, as one of pydantic's ``ValidationError.errors()`` describes it."""
+    limits = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in problem.get("ctx", {}).items()
+    }
+    return _INVALID.get(problem["type"], problem["msg"]).format_map(limits)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from pydantic import ValidationError
 
-from common.errors import ModelLoadError, OneLineParser, UserError, run_command
+from common.errors import ModelLoadError, OneLineParser, UserError, invalid_value, run_command
 from inference.engines.model_loader import ModelLoader, Prediction
 from inference.engines.selection import ENGINES
 from inference.errors import ForwardError
@@ -115,7 +115,7 @@ def _print_lines(answers: Iterable[tuple[str, Prediction]], *, as_json: bool) ->
 def _one_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         problem = error.errors()[0]
-        return f"{str(problem['loc'][0]).upper()}: {problem['msg']}"
+        return f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}"
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return str(error)

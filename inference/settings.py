@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from common.errors import invalid_value
 from common.hardware import Hardware
 from inference.errors import SettingsError
 
@@ -184,7 +185,7 @@ class Settings(BaseSettings):
         try:
             return cls()
         except ValidationError as error:
-            problems = (f"{str(problem['loc'][0]).upper()}: {problem['msg']}" for problem in error.errors())
+            problems = (f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}" for problem in error.errors())
             raise SettingsError("; ".join(problems), code="setting-value") from None
 
     @property

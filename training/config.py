@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from common.errors import OneLineParser, UserError
+from common.errors import OneLineParser, UserError, invalid_value
 from common.rows import Columns
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
@@ -24,8 +24,15 @@ TINY = "tiny"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
-def _field(default: Any, group: str, help: str, **limits: Any) -> Any:
-    return Field(default, description=help, json_schema_extra={"group": group}, validate_default=True, **limits)
+# What a field may be when a run resumes from a checkpoint. "any": where things are kept and how the model is distributed
+# over the ranks change no row and no update. "same global batch": the global batch decides the order of the rows, not
+# its factors batch_size, data ranks and gradient_accumulation.
+OnResume = Literal["same", "any", "same global batch"]
+
+
+def _field(default: Any, group: str, help: str, on_resume: OnResume = "same", **limits: Any) -> Any:
+    about = {"group": group, "on_resume": on_resume}
+    return Field(default, description=help, json_schema_extra=about, validate_default=True, **limits)
 
 
 # The strategies that each of these flags is for; with another one it is refused, not ignored.
@@ -77,22 +84,22 @@ class TrainConfig(BaseModel):
 
     # fmt: off
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
-    text_column: str = _field("text", "data", "column of the text, in data whose columns have names; in any case of letters", min_length=1)
-    label_column: str = _field("label", "data", "column of the label", min_length=1)
+    text_column: str = _field("text", "data", "column of the text, in data whose columns have names; in any case of letters", min_length=1, on_resume="any")
+    label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
     max_length: int = _field(128, "data", "tokens a text may have; longer ones are cut, which the report counts", ge=8, le=8192)
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "what texts go through before they are tokenised, in training and in serving: news = character references decoded, HTML tags and backslashes dropped, white space collapsed; none = nothing; auto = news for AG News (by its name, its CSV layout or its four labels) and sample, else none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
-    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept")
+    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept", on_resume="any")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small DistilBERT made here from nothing, with no download")
-    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only what enters each block (a third more work), selective also what matrix products gave (little more work)")
-    compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs")
-    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8")
+    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only what enters each block (a third more work), selective also what matrix products gave (little more work)", on_resume="any")
+    compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
+    float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
-    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1)
-    gradient_accumulation: int = _field(1, "optimization", "micro-batches before an optimizer step; 1 = off", ge=1)
+    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
+    gradient_accumulation: int = _field(1, "optimization", "micro-batches before an optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate falls to 0 after the warm-up")
@@ -101,49 +108,77 @@ class TrainConfig(BaseModel):
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor computes it faster, fp16 with a loss scale on older GPUs, else fp32")
-    tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the last test: faster, 10 bits of precision instead of 23; off = exact")
+    tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the last test: faster, 10 bits of precision instead of 23; off = exact", on_resume="any")
     seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model lies over the processes: ddp = a whole copy on each; zero1, zero2, zero3 = the optimizer's state, also the gradients, also the weights are shared out; deepspeed = the same by DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all together")
-    dp: int = _field(0, "processes", "data-parallel degree; 0 = the ranks that tp and pp leave", ge=0)
-    dp_shard: int = _field(0, "processes", "how many of the dp ranks share one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a copy on each", ge=0)
-    tp: int = _field(0, "processes", "tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of a machine", ge=0)
-    pp: int = _field(0, "processes", "pipeline stages, in ranks; 0 = 1, or for pp all ranks", ge=0)
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (gradient_accumulation counts them) in the pipeline; the last three give each rank two stages")
-    sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts")
-    compress: str = _field("none", "processes", "gradients on the wire (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4")
-    cpu_offload: bool = _field(False, "processes", "keep shared-out state in the machine's memory (zero2, zero3, deepspeed)")
-    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and now and then, and give slower ones fewer rows and faster ones more (ddp, zero1)")
-    deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shares out: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3)
-    deepspeed_config: Path | None = _field(None, "processes", "DeepSpeed's own JSON file, for what has no flag here")
-    device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = a GPU a process where there are any, else the CPU")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 = the optimizer's state, also the gradients, also the weights are sharded; deepspeed = the same by DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all together", on_resume="any")
+    dp: int = _field(0, "processes", "data-parallel degree; 0 = the ranks that tp and pp leave", ge=0, on_resume="any")
+    dp_shard: int = _field(0, "processes", "how many of the dp ranks share one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a copy on each", ge=0, on_resume="any")
+    tp: int = _field(0, "processes", "tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of a machine", ge=0, on_resume="any")
+    pp: int = _field(0, "processes", "pipeline stages, in ranks; 0 = 1, or for pp all ranks", ge=0, on_resume="any")
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (gradient_accumulation counts them) in the pipeline; the last three give each rank two stages", on_resume="any")
+    sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts", on_resume="any")
+    compress: str = _field("none", "processes", "gradients on the wire (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4", on_resume="any")
+    cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
+    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and now and then, and give slower ones fewer rows and faster ones more (ddp, zero1)", on_resume="any")
+    deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
+    deepspeed_config: Path | None = _field(None, "processes", "DeepSpeed's own JSON file, for what has no flag here", on_resume="any")
+    device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
 
-    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run lie beside it")
-    resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint")
-    log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1)
-    metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000)
-    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255)
+    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are beside it", on_resume="any")
+    resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
+    log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
+    metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
+    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255, on_resume="any")
 
-    checkpoint_dir: str = _field("", "endurance", "where checkpoints lie: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints")
-    save_every: int = _field(500, "endurance", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0)
-    save_minutes: float = _field(0, "endurance", "minutes between checkpoints, beside those by steps; 0 = off", ge=0)
-    keep_last: int = _field(2, "endurance", "checkpoints kept beside the best one", ge=1)
-    keep_every: int = _field(0, "endurance", "checkpoints of steps that are a multiple of this stay for good; 0 = none", ge=0)
+    checkpoint_dir: str = _field("", "fault tolerance", "where checkpoints are kept: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints", on_resume="any")
+    save_every: int = _field(500, "fault tolerance", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0, on_resume="any")
+    save_minutes: float = _field(0, "fault tolerance", "minutes between checkpoints, beside those by steps; 0 = off", ge=0, on_resume="any")
+    keep_last: int = _field(2, "fault tolerance", "checkpoints kept beside the best one", ge=1, on_resume="any")
+    keep_every: int = _field(0, "fault tolerance", "keep the checkpoint of every Nth step permanently; 0 = off", ge=0, on_resume="any")
 
-    bad_steps: int = _field(5, "endurance", "steps in a row that may be skipped because the loss or the gradient norm is not finite; one more, and the run goes back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0)
-    collective_timeout: float = _field(1800, "endurance", "seconds without progress after which a rank ends the run and names the ranks that did not come; longer than whatever one rank does while others wait; an hour at least until the first steps are done", ge=1)
-    bad_rows: Literal["stop", "skip"] = _field("stop", "endurance", "rows of the data that cannot be used (torn line, empty text, unknown label ...): stop = name the first and do not start; skip = leave them out, count and name them")
+    bad_steps: int = _field(5, "fault tolerance", "steps in a row that may be skipped because the loss or the gradient norm is not finite; one more, and the run goes back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0, on_resume="any")
+    collective_timeout: float = _field(1800, "fault tolerance", "seconds without progress after which a rank ends the run and names the ranks that did not come; longer than whatever one rank does while others wait; an hour at least until the first steps are done", ge=1, on_resume="any")
+    bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", "malformed rows (truncated line, empty text, unknown label ...): stop = name the first and do not start; skip = leave them out, count and name them", on_resume="any")
 
-    check_replicas_every: int = _field(500, "watching", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0)
-    check_gradient_sync: int = _field(0, "watching", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0)
-    record_collectives_every: int = _field(20, "watching", "optimizer steps between two recordings, by PyTorch's profiler, of what a step sends, for the metrics collective_*; 0 = off, as beside another profiler such as nsys", ge=0)
-    one_rank_rate: float = _field(0, "watching", "rows a second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0)
-    trackers: str = _field("", "watching", "where curves go beside metrics.jsonl and TensorBoard: wandb, mlflow, trackio, several with commas, each an extra of the same name; unset = nowhere")
-    profile: int = _field(0, "watching", "optimizer steps that PyTorch's profiler records, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000)
-    profile_start: int = _field(0, "watching", "the first of them; 0 = ten steps after this process's first, or fewer in a short run", ge=0)
-    profile_ranks: str = _field("0", "watching", "ranks that are recorded: all, or their numbers, such as 0,3")
+    check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0, on_resume="any")
+    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0, on_resume="any")
+    record_collectives_every: int = _field(20, "monitoring", "optimizer steps between two recordings, by PyTorch's profiler, of what a step sends, for the metrics collective_*; 0 = off, as beside another profiler such as nsys", ge=0, on_resume="any")
+    one_rank_rate: float = _field(0, "monitoring", "rows per second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0, on_resume="any")
+    trackers: str = _field("", "monitoring", "where curves go beside metrics.jsonl and TensorBoard: wandb, mlflow, trackio, several with commas, each an extra of the same name; unset = nowhere", on_resume="any")
+    profile: int = _field(0, "monitoring", "optimizer steps that PyTorch's profiler records, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
+    profile_start: int = _field(0, "monitoring", "the first of them; 0 = ten steps after this process's first, or fewer in a short run", ge=0, on_resume="any")
+    profile_ranks: str = _field("0", "monitoring", "ranks that are recorded: all, or their numbers, such as 0,3", on_resume="any")
     # fmt: on
+
+    @field_validator("compress")
+    @classmethod
+    def _check_compress(cls, value: str) -> str:
+        if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", value):
+            raise ValueError("must be none, fp16, bf16 or powersgd[:rank], such as powersgd:4")
+        return value
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, value: str) -> str:
+        if unknown := [name for name in _names(value) if name not in TRACKERS]:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(TRACKERS)}")
+        return value
+
+    @field_validator("profile_ranks")
+    @classmethod
+    def _check_profile_ranks(cls, value: str) -> str:
+        if not re.fullmatch(r"all|\d+(,\d+)*", value):
+            raise ValueError("must be all, or numbers such as 0,3")
+        return value
+
+    @field_validator("output_dir")
+    @classmethod
+    def _check_output_dir(cls, value: Path) -> Path:
+        if not value.name:
+            raise ValueError("must name a folder")
+        return value
 
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
@@ -153,25 +188,17 @@ class TrainConfig(BaseModel):
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
-        if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", self.compress):
-            raise ValueError(f"--compress {self.compress}: must be none, fp16, bf16 or powersgd[:rank], as powersgd:4")
-        if unknown := [name for name in self.tracker_names if name not in TRACKERS]:
-            raise ValueError(f"--trackers {self.trackers}: {unknown[0]!r} is none of {', '.join(TRACKERS)}")
-        if not re.fullmatch(r"all|\d+(,\d+)*", self.profile_ranks):
-            raise ValueError(f"--profile_ranks {self.profile_ranks}: must be all, or numbers such as 0,3")
         for flag, strategies in FLAGS_OF_STRATEGIES.items():
             value = getattr(self, flag)
             if value != type(self).model_fields[flag].default and self.strategy not in strategies:
                 raise ValueError(
                     f"--{flag} {value}: does nothing with --strategy {self.strategy}, only with {', '.join(strategies)}"
                 )
-        if not self.output_dir.name:
-            raise ValueError(f"--output_dir {self.output_dir}: must name a folder")
         place = Path(self.checkpoint_dir).absolute()
         if self.checkpoint_dir and place.is_relative_to(self.output_dir.absolute()):
             raise ValueError(
-                f"--checkpoint_dir {self.checkpoint_dir}: lies in --output_dir {self.output_dir}, which the finished "
-                "model replaces; name another folder"
+                f"--checkpoint_dir {self.checkpoint_dir}: is in --output_dir {self.output_dir}, which the finished model "
+                "replaces; name another folder"
             )
         return self
 
@@ -205,26 +232,16 @@ class TrainConfig(BaseModel):
     @property
     def tracker_names(self) -> tuple[str, ...]:
         """The trackers, each once."""
-        return tuple(dict.fromkeys(name.strip() for name in self.trackers.split(",") if name.strip()))
+        return _names(self.trackers)
 
     def to_yaml(self) -> str:
         """The whole configuration as YAML that ``--config`` reads."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-# What may differ between a checkpoint and the run that goes on from it: where things lie, and how the model lies over
-# the processes. The batch fields are compared apart: only their product with the number of data ranks, the global
-# batch, decides the order of rows. What the columns hold is compared with the texts.
-OPERATIONAL_FIELDS = frozenset(
-    {"text_column", "label_column"}
-    | {"cache_dir", "output_dir", "save_every", "keep_last", "resume", "log_every", "metrics_port", "stopped_exit_code"}
-    | {"checkpoint_dir", "save_minutes", "keep_every", "bad_steps", "bad_rows", "collective_timeout"}
-    | {"strategy", "dp", "dp_shard", "tp", "pp", "pp_schedule", "sequence_parallel", "cpu_offload", "balance"}
-    | {"deepspeed_stage", "deepspeed_config", "activation_checkpointing", "compile", "compress", "float8", "tf32"}
-    | {"check_replicas_every", "check_gradient_sync", "record_collectives_every", "one_rank_rate"}
-    | {"trackers", "profile", "profile_start", "profile_ranks"}
-)
-BATCH_FIELDS = frozenset({"batch_size", "gradient_accumulation"})
+def on_resume(name: str) -> OnResume:
+    """What the field ``name`` may be when a run resumes from a checkpoint."""
+    return TrainConfig.model_fields[name].json_schema_extra["on_resume"]  # type: ignore[index, call-overload, return-value]
 
 
 def parse_config(
@@ -337,17 +354,19 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(problem, origins) for problem in error.errors()]
-        raise UserError("; ".join(problems), code="flag-value") from None
+        problems = error.errors()
+        code = "flag-value" if problems[0]["loc"] else "flags-conflict"
+        raise UserError("; ".join(_describe(problem, origins) for problem in problems), code=code) from None
 
 
 def _describe(problem: Mapping[str, Any], origins: dict[str, str]) -> str:
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    message = message.split(", unable to parse")[0].replace("a valid number", "a number")
-    if not problem["loc"]:
-        return message
+    if not problem["loc"]:  # of several fields: the message names their flags
+        return invalid_value(problem)
     name = str(problem["loc"][0])
     origin = origins.get(name, "flag")
     where = {"flag": f"--{name}", "environment": f"{ENVIRONMENT_PREFIX}{name.upper()}"}.get(origin, f"{origin}: {name}")
-    return f"{where} {problem['input']}: {message}"
+    return f"{where} {problem['input']}: {invalid_value(problem)}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, invalid_value
 from learn.cards.base import BaseCard, CardConfig
 from learn.cards.registry import LOOP
 
@@ -129,5 +129,5 @@ def read_config(card: BaseCard, values: Mapping[str, Any], where: str) -> CardCo
                 f"{where}: {card.card_type} has no field {name!r}; it takes {known}", code="pipeline-invalid"
             ) from error
         raise UserError(
-            f"{where}: config {name}: {wrong['input']!r}: {wrong['msg']}", code="pipeline-invalid"
+            f"{where}: config {name}: {wrong['input']!r}: {invalid_value(wrong)}", code="pipeline-invalid"
         ) from error

@@ -15,7 +15,7 @@ from training.checkpointing.places import open_location
 from training.checkpointing.saver import STATE_FILE
 from training.checkpointing.sharded import SavedShards
 from training.checkpointing.storage import Storage
-from training.config import BATCH_FIELDS, OPERATIONAL_FIELDS, TrainConfig
+from training.config import TrainConfig, on_resume
 from training.data.batching import DataPlace
 from training.fault_tolerance.restarts import has_begun
 from training.parallelism.distributed import Ranks
@@ -260,10 +260,10 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     differing = [
         f"{name} was {before.get(name)!r}, is {value!r}"
         for name, value in now.items()
-        if name not in OPERATIONAL_FIELDS | BATCH_FIELDS and before.get(name) != value
+        if on_resume(name) == "same" and before.get(name) != value
     ]
     asked = config.batch_size * place.size * config.gradient_accumulation
-    same_flags = all(before[name] == now[name] for name in BATCH_FIELDS)
+    same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
     # Keys once had no version and changed with every edit of the code that made them: such data is taken for the same.
@@ -272,6 +272,7 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     if differing:
         raise UserError(
             f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "
-            "else give another --output_dir, or --resume none to start from scratch (the earlier run is moved aside, not deleted)",
+            "else give another --output_dir, or --resume none to start from scratch (the earlier run is moved aside, "
+            "not deleted)",
             code="checkpoint-other-run",
         )

@@ -184,8 +184,8 @@ class Saver:
         where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"
         if self._failures == MOST_FAILURES:
             raise TrainingFailure(
-                f"{where}, for the {MOST_FAILURES}rd time in a row; {self._newest()}: free some space or fix the storage, "
-                "then rerun the same command",
+                f"{where}, for the {MOST_FAILURES}rd time in a row; {self._newest()}: free some space or fix the "
+                "storage, then rerun the same command",
                 quiet=not self.ranks.is_first,
                 code="checkpoint-not-saved",
             )

@@ -157,8 +157,9 @@ def _why_not_loaded(model: str, error: Exception) -> str:
     if Path(model).expanduser().is_dir():
         return f"the folder cannot be read as a model ({first})"
     return (
-        f"not a folder, and could not be downloaded from the Hub ({first}){did_you_mean(model, (TINY, 'distilbert-base-uncased'))}"
-        "; without a network use --model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
+        f"not a folder, and could not be downloaded from the Hub ({first})"
+        f"{did_you_mean(model, (TINY, 'distilbert-base-uncased'))}; without a network use "
+        "--model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
     )
 
 

@@ -33,7 +33,7 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
     if not math.isfinite(validation["loss"]):
         raise TrainingFailure(
             f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and is kept; "
-            "lower --learning_rate, then start again",
+            "lower --learning_rate, then rerun the same command",
             quiet=not context.ranks.is_first,
             code="loss-not-finite",
         )

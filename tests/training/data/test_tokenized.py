@@ -129,7 +129,7 @@ def test_a_cache_file_with_a_changed_byte_is_made_again_and_that_is_said(tmp_pat
 
     write(tmp_path, told=(told := Told()))
 
-    assert told[0] == f"The cached tokens {file} are damaged (they do not match their SHA-256): made anew"
+    assert told[0] == f"The cached tokens {file} are damaged (they do not match their SHA-256): tokenising again"
     assert file.read_bytes() == content
 
 
