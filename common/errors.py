@@ -38,7 +38,7 @@ class ForeseenError(Exception):
     @property
     def line(self) -> str:
         """The message and the code, as they are printed."""
-        return f"{self} [{self.code}]"
+        return f"{self} [{self.code}]" if self.code else str(self)
 
     def say(self) -> None:
         """Print the line, once."""

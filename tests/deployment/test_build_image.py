@@ -44,7 +44,7 @@ def build(tmp_path: Path) -> Build:
 
 def test_without_a_builder_one_line_says_so(build: Build, exported_folder: Path) -> None:
     done = build("--model", str(exported_folder))
-    wanted = "error: none of docker, podman, buildah is installed and running; install or start one of them\n"
+    wanted = "error: none of docker, podman, buildah is installed and running; install or start one of them [image-no-builder]\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 
@@ -103,7 +103,10 @@ def test_a_failing_builder_ends_with_one_line_and_its_context_is_removed(
 ) -> None:
     _install(tmp_path, "podman", build=125)
     done = build("--model", str(exported_folder))
-    assert (done.returncode, done.stderr) == (1, "error: podman ended with code 125, its last lines say why\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: podman ended with code 125, its last lines say why [image-build-failed]\n",
+    )
     assert not Path((tmp_path / "calls").read_text().split()[-1]).exists()
 
 

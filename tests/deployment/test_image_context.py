@@ -65,4 +65,4 @@ def test_a_model_that_is_not_exported_is_refused_in_one_line(model_folder: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     remedy = f"write one with python -m inference.export {model_folder}"
-    assert done.stderr == f"error: {model_folder}: no native or onnx artefact in it; {remedy}\n"
+    assert done.stderr == f"error: {model_folder}: no native or onnx artefact in it; {remedy} [artefact-missing]\n"

@@ -44,18 +44,18 @@ def test_without_ray_one_line_says_what_to_install(tmp_path: Path) -> None:
     ended = _serve("--model", tmp_path, PYTHONPATH=str(tmp_path))
 
     assert ended.returncode == 2
-    assert ended.stderr == 'error: Ray is not installed: pip install "distrinews[ray]"\n'
+    assert ended.stderr == 'error: Ray is not installed: pip install "distrinews[ray]" [package-missing]\n'
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--replicas", "3..1"), "argument --replicas: 3..1: 3 is more than 1 (see --help)"),
+        (("--replicas", "3..1"), "argument --replicas: 3..1: 3 is more than 1 (see --help) [usage]"),
         (
             ("--cpus_per_replica", "0"),
-            "argument --cpus_per_replica: 0: must be a whole number, at least 1 (see --help)",
+            "argument --cpus_per_replica: 0: must be a whole number, at least 1 (see --help) [usage]",
         ),
-        ((), "--model no/such: there is no such folder; train one, or give its path"),
+        ((), "--model no/such: there is no such folder; train one, or give its path [model-not-found]"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(flags: tuple[str, ...], line: str) -> None:

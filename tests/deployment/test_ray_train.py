@@ -120,7 +120,8 @@ def test_a_wrong_flag_is_one_line_before_any_cluster_is_looked_for(start: Start)
 
     assert run.wait() == 2
     assert (
-        run.err == "error: argument --num_workers/--num-workers: two: must be a whole number, at least 1 (see --help)\n"
+        run.err
+        == "error: argument --num_workers/--num-workers: two: must be a whole number, at least 1 (see --help) [usage]\n"
     )
 
 

@@ -45,7 +45,10 @@ def test_a_job_submitted_from_another_folder_is_refused_in_one_line(tmp_path: Pa
     ended = subprocess.run(["bash", SCRIPT], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     assert ended.returncode == 2
-    assert ended.stderr == f"error: {tmp_path}: no training/train_ddp.py here; submit from the repository's root\n"
+    assert (
+        ended.stderr
+        == f"error: {tmp_path}: no training/train_ddp.py here; submit from the repository's root [not-in-repository]\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,7 @@ def test_a_wrong_flag_fails_the_job_with_one_line_and_without_another_try(
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
     errors = [line for line in _printed(checkout, job).splitlines() if line.startswith("error:")]
-    assert errors == ["error: --epoch: no such flag; did you mean --epochs?"]
+    assert errors == ["error: --epoch: no such flag; did you mean --epochs? [flag-unknown]"]
 
 
 @pytest.mark.slow

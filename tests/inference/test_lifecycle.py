@@ -128,13 +128,17 @@ def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path,
 @pytest.mark.parametrize(
     ("command", "settings", "line"),
     [
-        (["inference.serve"], {"MAX_BATCH_TEXTS": "no"}, "error: MAX_BATCH_TEXTS: Input should be a valid integer"),
+        (
+            ["inference.serve"],
+            {"MAX_BATCH_TEXTS": "no"},
+            "error: MAX_BATCH_TEXTS: must be a whole number [setting-value]",
+        ),
         (
             ["uvicorn", "inference.app:app"],
             {"PORT": "70000"},
-            "error: PORT: Input should be less than or equal to 65535",
+            "error: PORT: must be at most 65535",
         ),
-        (["inference.serve"], {"ENGINE": "steam", "MAX_TEXT_CHARS": "0"}, "error: ENGINE: Input should be 'auto'"),
+        (["inference.serve"], {"ENGINE": "steam", "MAX_TEXT_CHARS": "0"}, "error: ENGINE: must be 'auto'"),
         (["inference.serve", "--port", "x"], {}, "argument --port: invalid int value: 'x'"),
     ],
 )

@@ -60,7 +60,7 @@ def test_every_command_has_help_by_path_and_as_a_module(start: Start) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train_ddp.py", "--epochs", "0"], "error: --epochs 0: must be at least 1"),
+        (["train_ddp.py", "--epochs", "0"], "error: --epochs 0: must be at least 1 [flag-value]"),
         (["train_single.py", "--dataset", "gone", "--model", "tiny"], "error: --dataset gone: no such dataset; use"),
         (["evaluate.py", "gone"], "error: gone: no such model"),
     ],
@@ -90,7 +90,7 @@ def test_run_ddp_passes_on_help_and_refuses_no_processes(start: Start) -> None:
 
     assert (helped.process.returncode, refused.process.returncode) == (0, 2)
     assert helped.out.startswith("usage: train_ddp.py")
-    assert refused.err == "error: run_ddp.sh 0: at least 1 process\n"
+    assert refused.err == "error: run_ddp.sh 0: at least 1 process [flag-value]\n"
 
 
 @pytest.fixture

@@ -297,7 +297,7 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
 
     code, line = watched(finished.with_name("model"))
     assert code == 2
-    assert line.endswith(f"did you mean {finished}?\n")
+    assert line.endswith(f"did you mean {finished}? [not-a-run]\n")
 
 
 def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value() -> None:

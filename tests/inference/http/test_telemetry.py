@@ -66,4 +66,4 @@ def test_without_the_extra_the_server_says_so_in_one_line() -> None:
         [sys.executable, "-c", blocked], cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
     assert run.returncode == 2
-    assert run.stderr == 'error: OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]"\n'
+    assert run.stderr == 'error: OTEL_ENDPOINT: needs OpenTelemetry; pip install "distrinews[otel]" [package-missing]\n'

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line_of_rank_0(run_on_ranks: RunOnRanks) -> None:
     [flag] = run_on_ranks(1, _command, "--learning_rate", "nan")
     [seed] = run_on_ranks(1, _command, "--seed", "99999999999999999999")
 
-    assert odd == (2, "error: --batch_size 511: must be a multiple of the 2 ranks\n")
+    assert odd == (2, "error: --batch_size 511: must be a multiple of the 2 ranks [uneven-split]\n")
     assert silent == (2, "")
     assert unknown[0] == flag[0] == seed[0] == 2
     assert unknown[1].startswith("error: --data gone: no such file or folder; without a network use --data shapes")
@@ -88,7 +88,7 @@ def test_more_ranks_than_gpus_can_train_on_the_cpu(run_on_ranks: RunOnRanks) -> 
 
     (_, said), _ = run_on_ranks(2, _command_beside_one_gpu, *flags)
 
-    assert said == "error: --batch_size 511: must be a multiple of the 2 ranks\n"
+    assert said == "error: --batch_size 511: must be a multiple of the 2 ranks [uneven-split]\n"
 
 
 class _Remembers(nn.Linear):

@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_line_that_names_the_card(
     assert ended.value.code == 1
     assert capsys.readouterr().err == (
         "error: card dist_load_dataset (node load): OSError: [Errno 28] No space left on device; "
-        f"traceback in {trace}\n"
+        f"traceback in {trace} [card-failed]\n"
     )
     assert "save" in trace.read_text()
 

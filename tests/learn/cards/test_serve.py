@@ -189,7 +189,10 @@ def test_a_run_beside_a_server_takes_another_folder(start: Callable[..., Any], t
     run = start([*CARDS, "run", "--output", tmp_path])
 
     assert run.process.returncode == 2
-    assert run.err == f"error: {tmp_path}: another run is training into this folder; use another --output\n"
+    assert (
+        run.err
+        == f"error: {tmp_path}: another run is training into this folder; use another --output [folder-in-use]\n"
+    )
 
 
 @pytest.mark.slow
@@ -198,5 +201,5 @@ def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: htt
 
     assert run.process.returncode == 2
     assert run.err == (
-        f"error: --port {client.base_url.port}: cannot listen there (Address already in use); choose another\n"
+        f"error: --port {client.base_url.port}: cannot listen there (Address already in use); choose another [port-in-use]\n"
     )

@@ -46,5 +46,5 @@ def test_a_second_run_into_the_same_place_is_refused_in_one_line(
 
     assert code == 2
     assert capfd.readouterr().err.splitlines() == [
-        f"error: {place}: another run is training into this folder; use another --checkpoint_dir"
+        f"error: {place}: another run is training into this folder; use another --checkpoint_dir [folder-in-use]"
     ]

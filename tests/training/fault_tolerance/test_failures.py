@@ -150,10 +150,12 @@ def test_a_users_mistake_ends_a_process_with_code_2(launch: Callable[..., Any], 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        pytest.param((), "error: 3 ranks for 2 training rows: start fewer processes", id="more ranks than rows"),
+        pytest.param(
+            (), "error: 3 ranks for 2 training rows: start fewer processes [rows-too-few]", id="more ranks than rows"
+        ),
         pytest.param(
             ("--epoch", "1"),
-            "error: --epoch: no such flag; did you mean --epochs?",
+            "error: --epoch: no such flag; did you mean --epochs? [flag-unknown]",
             id="unknown flag",
             marks=pytest.mark.slow,
         ),

@@ -152,7 +152,7 @@ def test_a_wrong_flag_is_refused_once_however_many_restarts_there_are(start: Cal
     run = start(["bash", SCRIPT, 2, "--epochs", "0"], env={"PYTHON": sys.executable, "MAX_RESTARTS": "3"})
 
     assert run.process.returncode == 2
-    assert run.error_lines == ["error: --epochs 0: must be at least 1"]
+    assert run.error_lines == ["error: --epochs 0: must be at least 1 [flag-value]"]
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def _wait_until_gone(pid: int) -> None:
 @pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])
 def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Path, kind: str) -> None:
     code = f"from common.errors import {kind}\nfrom training.fault_tolerance.restarts import settled\n"
-    code += f"with settled(): raise {kind}('--epochs 0: must be at least 1')"
+    code += f"with settled(): raise {kind}('--epochs 0: must be at least 1', code='flag-value')"
     error_file = tmp_path / "launch" / "attempt_0" / "0" / "error.json"
     error_file.parent.mkdir(parents=True)
     variables = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -207,7 +207,7 @@ def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Pa
 
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(error_file))
     report = ChildFailedError("training/train_ddp.py", {0: failure}).format_msg()
-    assert "  traceback : --epochs 0: must be at least 1\n" in report
+    assert "  traceback : --epochs 0: must be at least 1 [flag-value]\n" in report
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Pa
         (
             "import os; os.kill(os.getpid(), 9)",
             1,
-            r"error: rank 0 \(process \d+\) was ended by SIGKILL; .* lower --batch_size",
+            r"error: rank 0 \(process \d+\) was ended by SIGKILL; .* lower --batch_size \[rank-killed\]",
         ),
     ],
     ids=["a rank that says why", "a rank that is killed"],

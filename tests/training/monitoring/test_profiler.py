@@ -126,7 +126,9 @@ def test_ranks_that_are_no_numbers_are_refused(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: str
 ) -> None:
     assert train_here("--output_dir", tmp_path / "model", f"--profile_ranks={ranks}") == 2
-    assert capfd.readouterr().err == f"error: --profile_ranks {ranks}: must be all, or numbers such as 0,3\n"
+    assert (
+        capfd.readouterr().err == f"error: --profile_ranks {ranks}: must be all, or numbers such as 0,3 [flag-value]\n"
+    )
 
 
 def test_time_that_two_kinds_of_work_share() -> None:

@@ -114,7 +114,9 @@ def test_an_unknown_tracker_is_one_line_and_writes_nothing(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train_here("--output_dir", tmp_path / "model", "--trackers", "wandb,neptune") == 2
-    assert capfd.readouterr().err == ("error: --trackers wandb,neptune: 'neptune' is none of wandb, mlflow, trackio\n")
+    assert capfd.readouterr().err == (
+        "error: --trackers wandb,neptune: 'neptune' is not one of wandb, mlflow, trackio [flag-value]\n"
+    )
     assert list(tmp_path.glob("model*")) == []
 
 
@@ -130,7 +132,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 
     assert train_here("--output_dir", tmp_path / "model", "--trackers", name) == 2
     assert capfd.readouterr().err == (
-        f'error: --trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out\n'
+        f'error: --trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out [package-missing]\n'
     )
     assert list(tmp_path.glob("model*")) == []
 

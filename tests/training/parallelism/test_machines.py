@@ -73,5 +73,7 @@ def test_machines_that_do_not_share_the_folder_are_refused_in_one_line(
     assert [run.wait() for run in runs] == [1, 1]
     [line] = [line for run in runs for line in run.error_lines]
     assert line.startswith(f"error: rank 1: --output_dir {shared}/demo: ")
-    assert line.endswith(f"does not see what rank 0 writes to {shared}; name a folder that all machines share")
+    assert line.endswith(
+        f"does not see what rank 0 writes to {shared}; name a folder that all machines share [folder-not-shared]"
+    )
     assert list(shared.iterdir()) == []

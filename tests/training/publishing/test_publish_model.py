@@ -231,7 +231,7 @@ def test_what_the_hub_holds_is_read_back(hub: Hub, model: Path, tmp_path: Path) 
 
     run = run_against(hub.address, tmp_path, *PUBLISH, str(model), "--name", NAME)
 
-    assert "config.json is not there as it was sent" in error_line(run, code=1)
+    assert "config.json was not stored as it was sent" in error_line(run, code=1)
 
 
 @pytest.mark.parametrize(
