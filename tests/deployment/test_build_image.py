@@ -44,7 +44,8 @@ def build(tmp_path: Path) -> Build:
 
 def test_without_a_builder_one_line_says_so(build: Build, exported_folder: Path) -> None:
     done = build("--model", str(exported_folder))
-    wanted = "error: none of docker, podman, buildah is installed and running; install or start one of them [image-no-builder]\n"
+    line = "none of docker, podman, buildah is installed and running; install or start one of them"
+    wanted = f"error: {line} [image-no-builder]\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 

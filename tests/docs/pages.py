@@ -10,12 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.deployment.documented import REPOSITORY
+from training.config import TrainConfig
 
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "common/sample_news/*.md")
     for path in REPOSITORY.glob(pattern)
 )
+_ROOMS = ("common", "training", "inference", "learn", "deployment")
 _FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<address>[^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
@@ -111,6 +113,13 @@ def shown_after(page: str, command: str) -> str:
 def prose_flags(page: str) -> set[str]:
     """The flags that a page names outside its blocks."""
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", _FENCE.sub("", _text(page))))
+
+
+def program_flags() -> set[str]:
+    """The flags in the sources of the program's commands, and those of the training configuration."""
+    sources = (path for room in _ROOMS for path in (REPOSITORY / room).rglob("*.py"))
+    quoted = {flag for path in sources for flag in re.findall(r"[\"'](--[a-z][\w-]*)[\"' =]", path.read_text())}
+    return quoted | {f"--{name}" for name in TrainConfig.model_fields}
 
 
 def inline_commands(page: str) -> list[Path]:

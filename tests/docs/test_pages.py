@@ -9,7 +9,6 @@ from itertools import chain
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.docs import messages
 from tests.docs.pages import (
     PAGES,
     REPOSITORY,
@@ -19,6 +18,7 @@ from tests.docs.pages import (
     code_names,
     links,
     names_in,
+    program_flags,
     prose_flags,
 )
 
@@ -26,7 +26,17 @@ LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "do
 FLAGGED = (*LEARNING, *(f"docs/{name}.md" for name in ("PARALLELISM_STRATEGIES", "PLANNING", "TROUBLESHOOTING")))
 TORCHRUN = {name for action in get_args_parser()._actions for name in action.option_strings}
 # Of docker, hf, py-spy, ray, rsync and sbatch: named on a page, and no flags of this program.
-FOREIGN = {"--checksum", "--head", "--ipc", "--pid", "--pids-limit", "--repo-type", "--shm-size", "--signal"}
+FOREIGN = {
+    "--checksum",
+    "--head",
+    "--ipc",
+    "--pid",
+    "--pids-limit",
+    "--repo-type",
+    "--revision",
+    "--shm-size",
+    "--signal",
+}
 PYTHON = [(page, *block) for page in LEARNING for block in blocks_of_python(page)]
 
 
@@ -61,7 +71,7 @@ def test_a_bold_figure_stands_on_a_page_that_is_cited_with_it(page: str) -> None
 
 @pytest.mark.parametrize("page", ["README.md", *FLAGGED])
 def test_a_flag_that_a_page_names_exists(page: str) -> None:
-    assert prose_flags(page) - messages.flags(REPOSITORY) - TORCHRUN - FOREIGN == set()
+    assert prose_flags(page) - program_flags() - TORCHRUN - FOREIGN == set()
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (REPOSITORY / "docs").glob("*.md")))

@@ -100,7 +100,7 @@ class Watchdog(Observer):
             if not waits:
                 missing.append(Missing(status, why))
             line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
-            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [hang]"
+            line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
             self._say_and_leave(1, line, speaks=speaks, at_once=not waits)
 

@@ -201,5 +201,6 @@ def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: htt
 
     assert run.process.returncode == 2
     assert run.err == (
-        f"error: --port {client.base_url.port}: cannot listen there (Address already in use); choose another [port-in-use]\n"
+        f"error: --port {client.base_url.port}: cannot listen there (Address already in use); "
+        "choose another [port-in-use]\n"
     )

@@ -77,7 +77,7 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
     [line] = ranks.errors
     named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) does not move: its process is stopped; last seen "
     assert re.match(rf"error: lost at step \d+: nothing moved for \d+ s \(--collective_timeout\); {named}", line)
-    assert line.endswith(f"{GO_ON}. Stacks and last collectives of the ranks: {run_dir / 'hangs'} [hang]")
+    assert line.endswith(f"{GO_ON}. Stacks and last collectives of the ranks: {run_dir / 'hangs'} [no-progress]")
     status = _status(run_dir, 0)
     assert status.state == "failed"
     assert f"error: {status.message}" == line

@@ -132,7 +132,8 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 
     assert train_here("--output_dir", tmp_path / "model", "--trackers", name) == 2
     assert capfd.readouterr().err == (
-        f'error: --trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out [package-missing]\n'
+        f'error: --trackers {name}: is not installed; pip install "distrinews[{name}]", or leave it out '
+        "[package-missing]\n"
     )
     assert list(tmp_path.glob("model*")) == []
 
