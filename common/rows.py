@@ -219,7 +219,7 @@ class Reading:
 
 def _checked(text: Any, label: Any, labels: Collection[str]) -> UsableRow:
     if not isinstance(text, str) or not text.strip():
-        raise UnusableRow(f"the text is {'empty' if isinstance(text, str) else 'no text'}")
+        raise UnusableRow(f"the text is {'empty' if isinstance(text, str) else 'not a string'}")
     if isinstance(label, bool | float) or not isinstance(label, str | int) or not str(label).strip():
         raise UnusableRow(f"label {label!r} must be a name or a whole number")
     if isinstance(label, int) and label < 0:

@@ -73,7 +73,7 @@ def _edit(artefact: Path, **changes: Any) -> None:
         (lambda folder: (folder / FILE_NAME).write_text("[]"), "format None"),
         (lambda folder: _edit(folder, format=2), "format 2, this version reads format 1"),
         (lambda folder: _edit(folder, probes={}), "probes must be a list"),
-        (lambda folder: _edit(folder, files={"../model.safetensors": {}}), "no plain file name"),
+        (lambda folder: _edit(folder, files={"../model.safetensors": {}}), "not a plain file name"),
     ],
 )
 def test_a_damaged_artefact_is_refused_in_one_line(

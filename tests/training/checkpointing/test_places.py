@@ -48,7 +48,7 @@ def test_checkpoints_lie_in_the_run_folder_unless_another_place_is_named(tmp_pat
 
 @pytest.mark.parametrize("inside", ["model", "model/checkpoints"])
 def test_a_place_that_the_finished_model_would_replace_is_refused(tmp_path: Path, inside: str) -> None:
-    with pytest.raises(ValueError, match=r"--checkpoint_dir .*: lies in --output_dir .*; name another folder"):
+    with pytest.raises(ValueError, match=r"--checkpoint_dir .*: is in --output_dir .*; name another folder"):
         TrainConfig(output_dir=tmp_path / "model", checkpoint_dir=str(tmp_path / inside))
 
 
