@@ -26,19 +26,18 @@ from training.checkpointing.resume import (
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.data.balance import Balance
-from training.data.batching import LengthBucketSampler, rank_share
+from training.data.batching import LengthBucketSampler
 from training.data.prepare import prepare_model, prepare_news
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
-from training.model.optimizer import learning_rate_at, scaled_learning_rate
+from training.model.optimizer import scaled_learning_rate
 from training.model.precision import allow_tf32, choose_precision
 from training.monitoring import Console, EventLog, Exporter, RunLog, SavedCheckpoint
 from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
-from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
 from training.run.context import RunContext, StepPlan
@@ -48,11 +47,11 @@ from training.run.observers import build_observers
 from training.run.phases import Phases
 from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
-from training.run.step_log import Agreed, StepLog, StepRecord, rows_of
+from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.validation import validate_epoch
 
-# A stop is obeyed within two seconds: half of that is for steps that take longer than the last ones did.
-AGREE_SECONDS = 1.0
+# The run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
+SYNC_SECONDS = 1.0
 
 
 class Trainer:
@@ -210,20 +209,20 @@ class Trainer:
         seconds_before = state.epoch_seconds if resumed_at else 0.0
         if not resumed_at:
             state.epoch_loss = AverageMeter()
-        agrees_at = state.step + 1
+        next_sync = state.step + 1
         for batch in islice(self.sampler, resumed_at, None):
             self._train_step(epoch, self.bad_steps.remaining(self.context.news.train_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             is_last = state.step % steps_per_epoch == 0
             saves = self.save_schedule.due_by_step(state.step)
             stop = False
-            if is_last or saves or state.step >= agrees_at or state.step % config.log_every == 0:
-                agreed = self._agree()
-                agrees_at = state.step + self._steps_until_agreement(agreed)
-                if too_many := self.bad_steps.count(agreed.steps, agreed.bad):
+            if is_last or saves or state.step >= next_sync or state.step % config.log_every == 0:
+                synced = self._sync()
+                next_sync = state.step + self._steps_until_next_sync(synced)
+                if too_many := self.bad_steps.count(synced.steps, synced.bad):
                     self._roll_back(too_many)
-                    return True  # the loop over epochs finds the place again
-                stop, saves = agreed.raised["stop"] > 0, agreed.raised["save"] > 0
+                    return True  # the caller continues in the epoch of the restored step
+                stop, saves = synced.flags["stop"] > 0, synced.flags["save"] > 0
             # While bad steps follow each other the weights have not changed, and a rollback must reach back past them.
             if stop or (saves and not is_last and not state.bad.in_a_row):
                 self._save()
@@ -232,76 +231,57 @@ class Trainer:
         return self._end_epoch(epoch)
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
-        context, config, plan = self.context, self.context.config, self.context.plan
-        tokens, step = context.news.tokens.train, context.state.step + 1
-        if not len(batch):  # all its rows are excluded: the schedule advances without an update
-            context.state.step = context.phases.step = step
-            return
-        self.observers.step_begins(step)
-        with context.phases("data"):
-            micro_batches = rank_share(
-                tokens,
-                batch,
-                context.strategy.place,
-                plan.accumulation,
-                pad_to_multiple_of=length_multiple(config, context.ranks.device.type),
-                max_length=config.max_length,
-                speeds=self.balance.speeds,
-            )
-            moved = [batch.to(context.ranks.device) for batch in micro_batches]
-        learning_rate = learning_rate_at(
-            step, plan.total_steps, plan.peak_learning_rate, config.warmup, config.schedule
-        )
-        with context.phases("step"), translate_errors(context.ranks, step, micro_batches[0].input_ids.shape):
-            result = context.strategy.step(moved, step, learning_rate)
-            self.balance.step_done(micro_batches)
-        self.observers.step_ends(step, micro_batches, result)
-        num_tokens = int(tokens.lengths[batch].sum())
-        self.step_log.add(StepRecord(step, epoch, learning_rate, batch, num_tokens, rows_of(micro_batches), result))
+        context, step = self.context, self.context.state.step + 1
+        if len(batch):
+            self.observers.step_begins(step)
+            record, micro_batches = train_step(context, self.balance, epoch, batch)
+            self.observers.step_ends(step, micro_batches, record.result)
+            self.step_log.add(record)
+        # If all rows of the batch are excluded, the schedule advances without an update.
         context.state.step = context.phases.step = step
 
-    def _agree(self) -> Agreed:
-        """Agree with all ranks on the last steps, and on what single ranks know."""
+    def _sync(self) -> SyncedSteps:
+        """Exchange with all ranks the losses of the last steps, and what only single ranks know."""
         context, state = self.context, self.context.state
         with context.phases("agree"), translate_errors(context.ranks, state.step + 1):
-            agreed = self.step_log.flush(state.seconds, self._flags())
-        for step in agreed.steps:
+            synced = self.step_log.sync(state.seconds, self._flags())
+        for step in synced.steps:
             if not step.bad:
                 state.epoch_loss.update(step.loss, step.rows)
                 state.skipped_steps += step.skipped
-        self.observers.steps_agreed(agreed.steps)
-        if context.console and agreed.steps:
-            self.bar.update(agreed.steps[-1])
-        if agreed.raised["saved"] == context.ranks.world_size:
+        self.observers.steps_agreed(synced.steps)
+        if context.console and synced.steps:
+            self.bar.update(synced.steps[-1])
+        if synced.flags["saved"] == context.ranks.world_size:
             self.report_saves(self.saver.collect)
-        if agreed.raised["retry"] and not agreed.raised["save"]:
+        if synced.flags["retry"] and not synced.flags["save"]:
             self.saver.retry()
-        return agreed
+        return synced
 
     def _flags(self) -> dict[str, int]:
-        """What this rank alone knows, and all must before anyone acts on it; the sums over ranks are agreed on."""
+        """What only this rank knows; all ranks act on the sums, and only once everyone has them."""
         return {
             "stop": self.context.interruption.asked,
             "save": self.context.ranks.is_first and self.save_schedule.due(self.context.state.step, time.monotonic()),
             "saved": self.saver.done,
             "retry": self.saver.retry_due,
-            **({} if self._agrees_each_step else {"microseconds": round(self.step_log.step_seconds * 1e6)}),
+            **({} if self._syncs_each_step else {"microseconds": round(self.step_log.step_seconds * 1e6)}),
         }
 
     @property
-    def _agrees_each_step(self) -> bool:
-        """On a CPU that costs nothing; to look at a GPU's numbers, the host waits for all work queued there."""
+    def _syncs_each_step(self) -> bool:
+        """On a CPU that costs nothing. On a GPU, reading a number makes the host wait for all queued work."""
         return self.context.ranks.device.type == "cpu"
 
-    def _steps_until_agreement(self, agreed: Agreed) -> int:
-        """Steps that fit into AGREE_SECONDS, so that a stop is obeyed in time however rare the lines of the log are.
+    def _steps_until_next_sync(self, synced: SyncedSteps) -> int:
+        """Steps that fit into SYNC_SECONDS, so that a stop is noticed in time however rarely the run logs.
 
-        All ranks must come to the same number, so it follows from numbers that were agreed on.
+        All ranks must compute the same number, so it is computed from synchronized numbers only.
         """
-        if self._agrees_each_step:
+        if self._syncs_each_step:
             return 1
-        step_seconds = agreed.raised["microseconds"] / 1e6 / self.context.ranks.world_size
-        return max(1, int(AGREE_SECONDS / step_seconds)) if step_seconds else 1
+        step_seconds = synced.flags["microseconds"] / 1e6 / self.context.ranks.world_size
+        return max(1, int(SYNC_SECONDS / step_seconds)) if step_seconds else 1
 
     def _end_epoch(self, epoch: int) -> bool:
         """Validate and save; returns whether that was done, not cut short by a stop: then the validation is owed."""
