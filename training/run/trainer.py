@@ -1,4 +1,4 @@
-"""The loop: epochs, steps, evaluation, checkpoints. It knows no strategy by name."""
+"""The loop: epochs, steps, evaluation, checkpoints. A single step is in ``step.py``."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.validation import validate_epoch
 
-# The run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
+# A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
 SYNC_SECONDS = 1.0
 
 
 class Trainer:
-    """Trains, evaluates and writes one model; every rank makes one and calls :meth:`fit`.
+    """Trains, evaluates and writes one model; every rank creates one and calls :meth:`fit`.
 
     Args:
         config: the run.
         ranks: this process's place in it.
-        interruption: for one that catches signals already.
+        interruption: for callers that catch signals already.
 
     Raises:
         UserError: the run cannot start as asked; nothing has been written.
@@ -72,21 +72,21 @@ class Trainer:
         say = console.say if console else _say_nothing
         events = EventLog(config.run_dir, ranks, phases, config.log_every)
 
-        # What can be refused is looked at first, the cheapest before the dearest, on all ranks: nothing is written yet.
+        # Everything that can be refused is checked on all ranks before anything is written, the cheapest checks first.
         storage = ranks.run_on_all_ranks(lambda: open_storage(config))
         ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         check_storage(storage, ranks)
-        # Before data and model, which take minutes: its process group may not form.
+        # Before data and model, which take minutes, because its process group may fail to form.
         self.saver = Saver(config, ranks, storage, say, lambda: self.context.stop_agreed())
-        # Rank 0's choice: it is timed on CPUs.
+        # Rank 0 chooses: on CPUs the choice is timed, and all ranks must use the same.
         precision = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose_precision(config.precision, ranks.device)))
         exporter = ranks.run_on_all_ranks(lambda: Exporter(config, ranks, phases))
         seed_everything(config.seed, deterministic=config.deterministic)
         allow_tf32(wanted=config.tf32, device=ranks.device)
 
-        # Data, then the model that fits it, then the model distributed over the ranks.
+        # The data, then the model that fits it, then the model distributed over the ranks.
         config = config.model_copy(update={"clean": cleaning_of_run(config, ranks, storage)})
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
@@ -95,7 +95,7 @@ class Trainer:
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
         strategy.phases = phases
 
-        # Last of what can be refused: it may move an earlier run aside.
+        # The last of the checks, because it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, strategy.place, storage, news.tokens.key, say)
         global_batch, accumulation = global_batch_size(config, strategy.place, resumed)
         self.sampler = LengthBucketSampler(news.tokens.train.lengths[news.train_index], global_batch, config.seed)
@@ -157,7 +157,7 @@ class Trainer:
                 write_whole(config.run_dir / "config.yaml", config.to_yaml().encode())
                 log = RunLog.of(config, context.state.step, context.say)
             self.observers = stack.enter_context(contextlib.closing(build_observers(context, self.watchdog, log)))
-            # Last, so that a rank that fails says so before it waits for anything else.
+            # Entered last, so that a failing rank reports itself before it waits for anything else.
             for part in (context.status, self.watchdog):
                 stack.enter_context(part)
             self.observers.run_starts(context.state.step, context.plan.total_steps, context.state.epochs)
@@ -172,7 +172,7 @@ class Trainer:
             return model_folder
 
     def _train_and_finish(self, log: RunLog | None) -> Path | None:
-        """Run what is left; returns the model folder, or None when asked to stop."""
+        """Run the steps that are left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
         owes_validation = len(state.epochs) < state.step // plan.steps_per_epoch
         if (state.step < plan.total_steps or owes_validation) and not self._train(owes_validation):
@@ -184,7 +184,7 @@ class Trainer:
             return None  # tested again when the run is resumed
 
     def _train(self, owes_validation: bool) -> bool:
-        """Validate the last epoch if that is owed, and run the steps that are left; returns whether all was done."""
+        """Run the steps that are left, after a pending validation; returns whether all of it was done."""
         context, state, plan = self.context, self.context.state, self.context.plan
         self.step_log, self.bad_steps = StepLog(context.ranks), BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
@@ -202,7 +202,7 @@ class Trainer:
         return done
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Run what is left of an epoch; returns whether the run continues, as it also does after a rollback."""
+        """Run what is left of an epoch; returns whether the run continues, which it also does after a rollback."""
         state, config, steps_per_epoch = self.context.state, self.context.config, self.context.plan.steps_per_epoch
         self.sampler.set_epoch(epoch)
         resumed_at, began = state.step % steps_per_epoch, time.perf_counter()
@@ -223,7 +223,8 @@ class Trainer:
                     self._roll_back(too_many)
                     return True  # the caller continues in the epoch of the restored step
                 stop, saves = synced.flags["stop"] > 0, synced.flags["save"] > 0
-            # While bad steps follow each other the weights have not changed, and a rollback must reach back past them.
+            # Consecutive bad steps left the weights unchanged, and a rollback must go back past them: save none of
+            # these.
             if stop or (saves and not is_last and not state.bad.in_a_row):
                 self._save()
             if stop:
@@ -259,7 +260,7 @@ class Trainer:
         return synced
 
     def _flags(self) -> dict[str, int]:
-        """What only this rank knows; all ranks act on the sums, and only once everyone has them."""
+        """What only this rank knows. All ranks act on the sums, so that they act alike."""
         return {
             "stop": self.context.interruption.asked,
             "save": self.context.ranks.is_first and self.save_schedule.due(self.context.state.step, time.monotonic()),
@@ -284,7 +285,7 @@ class Trainer:
         return max(1, int(SYNC_SECONDS / step_seconds)) if step_seconds else 1
 
     def _end_epoch(self, epoch: int) -> bool:
-        """Validate and save; returns whether that was done, not cut short by a stop: then the validation is owed."""
+        """Validate and save; returns whether it was completed. After a stop the validation is still pending."""
         try:
             metrics = validate_epoch(self.context, epoch)
         except EvaluationStopped:
@@ -312,7 +313,7 @@ class Trainer:
         self.step_log.restart_clock()
 
     def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
-        """Ask the saver, and tell the observers what stands since."""
+        """Call the saver, and publish which checkpoints were completed and which failed."""
         step, failed = self.context.state.step, self.saver.num_failed
         with self.context.phases("save"), translate_errors(self.context.ranks, step + 1):
             saved = call()
@@ -322,7 +323,7 @@ class Trainer:
             self.observers.checkpoint_saved(checkpoint)
 
     def restore(self, resumed: Resumed) -> None:
-        """Continue from a checkpoint: its weights, moments and place in the data."""
+        """Load weights, optimizer state and position from a checkpoint."""
         context = self.context
         context.state.take(resumed.state)
         context.phases.step = context.state.step
@@ -330,12 +331,12 @@ class Trainer:
         context.events.agreed("resumed", checkpoint=str(resumed.path))
 
     def _roll_back(self, last: BadStep) -> None:
-        """Restore the newest checkpoint, and leave the rows of the bad steps out from then on.
+        """Restore the newest checkpoint, and leave out the rows of the bad steps from then on.
 
-        Those steps left the weights as they were, so that only the rows differ the second time.
+        The bad steps did not change the weights, so only the rows differ the second time.
 
         Raises:
-            TrainingFailure: there is no checkpoint, or going back has not helped before.
+            TrainingFailure: there is no checkpoint, or a rollback has not helped before.
         """
         context, ranks = self.context, self.context.ranks
         rows = self.bad_steps.rows_to_leave_out(last)
@@ -357,5 +358,4 @@ class Trainer:
         self.bad_steps.tell_rollback(last, str(path), rows)
 
 
-def _say_nothing(text: str) -> None:
-    """What all ranks but the first print."""
+def _say_nothing(text: str) -> None: ...
