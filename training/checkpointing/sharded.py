@@ -1,4 +1,4 @@
-"""A rank's pieces of a state: staged in host memory, then written and read with DCP (``torch.distributed.checkpoint``)."""
+"""A rank's pieces of a state: staged in host memory, written and read with DCP (``torch.distributed.checkpoint``)."""
 
 from __future__ import annotations
 

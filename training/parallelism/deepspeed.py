@@ -28,14 +28,14 @@ from training.parallelism.strategy import Strategy
 
 
 class DeepSpeedStrategy(Strategy):
-    """A DeepSpeed engine over all ranks; stage 0 is data parallelism, 3 shares out the weights too."""
+    """A DeepSpeed engine over all ranks. Stage 0 is data parallelism; stage 3 also shards the weights."""
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         deepspeed, settings = self.ranks.run_on_all_ranks(lambda: self._prepare(model))
         self.model = model.to(self.ranks.device).train()
         widen(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
-        # A file may name an optimizer of DeepSpeed's own, which then takes the groups.
+        # A file may name one of DeepSpeed's own optimizers, which is then built from the groups.
         own = "optimizer" in settings
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -70,7 +70,7 @@ class DeepSpeedStrategy(Strategy):
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         settings = deepspeed_settings(self.config, self.precision, self.ranks.world_size, num_parameters)
         deepspeed = import_deepspeed(self.ranks.device)
-        # Takes the group that stands; the settings are checked against its size.
+        # Uses the existing process group; DeepSpeed checks the settings against its size.
         deepspeed.init_distributed(self.ranks.backend, auto_mpi_discovery=False, verbose=False)
         try:
             deepspeed.DeepSpeedConfig(settings)
@@ -83,7 +83,6 @@ class DeepSpeedStrategy(Strategy):
         return deepspeed, settings
 
     def describe(self) -> str:
-        """The stage and what it shares out."""
         shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")
         offload = ", in the machine's memory" if self.config.cpu_offload else ""
         stage = self.config.deepspeed_stage
@@ -129,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
         return norm, self.precision == "fp16" and bool(self.engine.optimizer.overflow)
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits with dropout off, in the precision that the engine trains in: (batch, num_labels)."""
+        """Logits without dropout, in the precision that the engine trains in: (batch, num_labels)."""
         self.engine.eval()
         try:
             with torch.no_grad():
@@ -138,32 +137,29 @@ class DeepSpeedStrategy(Strategy):
             self.engine.train()
 
     def state_dict(self) -> StrategyState:
-        """Model, optimizer and loss scale; each tensor is gathered and kept by one rank."""
+        """Each tensor is gathered, and kept by one rank."""
         return StrategyState(self.state.shared_tensors(self.ranks), {"loss_scale": self.state.loss_scale()})
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Take this rank's part of a state of any strategy."""
         self.load_weights(saved)
         self.state.load_moments(saved)
         self.state.load_loss_scale(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The model's weights on the CPU of rank 0."""
         return self.state.weights(keep=self.ranks.is_first)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Take this rank's part of the weights of a state."""
         self.state.load_weights(saved)
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed for the kind of device that the run is on.
+    """Import DeepSpeed for this kind of device.
 
     Raises:
         UserError: it is not installed.
     """
     name_accelerator(device)
-    # DeepSpeed calls collectives by names that newer PyTorch warns of.
+    # DeepSpeed still calls collectives by names that newer PyTorch warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     try:
         import deepspeed
@@ -172,6 +168,6 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             f'--strategy deepspeed: DeepSpeed is not installed ({error}); pip install "distrinews[deepspeed]"',
             code="package-missing",
         ) from error
-    # For inference on CPUs alone; to build it takes a compiler and most of a minute.
+    # Only for inference on CPUs; building it takes a compiler and most of a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,9 +1,8 @@
-"""MeshStrategy: pipeline stages, tensor parts and shared-out or copied state, in any product, on one mesh.
+"""MeshStrategy: pipeline stages, tensor parallelism and sharded or replicated state, in any combination, on one mesh.
 
-Serves zero2, zero3, tp, pp and 3d, which differ only in their degrees. The order is fixed: stages, then tensor parts,
-then what is done to each block, then data parallelism, so that each sees what the one before it left. PyTorch refuses
-to split what is already sharded (a DTensor on one mesh cannot be distributed over another), and splitting after
-compiling would be lost.
+Serves zero2, zero3, tp, pp and 3d, which only differ in their degrees. The order of steps is fixed: stages, tensor
+parallelism, what is applied to each block, data parallelism. PyTorch cannot split what is already sharded (a DTensor on
+one mesh cannot be distributed over another), and a split after compilation would be lost.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 
 class MeshStrategy(Strategy):
-    """A model over a device mesh (pp, dp_replicate, dp_shard, tp)."""
-
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
@@ -88,7 +85,8 @@ class MeshStrategy(Strategy):
                 part,
                 find_blocks(part),
                 self.mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else self.mesh["dp_shard"],
-                # A stage sees many micro-batches a step: gathering its weights for each would cost too much.
+                # A stage sees many micro-batches per step, and gathering its weights for each of them would cost too
+                # much.
                 reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,
                 precision=self.precision,
                 cpu_offload=config.cpu_offload,
