@@ -214,15 +214,15 @@ def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
 def train_beside_damage(config: TrainConfig, at_step: int, file: Path) -> str:
     """A run one of whose files is torn before a step; returns what it fails from."""
     trainer = Trainer(config, here())
-    take_step = trainer.context.strategy.step
+    begin_step = trainer.context.strategy.begin_step
 
-    def tear_and_step(micro_batches: Any, step: int, learning_rate: float) -> StepResult:
-        if step == at_step:
+    def tear_and_begin(learning_rate: float) -> None:
+        if trainer.context.state.step + 1 == at_step:
             trainer.report_saves(trainer.saver.wait)
             file.write_bytes(b"torn")
-        return take_step(micro_batches, step, learning_rate)
+        begin_step(learning_rate)
 
-    trainer.context.strategy.step = tear_and_step
+    trainer.context.strategy.begin_step = tear_and_begin
     with pytest.raises(TrainingFailure) as failed:
         trainer.fit()
     return str(failed.value)
