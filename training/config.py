@@ -24,9 +24,9 @@ TINY = "tiny"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
-# What a field may be when a run resumes from a checkpoint. "any": where things are kept and how the model is distributed
-# over the ranks change no row and no update. "same global batch": the global batch decides the order of the rows, not
-# its factors batch_size, data ranks and gradient_accumulation.
+# What may change about a field when a run resumes. "any": it changes neither rows nor updates, such as paths, or how
+# the model is distributed over ranks. "same global batch": the product batch_size x data ranks x gradient_accumulation
+# decides the row order, so its factors may change but not their product.
 OnResume = Literal["same", "any", "same global batch"]
 
 
@@ -204,7 +204,6 @@ class TrainConfig(BaseModel):
 
     @property
     def columns(self) -> Columns:
-        """Which columns of the data are read."""
         return Columns(self.text_column, self.label_column)
 
     @property
@@ -214,12 +213,11 @@ class TrainConfig(BaseModel):
 
     @property
     def checkpoint_file(self) -> Path:
-        """The one-file model beside the model folder."""
         return self.output_dir.with_name(self.output_dir.name + ".pt")
 
     @property
     def not_saved_exit_code(self) -> int:
-        """Of a run that was asked to stop and had nothing to save, or could not; never that of one that finished."""
+        """The exit code of a run that was asked to stop and had nothing to save; never that of a finished run."""
         return self.stopped_exit_code or os.EX_TEMPFAIL
 
     @property
@@ -231,7 +229,6 @@ class TrainConfig(BaseModel):
 
     @property
     def tracker_names(self) -> tuple[str, ...]:
-        """The trackers, each once."""
         return _names(self.trackers)
 
     def to_yaml(self) -> str:
@@ -335,7 +332,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
                 f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}",
                 code="flag-unknown",
             )
-    # YAML 1.1 reads 2e-5 as text; pydantic reads that text as the number that was meant.
+    # YAML 1.1 reads 2e-5 as text; pydantic then reads the text as the number that was meant.
     return values
 
 

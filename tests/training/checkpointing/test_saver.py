@@ -328,11 +328,7 @@ def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_tim
     saver = saver_into(tmp_path / "file" / "checkpoints", ALONE)
     saver.save(1, lambda: _state(1.0), {}, None)
 
-<<<<<<< HEAD
     with pytest.raises(TrainingFailure, match="3 times in a row; there is no earlier checkpoint: free some space"):
-=======
-    with pytest.raises(TrainingFailure, match="3rd time in a row; there is no checkpoint before it: free some space"):
->>>>>>> errors
         saver.wait()
 
     assert [line.partition("; ")[2] for line in SAID] == [
