@@ -147,10 +147,10 @@ class Trainer:
             stack.enter_context(contextlib.closing(context.exporter))
             if ranks.is_first:
                 config.run_dir.mkdir(parents=True, exist_ok=True)
-            for lock in (lambda: only_run_in(config.run_dir), context.storage.alone):
-                ranks.run_on_all_ranks(lambda lock=lock: stack.enter_context(lock()) if ranks.is_first else None)
-            for part in (context.events.writing(), context.interruption.saving(), self.saver):
-                stack.enter_context(part)
+            ranks.run_on_all_ranks(lambda: self._lock_folders(stack))
+            stack.enter_context(context.events.writing())
+            stack.enter_context(context.interruption.saving())  # from here on a stop signal means: save, then stop
+            stack.enter_context(self.saver)
             self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
             log = None
             if ranks.is_first:
@@ -158,24 +158,30 @@ class Trainer:
                 log = RunLog.of(config, context.state.step, context.say)
             self.observers = stack.enter_context(contextlib.closing(build_observers(context, self.watchdog, log)))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
-            for part in (context.status, self.watchdog):
-                stack.enter_context(part)
+            stack.enter_context(context.status)
+            stack.enter_context(self.watchdog)
             self.observers.run_starts(context.state.step, context.plan.total_steps, context.state.epochs)
             if context.console:
                 context.console.banner(describe_run(context))
             model_folder = self._train_and_finish(log)
             if model_folder is None:
                 step = context.state.step
-                context.say(f"Stopped at step {step}, all saved. To go on, start the same command again.")
+                context.say(f"Stopped at step {step}; everything is saved. To resume, rerun the same command.")
                 context.status.stopped()
             context.events.agreed("finished" if model_folder else "stopped")
             return model_folder
 
+    def _lock_folders(self, stack: contextlib.ExitStack) -> None:
+        """On rank 0, keep other runs out of the run folder and the checkpoint storage until ``stack`` is closed."""
+        if self.context.ranks.is_first:
+            stack.enter_context(only_run_in(self.context.config.run_dir))
+            stack.enter_context(self.context.storage.alone())
+
     def _train_and_finish(self, log: RunLog | None) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
-        owes_validation = len(state.epochs) < state.step // plan.steps_per_epoch
-        if (state.step < plan.total_steps or owes_validation) and not self._train(owes_validation):
+        validation_pending = len(state.epochs) < state.step // plan.steps_per_epoch
+        if (state.step < plan.total_steps or validation_pending) and not self._train(validation_pending):
             return None
         try:
             with self.context.phases("finish"):
@@ -183,7 +189,7 @@ class Trainer:
         except EvaluationStopped:
             return None  # tested again when the run is resumed
 
-    def _train(self, owes_validation: bool) -> bool:
+    def _train(self, validation_pending: bool) -> bool:
         """Run the steps that are left, after a pending validation; returns whether all of it was done."""
         context, state, plan = self.context, self.context.state, self.context.plan
         self.step_log, self.bad_steps = StepLog(context.ranks), BadSteps(context)
@@ -195,7 +201,7 @@ class Trainer:
             else contextlib.nullcontext()
         )
         with progress as self.bar:
-            done = not owes_validation or self._end_epoch(epoch=epochs_done)
+            done = not validation_pending or self._end_epoch(epoch=epochs_done)
             while done and state.step < plan.total_steps:
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
