@@ -30,7 +30,7 @@ ROUNDS_BETWEEN_ASKING = 4
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was given up because the run is to stop; raised on all ranks at the same batch."""
+    """An evaluation was interrupted because the run is stopping; raised on all ranks after the same batch."""
 
 
 def evaluate(
@@ -43,27 +43,26 @@ def evaluate(
     on_batch: Callable[[int], None] = lambda rows: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Classify rows and say how well.
+    """Classify rows and measure the result.
 
-    The batches do not depend on the number of ranks; they are dealt out one by one, and every row counts once.
+    The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
 
     Args:
-        logits_of: ids, and mask where something is padded, (batch, seq) on this rank's device, to logits, (batch,
-            classes).
+        logits_of: from ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
         rows: the split.
         ranks: every rank must call this.
         label_names: a name for each class.
-        place: which of the batches are this rank's.
-        index: which rows of the split; all by default.
-        on_batch: told the number of rows of each batch done on this rank.
-        stops: asked every few batches on all ranks at once, and answers the same on all, whether to give up.
+        place: which batches are this rank's.
+        index: which rows of the split; by default all.
+        on_batch: called with the number of rows of each batch that this rank finishes.
+        stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
 
     Returns:
-        On every rank the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
+        On every rank, the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
         order of ``index``.
 
     Raises:
-        EvaluationStopped: ``stops`` said so.
+        EvaluationStopped: ``stops`` returned true.
     """
     index = np.arange(len(rows)) if index is None else index
     order = np.argsort(rows.lengths[index], kind="stable")
@@ -72,7 +71,7 @@ def evaluate(
     for number, first in enumerate(range(0, len(batches), place.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
             raise EvaluationStopped
-        # Ranks that share out a model gather it together: one that has no batch left takes part in the others'.
+        # Ranks that shard a model gather it together, so a rank without a batch takes part in the others'.
         has_batch = first + place.rank < len(batches)
         batch = batches[first + place.rank] if has_batch else batches[-1][:1]
         chosen = index[batch]
@@ -101,13 +100,13 @@ def evaluate_saved(
 
     Args:
         path: of the model.
-        dataset: None for the one that it was trained on.
-        mine: this process's place.
-        columns: of text and label; None for those that it was trained on.
+        dataset: None for the one it was trained on.
+        ranks: this process's place.
+        columns: of text and label; None for those it was trained on.
         quiet: show no progress.
 
     Raises:
-        UserError: the model or the data cannot be read, or their labels differ.
+        UserError: model or data cannot be read, or their labels differ.
     """
 
     quiet_libraries()

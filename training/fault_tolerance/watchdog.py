@@ -1,4 +1,6 @@
-"""Watchdog: a thread on each rank that ends a run which does not go on, and says which ranks it waited for."""
+"""Watchdog: a thread on each rank that ends a run which no longer makes progress, and reports which ranks it waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,22 @@ from training.parallelism.distributed import is_lost_rank, limit_waiting, start_
 from training.run.context import RunContext
 
 TICK = 0.5  # seconds
-# For whom another rank has the word: time enough to say it.
+# If another rank reports the failure, give it this long to do so.
 SECONDS_TO_SPEAK = 10.0
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 class Watchdog(Observer):
-    """Ends this process when its main thread stays where it is for longer than the timeout, or cannot stop when asked.
+    """Ends this process when its main thread makes no progress for longer than the timeout, or cannot stop when asked
+    to.
 
-    Longer than the timeout in one phase without a :meth:`Phases.beat` is a hang: the rank leaves its threads' stacks
-    and its last collectives in the run folder, and the lowest rank that lives says in one line who did not come. When
-    a collective breaks because a rank is gone, the error that leaves this context says the same.
+    Staying in one phase for longer than the timeout without a :meth:`Phases.heartbeat` is a hang: the rank writes its
+    threads' stacks and its last collectives to the run folder, and the lowest rank that is alive prints one line with
+    the ranks that are missing. If a collective breaks because a rank is gone, the error that leaves this context says
+    the same.
 
     Args:
-        context: the run. Its ``--collective_timeout`` counts once the first steps are done, an hour at least before.
+        context: the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -52,7 +56,7 @@ class Watchdog(Observer):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        # Should the thread be about to end the process, it has the word.
+        # If the thread is about to end the process, let it do the reporting.
         with self._report_lock:
             if isinstance(error, LostRank) or is_lost_rank(error):
                 missing, speaks = self._look_around()
@@ -61,11 +65,11 @@ class Watchdog(Observer):
                 raise LostRank(line, quiet=not speaks) from error
 
     def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Give groups that the strategy made the time that a start may take."""
+        """Give the process groups of the strategy the longer timeout of a start."""
         limit_waiting(self._limit)
 
     def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Begin to be strict: what is downloaded and compiled once is there."""
+        """From now on downloads and compilation are done, so the normal timeout applies."""
         if steps and not self._has_stepped:
             self._has_stepped = True
             self._limit = self._timeout
@@ -75,7 +79,7 @@ class Watchdog(Observer):
         still = asked = 0.0
         before, moved = time.monotonic(), None
         while not self._ended.wait(TICK):
-            # Of a pause of the whole process, which may have been stopped itself, little counts.
+            # If the whole process was paused (SIGSTOP), count little of that time.
             passed = min(time.monotonic() - before, 2 * TICK)
             before = time.monotonic()
             still = still + passed if self._phases.moved == moved else 0.0
@@ -112,7 +116,7 @@ class Watchdog(Observer):
                 self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
 
     def _look_around(self) -> tuple[list[Missing], bool]:
-        """Who is missing, and whether this rank, the lowest of those that are not, has the word."""
+        """Which ranks are missing, and whether this rank is the lowest of the others, which reports it."""
         missing, waiting = find_missing(self._run_dir, self._ranks)
         return missing, self._ranks.rank < min(waiting, default=self._ranks.world_size)
 
@@ -124,6 +128,6 @@ class Watchdog(Observer):
     def _say_and_leave(self, exit_code: int, line: str, *, speaks: bool, at_once: bool) -> NoReturn:
         self._status.failed(line)
         if not speaks and not at_once:
-            # torchrun ends all ranks once one is gone: the one that speaks must not be cut short.
+            # torchrun ends all ranks once one is gone, so the rank that reports must not be cut short.
             time.sleep(SECONDS_TO_SPEAK)
         leave(exit_code, f"error: {line}" if speaks else "")

@@ -55,7 +55,7 @@ class Stragglers(Observer):
         # Balanced ranks have rows by their speed: what is compared then is their seconds a token.
         self.by_tokens = context.config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
-        if (model := context.strategy.pass_model) is not None:
+        if (model := context.strategy.unsynchronized_model) is not None:
             device = self.ranks.device
             self.watches = {"forward": Stopwatch(model, device), "backward": BackwardStopwatch(model, device)}
         self.looks: dict[tuple[int, str], int] = {}  # in a row in which a rank was slow in a phase

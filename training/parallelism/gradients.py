@@ -1,4 +1,4 @@
-"""Gradients: their norm over everything that the ranks hold between them, and clipping by it."""
+"""The norm of all gradients on all ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum what tensor-parallel ranks hold as parts of a replicated parameter's gradient (sequence-parallel norms)."""
+    """Sum gradients that tensor-parallel ranks hold as partial sums: norms under sequence parallelism."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -24,8 +24,7 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
     """The norm of all gradients of the whole model, the same on every rank: fp32, ().
 
     Args:
-        parameters: this rank's, plain or DTensors, on any mixture of meshes. A value that several ranks hold counts
-            once.
+        parameters: this rank's, plain or DTensors, on any meshes. A value that several ranks hold counts once.
         stages: the ranks that hold the other stages of a pipeline.
     """
     split: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -47,12 +46,12 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0) -> None:
-    """Divide gradients by the loss ``scale``, and scale them down where their norm is over ``limit``.
+    """Divide gradients by the loss ``scale``, and scale them down if their norm exceeds ``limit``.
 
     Args:
-        parameters: whose gradients change in place.
+        parameters: their gradients are changed in place.
         norm: of the gradients without the loss scale, ().
-        limit: infinite for no clipping.
+        limit: infinity for no clipping.
         scale: what the loss was multiplied by.
     """
     if math.isinf(limit) and scale == 1:

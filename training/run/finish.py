@@ -1,4 +1,4 @@
-"""After the last step: the best epoch is tested once, and written for serving and for reading."""
+"""After the last step: test the best epoch once, write the model folder for serving and the report for people."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ MOST_WRONG = 20
 
 
 def finish_run(context: RunContext, log: RunLog | None) -> Path:
-    """Test the best epoch's weights, in fp32 where the strategy can, and write the model folder and the report.
-
-    Returns:
-        The model folder.
-    """
+    """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report."""
     config, tokens = context.config, context.news.tokens
     if context.console:
         context.console.rest_of_epochs(context.state.epochs)
@@ -103,7 +99,7 @@ def _take_best(context: RunContext) -> EpochMetrics:
 
 
 def _load_best(context: RunContext) -> EpochMetrics:
-    """Take the weights of the best epoch that can be had; a checkpoint may have suffered, or be gone."""
+    """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
@@ -145,7 +141,7 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
 
 
 def _most_wrong(context: RunContext, logits: np.ndarray) -> list[WrongText]:
-    """The texts whose wrong answer the model was surest of, surest first."""
+    """The texts that the model got wrong with the highest confidence, the most confident first."""
     tokens, texts = context.news.tokens, context.news.texts
     probabilities = np.exp(log_softmax(logits))
     predicted = probabilities.argmax(axis=1)
