@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import manifest
+from common.encoders import max_positions
 from common.errors import ModelLoadError
 from common.manifest import REMEDY, Manifest, is_from, read_manifest, sha256_of, verify_files
 from common.text import CLEANINGS, TextTokenizer
@@ -44,11 +44,6 @@ _CODE_KEYS = frozenset(
 CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
-# They count positions from behind the padding id (`create_position_ids_from_input_ids` in transformers).
-_POSITIONS_AFTER_PADDING = (
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
-    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
 _UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
 
@@ -183,14 +178,6 @@ def _max_length(path: Path) -> int:
             "set it to the max_length of training",
         )
     return max_length
-
-
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
-    if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
-        positions -= config.get("pad_token_id", 1) + 1
-    return positions
 
 
 def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.engines import native
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import EncoderShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ Weights = Mapping[str, "Tensor"]
 def default_engine(config: Config) -> str:
     """Return the fastest engine for this model on this processor that needs no extra package to write."""
     try:
-        Architecture.of(config)
+        EncoderShape.of(config)
     except ValueError:
         return "onnx"
     return "native" if native.is_supported()[0] else "onnx"

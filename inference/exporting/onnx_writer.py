@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import EncoderShape
 from inference.engines.onnx_engine import FILE_NAME
 from inference.exporting.encoder_graph import EncoderGraph
 
@@ -31,10 +31,10 @@ def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Mo
         int8: The weights are going to be quantised, so that the embeddings may be as well.
     """
     try:
-        architecture = Architecture.of(config)
+        shape = EncoderShape.of(config)
     except ValueError:
         return _WholeModel(config, weights).eval(), "whole"
-    return EncoderGraph(architecture, weights, small_embeddings=int8).eval(), "lean"
+    return EncoderGraph(shape, weights, small_embeddings=int8).eval(), "lean"
 
 
 class _WholeModel(nn.Module):

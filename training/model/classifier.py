@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
 
+from common.encoders import max_positions
 from common.errors import UserError, first_line
-from common.model_folder import SavedModel, max_positions
+from common.model_folder import SavedModel
 from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import EncoderShape
 from inference.engines.native.library import BlockStruct, LinearStruct, ModelStruct, NormStruct, load_library
 from inference.engines.native.quantize import FILE_NAME
 
@@ -43,7 +43,7 @@ class NativeEngine:
             ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
         """
         self.num_slots = threads
-        self._architecture = Architecture.of(config)
+        self._shape = EncoderShape.of(config)
         self._library = load_library()
         self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
         self._model = self._model_struct()
@@ -56,7 +56,7 @@ class NativeEngine:
         ids = np.ascontiguousarray(batch.ids, dtype=np.int32)
         starts = np.zeros(num_texts + 1, dtype=np.int32)
         np.cumsum(batch.lengths, out=starts[1:])
-        logits = np.empty((num_texts, self._architecture.num_labels), dtype=np.float32)
+        logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
         if here.process != os.getpid():  # a fork copies memory, not threads
             here = self._threads = _Threads(self._library, self._model, self.num_slots)
@@ -80,38 +80,38 @@ class NativeEngine:
         # The kernels trust their input: what would read outside of a table ends here.
         if len(batch.ids) != int(batch.lengths.sum()) or len(batch.lengths) == 0 or batch.lengths.min() < 1:
             raise ValueError("a batch needs at least one text, a token a text, and lengths that sum to its tokens")
-        if batch.lengths.max() > self._architecture.num_positions:
-            raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._architecture.num_positions}")
-        if batch.ids.min() < 0 or batch.ids.max() >= self._architecture.vocab_size:
-            raise ValueError(f"token ids must lie in 0 to {self._architecture.vocab_size - 1}")
+        if batch.lengths.max() > self._shape.num_positions:
+            raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._shape.num_positions}")
+        if batch.ids.min() < 0 or batch.ids.max() >= self._shape.vocab_size:
+            raise ValueError(f"token ids must lie in 0 to {self._shape.vocab_size - 1}")
 
     def _model_struct(self) -> ModelStruct:
-        architecture = self._architecture
-        width = architecture.width
-        self._blocks = (BlockStruct * architecture.num_blocks)()
-        for index in range(architecture.num_blocks):
+        shape = self._shape
+        width = shape.hidden_size
+        self._blocks = (BlockStruct * shape.num_layers)()
+        for index in range(shape.num_layers):
             self._fill_block(self._blocks[index], f"block.{index}.")
         return ModelStruct(
-            blocks=architecture.num_blocks,
+            blocks=shape.num_layers,
             width=width,
-            wide=architecture.wide,
-            heads=architecture.num_heads,
-            labels=architecture.num_labels,
-            activation=architecture.activation,
-            head_is_tanh=architecture.head_is_tanh,
-            norm_epsilon=architecture.norm_epsilon,
-            words=self._pointer("words", np.float16, (architecture.vocab_size, width)),
-            positions=self._pointer("positions", np.float32, (architecture.num_positions, width)),
+            wide=shape.intermediate_size,
+            heads=shape.num_heads,
+            labels=shape.num_labels,
+            activation=shape.activation,
+            head_is_tanh=shape.head_is_tanh,
+            norm_epsilon=shape.norm_epsilon,
+            words=self._pointer("words", np.float16, (shape.vocab_size, width)),
+            positions=self._pointer("positions", np.float32, (shape.num_positions, width)),
             embedding_norm=self._norm("embedding_norm"),
             block=self._blocks,
             pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
             pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
-            classifier_weight=self._pointer("classifier.weight", np.float32, (architecture.num_labels, width)),
-            classifier_bias=self._pointer("classifier.bias", np.float32, (architecture.num_labels,)),
+            classifier_weight=self._pointer("classifier.weight", np.float32, (shape.num_labels, width)),
+            classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
 
     def _fill_block(self, block: BlockStruct, prefix: str) -> None:
-        width, wide = self._architecture.width, self._architecture.wide
+        width, wide = self._shape.hidden_size, self._shape.intermediate_size
         sizes = ((width, width), (2 * width, width), (width, width), (wide, width), (width, wide))
         for name, (outputs, inputs) in zip(_LINEARS, sizes, strict=True):
             setattr(block, name, self._linear(prefix + name, outputs, inputs))
@@ -129,7 +129,7 @@ class NativeEngine:
         )
 
     def _norm(self, name: str) -> NormStruct:
-        shape = (self._architecture.width,)
+        shape = (self._shape.hidden_size,)
         return NormStruct(
             gain=self._pointer(f"{name}.gain", np.float32, shape), bias=self._pointer(f"{name}.bias", np.float32, shape)
         )

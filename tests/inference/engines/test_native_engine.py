@@ -1,4 +1,4 @@
-"""The own kernels: their logits, whatever the lengths, the threads and the neighbours."""
+"""The native kernels: logits for any lengths, number of threads and neighbours in the batch."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def test_input_that_would_read_outside_of_a_table_is_refused(
     [
         ({"model_type": "roberta"}, "model_type 'roberta'"),
         ({"activation": "silu"}, "activation 'silu'"),
-        ({"n_heads": 4}, "head_width 24"),
-        ({"n_heads": 18, "dim": 304}, "width 304 is no multiple of its 18 heads"),
-        ({"n_layers": 0}, "blocks 0"),
-        ({"hidden_dim": 66_320}, "wide 66320"),
+        ({"n_heads": 4}, "head size 24"),
+        ({"n_heads": 18, "dim": 304}, "dim 304: must be a multiple of its 18 heads"),
+        ({"n_layers": 0}, "n_layers 0"),
+        ({"hidden_dim": 66_320}, "hidden_dim 66320"),
         ({"is_decoder": True}, "is_decoder"),
     ],
 )

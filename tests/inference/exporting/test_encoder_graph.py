@@ -59,7 +59,7 @@ def test_small_embeddings_change_little() -> None:
     graph, _ = build_module(model.config.to_dict(), model.state_dict(), int8=True)
     ids, mask = _inputs()
     torch.testing.assert_close(graph(ids, mask), model(ids, mask).logits, atol=0.05, rtol=0.05)
-    assert graph.words.table.dtype is torch.int8
+    assert graph.word_embeddings.table.dtype is torch.int8
 
 
 @torch.inference_mode()
