@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.hardware import Hardware
-from common.manifest import read_manifest
-from common.model_folder import is_artefact
-from inference.engines.forward import probabilities_of
+from common.model_folder import is_artefact, read_manifest
+from inference.engines.base import probabilities_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
+from inference.engines.torch_engine import build_model
 
 # Softmax makes it exactly 0 in float32. Unlike infinity, it gives no NaN for a text that is all padding.
 _MASKED = -1e9
 _ACTIVATIONS = {ACTIVATIONS["gelu"]: nn.GELU, ACTIVATIONS["relu"]: nn.ReLU}
 _INT8_MAX = 127
 
+Config = Mapping[str, Any]
 Weights = Mapping[str, Tensor]
+
+
+def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Module, str]:
+    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it, else ``whole``.
+
+    Args:
+        config: The contents of a transformers ``config.json``.
+        weights: The state dict, with transformers' names.
+        int8: The weights are going to be quantised, so the embeddings may be too.
+    """
+    try:
+        shape = EncoderShape.of(config)
+    except ValueError:
+        return _WholeModel(config, weights).eval(), "whole"
+    return EncoderGraph(shape, weights, small_embeddings=int8).eval(), "lean"
+
+
+class _WholeModel(nn.Module):
+    """The transformers classifier itself, for architectures that `EncoderGraph` cannot compute."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__()
+        self.model = build_model({**config, "attn_implementation": "eager"}, dict(weights))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
 class EncoderGraph(nn.Module):

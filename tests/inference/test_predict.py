@@ -100,7 +100,7 @@ def test_a_blank_text_is_one_line_and_exit_code_2() -> None:
 
 
 def test_a_file_without_text_is_one_line_and_exit_code_2() -> None:
-    _assert_refused(_run("--file", "-", stdin=b"\n \n"), "-: holds no text")
+    _assert_refused(_run("--file", "-", stdin=b"\n \n"), "--file -: has no text")
 
 
 def test_a_bad_setting_is_one_line_and_exit_code_2() -> None:

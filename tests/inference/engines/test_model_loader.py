@@ -16,7 +16,7 @@ from common.errors import ModelLoadError
 from common.model_folder import read_saved_model
 from common.text import clean_text
 from inference.app import create_app
-from inference.engines.forward import PADDED_TEXTS
+from inference.engines.base import PADDED_TEXTS
 from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
 from tests.inference.servers import until
@@ -158,7 +158,7 @@ def _poison_the_head(folder: Path) -> None:
             "model_max_length",
         ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: holds no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda folder: (folder / "metrics.json").write_bytes(b"\xff"), "metrics.json: cannot be read"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
     ],

@@ -12,8 +12,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from inference.exporting.encoder_graph import EncoderGraph
-from inference.exporting.onnx_writer import build_module
+from inference.exporting.encoder_graph import EncoderGraph, build_module
 
 SIZES = {"vocab_size": 90, "max_position_embeddings": 40, "initializer_range": 0.25, "num_labels": 5}
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.engines.forward import PADDED_TEXTS, RAGGED_TOKENS, forward_passes, softmax
+from inference.engines.base import PADDED_TEXTS, RAGGED_TOKENS, forward_passes, softmax
 
 LENGTHS = st.lists(st.integers(1, 512), max_size=200)
 
