@@ -39,8 +39,8 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows",
         type=Path,
-        help="labelled rows to measure on: a folder with test.csv, or a CSV or JSONL file (default: the dataset named in "
-        "metrics.json if it is on this machine, else the sample news)",
+        help="labelled rows to measure on: a folder with test.csv, or a CSV or JSONL file (default: the dataset in the "
+        "model's metrics.json if it is on this machine, else the sample news)",
     )
     parser.add_argument(
         "--max_drop",
