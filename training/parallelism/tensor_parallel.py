@@ -1,14 +1,14 @@
-"""Tensor parallelism: every matrix cut over ranks that work on the same rows.
+"""Tensor parallelism: every matrix is split over ranks that work on the same rows.
 
-Queries, keys, values and the first feed-forward layer are cut by their outputs (columns), the layers after them by
-their inputs (rows), so a block sums over the ranks twice forward and twice backward (Shoeybi et al., "Megatron-LM",
-arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.py``). Sequence parallelism also cuts
-what lies between those pairs, norms, dropout and residuals, along the sequence: a sum becomes a reduce-scatter and an
-all-gather of together the same bytes, and less is kept for the backward pass (Korthikanti et al., arXiv 2205.05198,
-section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of the column-parallel layers).
-What it saves is counted by ``benchmarks/sequence_parallel.py``.
+Queries, keys, values and the first feed-forward layer are split by outputs (columns), and the layers after them by
+inputs (rows), so a block needs two all-reduces forward and two backward (Shoeybi et al., "Megatron-LM",
+arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.py``). Sequence parallelism also splits
+what is between those pairs, norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter and
+an all-gather, which together move the same bytes, and fewer activations are kept for the backward pass (Korthikanti et
+al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of the
+column-parallel layers). ``benchmarks/sequence_parallel.py`` counts what it saves.
 
-Every parameter becomes a DTensor, those that are not cut as well: one mesh for the optimizer and for sharding after.
+Every parameter becomes a DTensor, even one that is not split, so that the optimizer and FSDP see a single mesh.
 """
 
 from __future__ import annotations
