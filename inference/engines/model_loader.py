@@ -1,4 +1,4 @@
-"""From a saved model to answers: loads engine, tokenizer and labels, and classifies texts."""
+"""Loads a saved model with its engine, tokenizer and labels, and classifies texts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Prediction(TypedDict):
 
 
 class ModelLoader:
-    """A loaded classifier; may be shared by threads.
+    """A loaded classifier, which threads may share.
 
     Attributes:
         labels: Class names, by class id.
-        max_length: Token ids that the model reads of a text, special tokens included.
-        metadata: The contents of the model's ``metrics.json``, empty where there is none.
+        max_length: The most token ids that the model reads per text, special tokens included.
+        metadata: The contents of the model's ``metrics.json``, empty if there is none.
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
-        tokens_per_second: How fast it ran when it was loaded; None where that was not measured.
+        tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
             picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
             ``path``.
@@ -47,15 +47,15 @@ class ModelLoader:
         """Load a model folder, a .pt file or an artefact folder.
 
         Args:
-            path: Where it lies.
-            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what is there and takes the fastest.
+            path: The folder or file.
+            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
             hardware: What it may run on.
 
         Raises:
-            ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
+            ModelLoadError: It is missing, incomplete or damaged, answers with NaN, or the engine cannot be used.
         """
         path = Path(path)
-        # A link may be pointed elsewhere while its files are read one after another: all are to be of one model.
+        # A symbolic link may change while files are read one after another; all have to come from the same model.
         loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
         self.labels = loaded.saved.labels
         self.max_length = loaded.saved.max_length
@@ -88,7 +88,7 @@ class ModelLoader:
 
         Raises:
             ForwardError: The model answers one of them with NaN.
-            ValueError: A text is blank; the line names its place.
+            ValueError: A text is blank; the message gives its position.
         """
         for position, text in enumerate(texts):
             self._refuse_blank(f"texts[{position}]", text)

@@ -3,10 +3,10 @@
 Queries, keys, values and the first feed-forward layer are split by outputs (columns), and the layers after them by
 inputs (rows), so a block needs two all-reduces forward and two backward (Shoeybi et al., "Megatron-LM",
 arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.py``). Sequence parallelism also splits
-what is between those pairs, norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter and
-an all-gather, which together move the same bytes, and fewer activations are kept for the backward pass (Korthikanti et
-al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of the
-column-parallel layers). ``benchmarks/sequence_parallel.py`` counts what it saves.
+what is between those pairs, norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter
+and an all-gather, which together move the same bytes, and fewer activations are kept for the backward pass (Korthikanti
+et al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of
+the column-parallel layers). ``benchmarks/sequence_parallel.py`` counts what it saves.
 
 Every parameter becomes a DTensor, even one that is not split, so that the optimizer and FSDP see a single mesh.
 """
@@ -38,7 +38,7 @@ from training.model.dropout import RowDropout
 from training.parallelism.blocks import LENGTH_MULTIPLE
 from training.parallelism.tensor_styles import ShareInput, VocabularyParallel, WholeParameters
 
-Plan = dict[str, ParallelStyle]  # dotted names of modules
+Plan = dict[str, ParallelStyle]  # by the dotted name of the module
 WHOLE = Replicate()
 ALONG_SEQUENCE = Shard(1)  # of (batch, seq, hidden)
 
@@ -52,20 +52,19 @@ class _Family:
 
 
 def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a model, or a pipeline's stage of one, over the ranks of ``mesh``, in place.
+    """Split a model, or a pipeline stage of one, over the ranks of ``mesh``, in place.
 
-    Before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must divide the
-    padded length, and stages pass (batch, seq / ranks, hidden) to each other. Dropout masks are those of one process,
-    but for what draws from torch's own generator (see ``dropout.py``).
+    This comes before activation checkpointing, compilation and sharding. With sequence parallelism the ranks must
+    divide the padded length, and stages pass (batch, seq / ranks, hidden) to each other. Dropout masks are those of one
+    process, except where torch's own generator draws them (see ``dropout.py``).
 
     Args:
-        model: of the same seed or file on every rank; what a stage lacks is passed over.
+        model: built from the same seed or file on every rank.
         mesh: one dimension.
-        sequence_parallel: cut norms and dropout along the sequence too.
+        sequence_parallel: also split norms and dropout along the sequence.
 
     Raises:
-        UserError: the family of networks is not known, or its heads or features, or lengths along which to cut, cannot
-            be shared out evenly.
+        UserError: the family of networks is not known, or its heads, features or lengths cannot be split evenly.
     """
     network = model.network
     family = _family_of(network, mesh.size())
@@ -80,26 +79,26 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
     widen_outside(network, find_blocks(network))
     _apply(network, family.ends(layout), names.head_dropout, mesh)
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():
-        widen(block)  # one at a time, as with sharding
+        widen(block)  # one at a time, so that a rank never holds the whole model in fp32
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
-            # The head reads a single token of each row, which only one rank would hold.
+            # The head reads a single token of each row, which only one rank would have: gather the sequence before.
             gather = PrepareModuleInput(input_layouts=layout, desired_input_layouts=WHOLE, use_local_output=True)
             _apply(block, {"": gather, **_block_plan(names, WHOLE)}, names.attention_dropout, mesh)
         else:
-            # Attention weights are split by heads; what is added to the hidden states only along the sequence.
+            # Attention weights are always split, by heads; the hidden states only along the sequence.
             dropout = names.attention_dropout + (names.output_dropout if sequence_parallel else ())
             _apply(block, _block_plan(names, layout), dropout, mesh)
 
 
 def _apply(module: nn.Module, plan: Plan, dropout: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Parallelize the modules of a plan; ``dropout`` names the places whose tensors are split in their dimension 1."""
+    """Apply a plan; ``dropout`` names the dropout layers whose tensors are split in dimension 1."""
     # A pipeline stage lacks the embeddings or the head, or both.
     held = {name for name, child in module.named_modules() if any(True for _ in child.parameters())}
     parallelize_module(module, mesh, {name: style for name, style in plan.items() if name in held})
     for name in dropout:
-        place = module.get_submodule(name)
-        if isinstance(place, RowDropout):
-            place.part = (1, mesh.get_local_rank(), mesh.size())
+        layer = module.get_submodule(name)
+        if isinstance(layer, RowDropout):
+            layer.part = (1, mesh.get_local_rank(), mesh.size())
 
 
 def _family_of(network: nn.Module, ranks: int) -> _Family:

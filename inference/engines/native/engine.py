@@ -1,4 +1,4 @@
-"""The engine over `kernels.c`: int8, no padding, no runtime besides numpy."""
+"""The engine on top of `kernels.c`: int8, without padding and with no runtime but numpy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NativeEngine:
 
         Raises:
             OSError: The compiled kernels or the weights cannot be read.
-            MemoryError: There is too little for the buffers.
+            MemoryError: There is not enough memory for the buffers.
             ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
         """
         self.num_slots = threads
@@ -50,7 +50,6 @@ class NativeEngine:
         self._threads = _Threads(self._library, self._model, threads)
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass; see `inference.engines.base.Engine`."""
         self._check(batch)
         num_texts = len(batch.lengths)
         ids = np.ascontiguousarray(batch.ids, dtype=np.int32)
@@ -58,7 +57,7 @@ class NativeEngine:
         np.cumsum(batch.lengths, out=starts[1:])
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
-        if here.process != os.getpid():  # a fork copies memory, not threads
+        if here.process != os.getpid():  # after a fork, which copies memory but not threads
             here = self._threads = _Threads(self._library, self._model, self.num_slots)
         session = here.sessions.get()
         try:
@@ -77,13 +76,15 @@ class NativeEngine:
         return logits
 
     def _check(self, batch: TokenBatch) -> None:
-        # The kernels trust their input: what would read outside of a table ends here.
+        # The kernels trust their input, so whatever would read outside of a table has to be refused here.
         if len(batch.ids) != int(batch.lengths.sum()) or len(batch.lengths) == 0 or batch.lengths.min() < 1:
-            raise ValueError("a batch needs at least one text, a token a text, and lengths that sum to its tokens")
+            raise ValueError(
+                "a batch needs at least one text, a token in each text, and lengths that sum to its tokens"
+            )
         if batch.lengths.max() > self._shape.num_positions:
             raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._shape.num_positions}")
         if batch.ids.min() < 0 or batch.ids.max() >= self._shape.vocab_size:
-            raise ValueError(f"token ids must lie in 0 to {self._shape.vocab_size - 1}")
+            raise ValueError(f"token ids must be 0 to {self._shape.vocab_size - 1}")
 
     def _model_struct(self) -> ModelStruct:
         shape = self._shape
@@ -159,7 +160,7 @@ class _Threads:
             self.sessions.put(session)
 
     def __del__(self) -> None:
-        # A forked child has a copy of its parent's threads here that nobody can join.
+        # In a forked child this is only a copy of the parent's pool: there are no threads to join.
         if self._pool and self.process == os.getpid():
             self._library.close_pool(self._pool)
             for session in self._opened:
@@ -167,7 +168,7 @@ class _Threads:
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:
-    # The kernels load whole cache lines; a file promises no alignment.
+    # The kernels load whole cache lines, but a file promises no alignment.
     memory = np.empty(array.nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     aligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -120,10 +120,10 @@ def test_passes_side_by_side_do_not_disturb_each_other(make_engine: MakeEngine) 
 @pytest.mark.parametrize(
     ("ids", "lengths", "what"),
     [
-        ([1, VOCABULARY], [2], "token ids must lie in 0 to 299"),
-        ([1, -1], [2], "token ids must lie in 0 to 299"),
+        ([1, VOCABULARY], [2], "token ids must be 0 to 299"),
+        ([1, -1], [2], "token ids must be 0 to 299"),
         ([1, 2], [3], "lengths that sum to its tokens"),
-        ([1, 2], [2, 0], "a token a text"),
+        ([1, 2], [2, 0], "a token in each text"),
         ([], [], "at least one text"),
         ([1] * (POSITIONS + 1), [POSITIONS + 1], "161 tokens > maximum 160"),
     ],
