@@ -86,7 +86,7 @@ def test_a_damaged_artefact_is_refused_in_one_line(
     assert "python -m inference.export" in str(refusal.value)
 
 
-def test_other_weights_are_told_from_the_same_weights_copied(artefact: Path, weights: Path) -> None:
+def test_changed_weights_are_distinguished_from_a_copy_of_the_same(artefact: Path, weights: Path) -> None:
     manifest = read_manifest(artefact)
     assert is_from(manifest, weights)
     os.utime(weights, (0, 0))

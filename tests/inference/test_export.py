@@ -43,7 +43,7 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_command_writes_a_whole_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
+def test_the_command_writes_a_complete_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
     run = _run(folder_copy, "--engine", "onnx", "--rows", rows_file, "--max_drop", "100", "--limit", "30")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
@@ -82,7 +82,7 @@ def test_a_refused_export_leaves_the_older_artefact_in_place(exported_copy: Path
     assert read_manifest(exported_copy / "onnx").accuracy["rows"] == 5
 
 
-def test_a_pt_file_is_exported_beside_itself(
+def test_a_pt_file_is_exported_into_a_folder_next_to_it(
     checkpoint: Path, rows_file: Path, tmp_path: Path, texts: list[str], labels: list[str]
 ) -> None:
     model = Path(shutil.copy(checkpoint, tmp_path / "model.pt"))
@@ -105,7 +105,7 @@ def test_a_folder_that_no_export_wrote_is_left_alone(folder_copy: Path, rows_fil
     assert _names(folder_copy / "onnx") == {"mine.txt"}
 
 
-def test_without_rows_of_its_own_the_sample_is_used_and_said(
+def test_without_its_own_rows_the_sample_is_used_and_the_output_says_so(
     folder_copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     export.main([str(folder_copy), "--engine", "onnx", "--limit", "5", "--max_drop", "100"])

@@ -26,14 +26,14 @@ def openvino_folder(exported_folder: Path, rows_file: Path, tmp_path_factory: py
     return folder
 
 
-def test_auto_measures_openvino_beside_onnx(openvino_folder: Path) -> None:
+def test_auto_measures_openvino_and_onnx(openvino_folder: Path) -> None:
     info = ModelLoader(openvino_folder).info
     assert info["engine"] in ("openvino int8", "onnx int8")
     assert re.search(r"openvino(?: makes)? [\d,]+", info["reason"])
     assert re.search(r"onnx(?: makes)? [\d,]+", info["reason"])
 
 
-def test_the_weights_are_not_served_from_a_file_that_somebody_may_overwrite(openvino_folder: Path) -> None:
+def test_the_weights_are_in_memory_and_not_mapped_from_their_file(openvino_folder: Path) -> None:
     model = ModelLoader(openvino_folder, "openvino")
     assert str(openvino_folder) not in Path("/proc/self/maps").read_text()
     assert model.predict("oil")["label"]

@@ -178,7 +178,7 @@ def test_weights_that_were_only_copied_keep_their_artefact(exported_copy: Path) 
     assert load_model(exported_copy).engine.name == "onnx int8"
 
 
-def test_a_named_engine_that_is_not_there_is_refused_with_the_command_that_makes_it(model_folder: Path) -> None:
+def test_a_missing_artefact_is_refused_with_the_command_that_writes_it(model_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"python -m inference\.export .* --engine openvino"):
         load_model(model_folder, "openvino")
     with pytest.raises(ModelLoadError, match="no engine is called 'tensorflow'"):
@@ -219,7 +219,7 @@ def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path,
     assert "(measured just now)" in loaded.reason
 
 
-def test_what_was_measured_is_remembered_and_decides_whatever_the_engine(two_artefacts: Path, cache: Path) -> None:
+def test_measured_speeds_are_remembered_and_decide_at_the_next_start(two_artefacts: Path, cache: Path) -> None:
     load_model(two_artefacts)
     [file] = cache.iterdir()
     for speeds, expected in (
@@ -236,7 +236,7 @@ def test_what_was_measured_is_remembered_and_decides_whatever_the_engine(two_art
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"native": "fast"}'])
-def test_a_broken_cache_means_to_measure_again(two_artefacts: Path, cache: Path, content: str) -> None:
+def test_with_a_damaged_cache_speeds_are_measured_again(two_artefacts: Path, cache: Path, content: str) -> None:
     load_model(two_artefacts)
     [file] = cache.iterdir()
     file.write_text(content)
@@ -244,7 +244,7 @@ def test_a_broken_cache_means_to_measure_again(two_artefacts: Path, cache: Path,
     assert json.loads(file.read_text()).keys() == {"native", "onnx"}
 
 
-def test_a_cache_that_cannot_be_written_stops_no_start(two_artefacts: Path, cache: Path) -> None:
+def test_an_unwritable_cache_does_not_prevent_a_start(two_artefacts: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     assert "(measured just now)" in load_model(two_artefacts).reason
 
@@ -297,7 +297,7 @@ def test_torch_without_a_gpu_says_so_and_cuda_that_was_asked_for_is_an_error(
         load_model(exported_folder, "onnx", Hardware(device="cuda"))
 
 
-def test_threads_are_those_of_the_setting_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_setting_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Hardware().num_threads == Hardware(threads=10_000).num_threads == usable_cpus()
     monkeypatch.setenv("THREADS", "1")
     monkeypatch.setenv("DEVICE", "CPU")

@@ -7,7 +7,7 @@ from common.model_folder import MANIFEST_FILE
 from inference.exporting.build import replaced_whole
 
 
-def test_an_artefact_that_is_replaced_is_there_at_every_instant(tmp_path: Path) -> None:
+def test_an_artefact_exists_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "onnx"
     target.mkdir()
     (target / MANIFEST_FILE).touch()

@@ -75,7 +75,7 @@ def test_another_architecture_is_exported_whole() -> None:
     torch.testing.assert_close(module(ids, mask), model(ids, mask).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_causal_bert_is_exported_whole_since_the_lean_graph_is_not_causal() -> None:
+def test_a_causal_bert_is_exported_whole() -> None:
     model = _bert("gelu")
     _, kind = build_module(model.config.to_dict() | {"is_decoder": True}, model.state_dict(), int8=False)
     assert kind == "whole"
