@@ -58,25 +58,15 @@ _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model on disk, before any of it is built.
+    """A model on disk, before any of it is built."""
 
-    Attributes:
-        path: The folder or file that was read.
-        config: The contents of the transformers ``config.json``.
-        weights: The safetensors file, the state dict of a .pt file, or None for an artefact folder.
-        tokenizer_json: The contents of ``tokenizer.json``.
-        labels: Class names, by class id.
-        max_length: The most token ids per text, special tokens included.
-        metadata: The contents of ``metrics.json``, empty if there is none.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    weights: Path | dict[str, Any] | None
+    path: Path  # the folder or file that was read
+    config: dict[str, Any]  # the transformers config.json
+    weights: Path | dict[str, Any] | None  # a safetensors file, the state dict of a .pt file, None for an artefact
     tokenizer_json: str
-    labels: list[str]
-    max_length: int
-    metadata: dict[str, Any]
+    labels: list[str]  # by class id
+    max_length: int  # token ids per text, special tokens included
+    metadata: dict[str, Any]  # metrics.json, empty if there is none
 
     @property
     def cleaning(self) -> str:
@@ -274,34 +264,23 @@ def _read_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of an artefact's ``manifest.json``, apart from the format number.
+    """The contents of an artefact's ``manifest.json``, apart from the format number."""
 
-    Attributes:
-        engine: The engine that runs the artefact, a key of `PRECISIONS`.
-        precision: ``int8`` or ``fp32``.
-        created: When it was written, ISO 8601 in UTC.
-        source: ``name`` and ``weights_sha256`` of the model it was made from; also ``bytes`` and ``modified_ns``, which
-            tell that the weights file is unchanged without hashing it.
-        files: ``sha256`` and ``bytes`` of every other file in the folder, by name.
-        versions: Of the packages that made it.
-        options: How it was made.
-        accuracy: Of the reference and of the artefact on the same rows, and how often they disagree.
-        size: ``before_bytes`` and ``after_bytes`` of the weights.
-        speed: Texts per second of both, and the machine they were measured on.
-        probes: A few texts with the reference's ``probabilities``.
-        probe_tolerance: How far a probability may be from the reference's when the artefact is loaded.
-    """
-
-    engine: str
-    precision: str
-    created: str
+    engine: str  # a key of PRECISIONS
+    precision: str  # int8 or fp32
+    created: str  # ISO 8601, UTC
+    # `name` and `weights_sha256` of the model it was made from; also `bytes` and `modified_ns` of the weights file, by
+    # which an unchanged file is recognised without hashing it.
     source: dict[str, Any]
+    # `sha256` and `bytes` of every other file in the folder, by name.
     files: dict[str, dict[str, Any]]
-    versions: dict[str, str]
-    options: dict[str, Any]
-    accuracy: dict[str, Any]
-    size: dict[str, int]
-    speed: dict[str, Any]
+    versions: dict[str, str]  # of the packages that made it
+    options: dict[str, Any]  # how it was made
+    accuracy: dict[str, Any]  # of the reference and the artefact on the same rows, and how often they disagree
+    size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
+    speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
+    # Texts with the reference's `probabilities`, and how much the artefact's may differ when it is loaded. Another
+    # processor may round differently, but a kernel that computes wrong answers must not serve.
     probes: list[dict[str, Any]]
     probe_tolerance: float
 

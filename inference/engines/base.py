@@ -25,19 +25,13 @@ RAGGED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The texts of one forward pass, one after another without padding.
+    """The texts of one forward pass, one after another without padding."""
 
-    Attributes:
-        ids: Token ids of all texts, (tokens,).
-        lengths: The number of token ids of each text, (texts,).
-    """
-
-    ids: NDArray[np.int32]
-    lengths: NDArray[np.int32]
+    ids: NDArray[np.int32]  # of all texts, (tokens,)
+    lengths: NDArray[np.int32]  # token ids of each text, (texts,)
 
     @classmethod
     def of(cls, token_ids: Sequence[Sequence[int]]) -> TokenBatch:
-        """Join the token ids of texts, in order."""
         return cls(
             ids=np.concatenate([np.asarray(ids, dtype=np.int32) for ids in token_ids]),
             lengths=np.array([len(ids) for ids in token_ids], dtype=np.int32),
@@ -52,29 +46,17 @@ class TokenBatch:
 
 
 class Engine(Protocol):
-    """A loaded classifier.
+    """A loaded classifier."""
 
-    Attributes:
-        name: Runtime and precision, such as ``onnx int8``.
-        num_slots: Threads shared by all forward passes that run at the same time, at most `PASSES_AT_ONCE` of them.
-        batch_tokens: Tokens per forward pass beyond which it gains no more speed.
-        pads: Whether a batch costs its longest text times the number of texts, rather than the sum of its tokens.
-    """
-
-    name: str
-    num_slots: int
-    batch_tokens: int
-    pads: bool
+    name: str  # runtime and precision, such as `onnx int8`
+    num_slots: int  # threads shared by all forward passes that run at the same time, at most PASSES_AT_ONCE of them
+    batch_tokens: int  # tokens per forward pass beyond which it gains no more speed
+    pads: bool  # a batch costs its longest text times the number of texts, rather than the sum of its tokens
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass.
+        """Return one score per label before softmax, (texts, labels), of at least one text with at least one token.
 
-        Args:
-            batch: At least one text; every text has at least one token.
-            threads: Slots that this pass may take, 1 to ``num_slots``; an engine with one slot ignores it.
-
-        Returns:
-            One score per label before softmax, (texts, labels).
+        The pass may take ``threads`` slots, 1 to ``num_slots``; an engine with one slot ignores it.
         """
         ...
 

@@ -46,13 +46,10 @@ class ModelLoader:
     def __init__(self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE) -> None:
         """Load a model folder, a .pt file or an artefact folder.
 
-        Args:
-            path: The folder or file.
-            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
-            hardware: What it may run on.
+        ``engine`` is one of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
 
         Raises:
-            ModelLoadError: It is missing, incomplete or damaged, answers with NaN, or the engine cannot be used.
+            ModelLoadError: The model is missing, incomplete, damaged or answers with NaN, or the engine cannot be used.
         """
         path = Path(path)
         # A symbolic link may change while files are read one after another; all have to come from the same model.
@@ -74,12 +71,7 @@ class ModelLoader:
         }
 
     def predict(self, text: str) -> Prediction:
-        """Classify one text.
-
-        Raises:
-            ForwardError: The model answers with NaN.
-            ValueError: The text is blank.
-        """
+        """Classify one text; raises as `predict_batch`."""
         self._refuse_blank("text", text)
         return self._classify([text])[0]
 

@@ -47,23 +47,15 @@ _ANY_DEVICE = Hardware()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to answer.
+    """A model that is ready to answer."""
 
-    Attributes:
-        saved: Its description, from the artefact if one was picked.
-        precision: Of the arithmetic: ``int8``, ``fp32``, ``bf16`` or ``fp16``.
-        revision: The first 12 hex digits of the SHA-256 of the weights that training wrote.
-        reason: Why this engine was picked, in one line.
-        tokens_per_second: How fast it runs here; None for a compiled model, whose first passes are not typical.
-    """
-
-    saved: SavedModel
+    saved: SavedModel  # its description, from the artefact if one was picked
     tokenizer: TextTokenizer
     engine: Engine
-    precision: str
-    revision: str
-    reason: str
-    tokens_per_second: float | None = None
+    precision: str  # of the arithmetic: int8, fp32, bf16 or fp16
+    revision: str  # the first 12 hex digits of the SHA-256 of the weights that training wrote
+    reason: str  # why this engine was picked, in one line
+    tokens_per_second: float | None = None  # None for a compiled model, whose first passes are not typical
 
 
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
@@ -123,6 +115,7 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
     if has_torch and (not has_fast_int8() or _has_cuda(hardware)):
         engines.append("torch")
+    # Measuring loads every candidate once, so the speeds are remembered for the next start.
     speeds: dict[str, float] = {}
     when = "at an earlier start"
     if len(engines) > 1:
@@ -133,6 +126,7 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
             engines = list(speeds)
             if len(speeds) > 1:
                 remember_speeds(key, speeds)
+    # The fastest that loads; those that do not are named in the reason.
     for name in sorted(engines, key=lambda name: -speeds.get(name, 0.0)):
         reason = _comparison(name, speeds, when) if len(speeds) > 1 else f"{name} is the only artefact that works here"
         try:
@@ -142,6 +136,7 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
             speeds.pop(name, None)
         else:
             return replace(loaded, tokens_per_second=speeds.get(name))
+    # Without a working artefact, PyTorch runs the model itself, if its weights are here.
     if not weights_file(path).is_file():
         what = f"none of its artefacts works here: {'; '.join(skipped)}"
         raise ModelLoadError(path, what, "export the model for another engine")

@@ -25,11 +25,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TorchEngine:
-    """Runs a transformers ``*ForSequenceClassification``.
-
-    Attributes:
-        precision: Of the arithmetic: ``fp32``, ``bf16`` or ``fp16``.
-    """
+    """Runs a transformers ``*ForSequenceClassification``."""
 
     num_slots = 1
     pads = True
@@ -96,11 +92,7 @@ def _fast_precision(device: torch.device) -> str:
 
 
 def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the transformers classifier of a ``config.json`` and fill in its weights.
-
-    Raises:
-        ValueError: transformers has no classifier for this configuration, or the weights do not fit it.
-    """
+    """Build the transformers classifier of a ``config.json`` with these weights; raises as `TorchEngine`."""
     model_config = AutoConfig.for_model(**config)
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
     model, report = model_class.from_pretrained(

@@ -102,6 +102,7 @@ def export(
     tokenizer = saved.tokenizer()
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
+    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
     with stages.bars, replaced_whole(target) as folder:
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
@@ -161,7 +162,7 @@ def export(
                 probe_tolerance=round(min(difference + _PROBE_MARGIN, MAX_TOLERANCE), 3),
             )
             write_manifest(folder, manifest)
-            load_model(folder)
+            load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest)
 
 

@@ -82,6 +82,7 @@ def compare(
         probabilities_of(engine, token_ids[:TURN_TEXTS])  # the first pass prepares what later ones reuse
     for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
         texts = token_ids[start : start + TURN_TEXTS]
+        # Alternate which engine goes first, so that neither always finds the caches warm.
         for name in sorted(engines, reverse=bool(turn % 2)):
             began = time.perf_counter()
             answers[name].append(probabilities_of(engines[name], texts).argmax(axis=1))

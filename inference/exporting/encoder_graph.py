@@ -21,13 +21,7 @@ Weights = Mapping[str, Tensor]
 
 
 def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Module, str]:
-    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it, else ``whole``.
-
-    Args:
-        config: The contents of a transformers ``config.json``.
-        weights: The state dict, with transformers' names.
-        int8: The weights are going to be quantised, so the embeddings may be too.
-    """
+    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it, else ``whole``."""
     try:
         shape = EncoderShape.of(config)
     except ValueError:
@@ -53,10 +47,7 @@ class EncoderGraph(nn.Module):
     query, the output projection and the feed-forward layers for that one. The logits stay the same, and an encoder of
     six blocks saves a seventh of its work.
 
-    Args:
-        shape: Sizes, and the names of the weights.
-        weights: The state dict, with transformers' names.
-        small_embeddings: Keep word embeddings as int8 with one scale per word, a quarter of their size.
+    With ``small_embeddings``, word embeddings are int8 with one scale per word, a quarter of their size.
     """
 
     def __init__(self, shape: EncoderShape, weights: Weights, *, small_embeddings: bool) -> None:

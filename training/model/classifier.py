@@ -70,6 +70,7 @@ class NewsClassifier(nn.Module):
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:
         classifier = cls.__new__(cls)
         nn.Module.__init__(classifier)
+        # Build the network without loading anything from its original place: the weights are in `saved`.
         config = AutoConfig.for_model(**saved.config)
         network = AutoModelForSequenceClassification.from_config(config)
         network.load_state_dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
@@ -91,11 +92,9 @@ class NewsClassifier(nn.Module):
             self.architecture.read_one_token(network)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of a batch, (batch, num_labels).
+        """Logits of a batch: (batch, seq) -> (batch, num_labels).
 
-        Args:
-            input_ids: int64, (batch, seq).
-            attention_mask: (batch, seq), 1 for a token, 0 for padding at the end of a row; None: nothing is padded.
+        The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
         """
         if self.architecture:
             return self.architecture.logits(self.network, input_ids, attention_mask)
@@ -133,18 +132,10 @@ class NewsClassifier(nn.Module):
 
 
 def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor) -> list[str]:
-    """Try a network whose family is not in :mod:`training.model.architectures`, before hours of training.
+    """Try a network of an unknown family on the CPU, before hours of training, and return the parameters it freezes.
 
-    Parameters that its output does not depend on are frozen, because DDP waits for the gradient of every other one.
-    Weights and random states do not change.
-
-    Args:
-        model: on the CPU.
-        name: of the model, for the error.
-        input_ids: int64, (1, seq), a row short enough to be padded by :data:`PROBE_PADDING` tokens.
-
-    Returns:
-        The names of the frozen parameters.
+    It freezes those that the output does not depend on, because DDP waits for the gradient of every trainable one.
+    ``input_ids``, (1, seq), is a row short enough to be padded by :data:`PROBE_PADDING` tokens.
 
     Raises:
         UserError: padding changes its logits, or it fails.
@@ -172,6 +163,7 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
             f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like",
             code="padding-not-masked",
         )
+    # DDP waits for the gradient of every parameter that requires one, and some would never get one.
     reached = _leaves(alone)
     unused = {name: parameter for name, parameter in model.network.named_parameters() if parameter not in reached}
     for parameter in unused.values():
@@ -181,13 +173,14 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
     """The parameters that a tensor was computed from: those a backward pass would reach, without its cost."""
+    # Walk the autograd graph back from the output; its leaves are AccumulateGrad nodes, one for each parameter.
     seen, found, look = set(), set(), [output.grad_fn]
     while look:
         node = look.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad
+        if hasattr(node, "variable"):
             found.add(node.variable)
         look += [following for following, _ in node.next_functions]
     return found
@@ -212,6 +205,7 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
         torch.set_rng_state(generator)
         network, fresh = _read_network(path, now, num_labels, labels)
     if network.dtype != torch.float32:
+        # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
         _redraw(network, fresh)
     return network

@@ -54,6 +54,8 @@ class DropoutStream:
         if device.type != "cpu":
             return self.device_draws(site, shape, device)
         count = shape.numel()
+        # Draw number i of the global batch is always the same bits of the stream. Philox can jump to any block of 16
+        # draws, and what precedes our first row within that block is skipped.
         blocks, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_BLOCK)
         philox = np.random.Philox(key=[self.seed, self.step], counter=[blocks, site, 0, 0])
         numbers = philox.random_raw((skipped + count + 3) // 4)
@@ -63,6 +65,8 @@ class DropoutStream:
         """:meth:`draws` on a GPU: computed there, without synchronising."""
         count = shape.numel()
         first, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_NUMBER)
+        # SplitMix64's state after n steps is key + n * gamma, so all numbers can be mixed at once. Torch has no uint64,
+        # but int64 arithmetic wraps around to the same bits.
         key = int.from_bytes(blake2b(repr((self.seed, self.step, site)).encode(), digest_size=8).digest(), "little")
         numbers = torch.arange(-(-(skipped + count) // _DRAWS_PER_NUMBER), device=device)
         numbers.mul_(_signed(_GAMMA)).add_(_signed(key + first * _GAMMA))
@@ -107,6 +111,7 @@ class RowDropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             return self._compiled(x)
+        # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are dropped.
         threshold = round(self.p * _LEVELS)
         draws = self._part_of(lambda shape: self.stream.draws(self.site, shape, x.device), x.shape)
         return _Masked.apply(x, draws >= threshold - _LEVELS // 2, _LEVELS / (_LEVELS - threshold))
@@ -126,6 +131,7 @@ class RowDropout(nn.Module):
             return draw(shape)
         dim, place, parts = self.part
         size = shape[dim]
+        # Every rank draws the whole mask, so that all ranks agree with a run without tensor parallelism.
         whole = torch.Size((*shape[:dim], size * parts, *shape[dim:][1:]))
         return draw(whole).narrow(dim, place * size, size)
 

@@ -16,6 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per group."""
+    # Biases and norms are the parameters with one dimension. They come last, so that the groups have a fixed order.
     groups: dict[tuple[bool, Any], dict[str, Any]] = {}
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     for parameter in sorted(trained, key=lambda parameter: parameter.dim() <= 1):
@@ -52,5 +53,6 @@ def learning_rate_at(step: int, total_steps: int, peak: float, warmup: float, sc
     warmup_steps = round(total_steps * warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps
+    # Step total_steps still has a small rate; 0 would be reached one step later.
     left = (total_steps - step + 1) / (total_steps - warmup_steps)
     return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))

@@ -32,6 +32,7 @@ def cpu_gains_by_bf16() -> bool:
     if not cpu_has_bf16():
         return False
     seconds = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    # The fastest of several rounds, taking turns, so that a moment of load does not decide.
     for _ in range(1 + TIMINGS):
         for dtype in seconds:
             matrix = torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype)
@@ -95,6 +96,7 @@ class LossScale:
     def update(self, *, finite: bool) -> None:
         if not self.enabled:
             return
+        # Halve on overflow, and double after many good steps: the scale stays just below where gradients overflow.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2

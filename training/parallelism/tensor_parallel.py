@@ -75,6 +75,7 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
             f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2",
             code="uneven-split",
         )
+    # How the hidden states between attention and feed-forward are placed.
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
     widen_outside(network, find_blocks(network))
     _apply(network, family.ends(layout), names.head_dropout, mesh)
@@ -115,6 +116,7 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
         "heads of keys and values": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "feed-forward features": getattr(config, FAMILIES[name].modules.intermediate_size_key),
     }
+    # Any divisor of all three counts splits them evenly.
     common = gcd(*counts.values())
     for what, count in counts.items():
         if count % ranks:

@@ -48,6 +48,7 @@ class ShareInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             local, *rest = args or (kwargs["hidden_states"],)
+            # A DTensor from here on: its backward pass reduces the gradient once, after local addition.
             hidden = DTensor.from_local(local, device_mesh, [self.layout], run_check=False)
             hidden = hidden.redistribute(placements=[Replicate()])
             return ((hidden, *rest), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -69,6 +70,7 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def embed(module: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+            # Each rank's rows are zero except for its own tokens, so their sum (Partial) is the embedding.
             found = DTensor.from_local(_look_up(module, input_ids), device_mesh, [Partial()], run_check=False)
             return found.redistribute(placements=[self.layout]).to_local()
 
@@ -83,6 +85,7 @@ def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
     ranks, rank = weight.device_mesh.size(), weight.device_mesh.get_local_rank()
     first = rank * -(-embedding.num_embeddings // ranks)  # DTensor makes all parts but the last of equal size
     local_rows = weight.to_local()
+    # Look up row 0 for tokens of other ranks, to keep indices valid, and zero the result.
     ids = input_ids - first
     elsewhere = (ids < 0) | (ids >= len(local_rows))
     padding = embedding.padding_idx

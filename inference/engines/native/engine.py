@@ -30,12 +30,7 @@ class NativeEngine:
     pads = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
-        """Read the packed weights.
-
-        Args:
-            folder: Holds what `quantize.write_native` wrote.
-            config: The contents of the model's ``config.json``.
-            threads: Processors that the engine may use.
+        """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.
 
         Raises:
             OSError: The compiled kernels or the weights cannot be read.
@@ -59,6 +54,8 @@ class NativeEngine:
         here = self._threads
         if here.process != os.getpid():  # after a fork, which copies memory but not threads
             here = self._threads = _Threads(self._library, self._model, self.num_slots)
+        # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes releases the
+        # interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
         try:
             failed = self._library.forward(
@@ -113,6 +110,7 @@ class NativeEngine:
 
     def _fill_block(self, block: BlockStruct, prefix: str) -> None:
         width, wide = self._shape.hidden_size, self._shape.intermediate_size
+        # (outputs, inputs) of each; keys and values are one product.
         sizes = ((width, width), (2 * width, width), (width, width), (wide, width), (width, wide))
         for name, (outputs, inputs) in zip(_LINEARS, sizes, strict=True):
             setattr(block, name, self._linear(prefix + name, outputs, inputs))
@@ -148,6 +146,7 @@ class _Threads:
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int) -> None:
         self.process = os.getpid()
+        # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
         self._opened: list[ctypes.c_void_p] = []

@@ -25,11 +25,6 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
     Weights become int8 with one symmetric scale per output channel; word embeddings become float16; everything else
     stays float32.
 
-    Args:
-        config: The contents of a transformers ``config.json``.
-        weights: Float arrays with the names that transformers gives them.
-        folder: An existing folder.
-
     Raises:
         ValueError: The kernels do not compute this architecture, or a weight is missing, is not finite or, in an
             embedding, is too large for float16.
