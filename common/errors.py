@@ -69,13 +69,16 @@ class LostRank(TrainingFailure):
     code = "rank-lost"
 
 
-class ModelLoadError(Exception):
-    """A model cannot be loaded; the message says where, what is wrong, and what to do."""
+class ModelLoadError(UserError):
+    """A model cannot be loaded; the message says which, what is wrong, and what to do."""
 
     code = "model-unusable"
 
-    def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
-        super().__init__(f"{where}: {what}; {remedy}")
+    def __init__(
+        self, where: Path | str, what: str = "", remedy: str = "export the model again", **details: Any
+    ) -> None:
+        # A rank that repeats the error of another has the whole message already.
+        super().__init__(f"{where}: {what}; {remedy}" if what else str(where), **details)
 
 
 class StopAsked(BaseException):

@@ -1,8 +1,9 @@
-"""Files and folders that are written completely or not at all, and the lock on a run folder."""
+"""Files and folders that are written whole or not at all, their hashes, and the lock on a run folder."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -79,6 +80,12 @@ def move_aside(folder: Path) -> Path:
         number += 1
     folder.rename(target)
     return target
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

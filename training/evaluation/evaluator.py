@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import ModelLoadError, UserError
+from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
 from common.text import TextTokenizer
@@ -112,10 +112,7 @@ def evaluate_saved(
     quiet_libraries()
 
     def read() -> tuple[SavedModel, NewsData]:
-        try:
-            saved = read_saved_model(path)
-        except ModelLoadError as error:
-            raise UserError(str(error), code=error.code) from error
+        saved = read_saved_model(path)
         name = dataset or saved.metadata.get("dataset")
         if name is None:
             raise UserError(
