@@ -46,8 +46,11 @@ def find_resume_point(
         UserError: it is damaged, or from another configuration, other data or another global batch size.
     """
     with contextlib.ExitStack() as stack:
+        # Locked while checkpoints are verified and moved, and given back at the end: the run takes its own lock later.
         ranks.run_on_all_ranks(lambda: _hold(config, storage, stack) if ranks.is_first else None)
-        begun = ranks.any(has_begun())  # each launcher knows of its own attempts alone
+        # torchrun restarts ranks with the same flags. The first attempt may have started from scratch because of
+        # `--resume none`; the second must not throw away what the first has trained.
+        begun = ranks.any(has_begun())  # each launcher only knows its own attempts
         if config.resume == "none" and not begun:
             ranks.run_on_all_ranks(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
             return None

@@ -133,11 +133,16 @@ def rank_share(
     Returns:
         ``accumulation`` micro-batches.
     """
+    # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.lengths[batch].max())
     length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
-    until = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
-    start, stop = (until[place.rank : place.rank + 2] / until[-1] * len(batch)).round().astype(int).tolist()
+
+    # The shares end where the running sum of the speeds does, rounded to whole rows: every row is in exactly one share.
+    ends = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
+    start, stop = (ends[place.rank : place.rank + 2] / ends[-1] * len(batch)).round().astype(int).tolist()
+
     if place.stages > 1:
+        # A pipeline passes hidden states of one shape, so all its micro-batches get the same number of rows.
         size = max(1, -(-(stop - start) // accumulation))
         edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
     else:
@@ -149,19 +154,20 @@ def rank_share(
 def _micro_batch(
     rows: TokenizedRows, batch: np.ndarray, start: int, stop: int, length: int, least_rows: int
 ) -> MicroBatch:
-    mine = batch[start:stop]
-    stand_ins = max(0, least_rows - len(mine))
-    chosen = np.concatenate([mine, np.repeat(batch[:1], stand_ins)])
-    weights = np.repeat([1 / len(batch), 0.0], [len(mine), stand_ins]).astype(np.float32)
+    own = batch[start:stop]
+    num_dummies = max(0, least_rows - len(own))
+    chosen = np.concatenate([own, np.repeat(batch[:1], num_dummies)])
+    # Each row weighs 1 / rows of the global batch, wherever it is computed: shares need not be equal. Dummies weigh 0.
+    weights = np.repeat([1 / len(batch), 0.0], [len(own), num_dummies]).astype(np.float32)
     input_ids, attention_mask = pad(rows, chosen, length)
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=torch.from_numpy(rows.labels[chosen]),
         weights=torch.from_numpy(weights),
-        rows=np.concatenate([mine, np.full(stand_ins, -1, mine.dtype)]),
+        rows=np.concatenate([own, np.full(num_dummies, -1, own.dtype)]),
         first_row=start,
-        num_tokens=int(rows.lengths[mine].sum()),
+        num_tokens=int(rows.lengths[own].sum()),
     )
 
 

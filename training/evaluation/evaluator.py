@@ -65,9 +65,10 @@ def evaluate(
         EvaluationStopped: ``stops`` returned true.
     """
     index = np.arange(len(rows)) if index is None else index
+    # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
     batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
-    mine = []
+    results = []
     for number, first in enumerate(range(0, len(batches), place.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
             raise EvaluationStopped
@@ -79,10 +80,11 @@ def evaluate(
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
         part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
         if has_batch:
-            mine.append(part)
+            results.append(part)
             on_batch(len(batch))
+    # Put every row's logits back where the row was, on every rank.
     logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
-    for number, parts in ranks.gather((place.rank, mine if place.leads else [])):
+    for number, parts in ranks.gather((place.rank, results if place.leads else [])):
         for batch, part in zip(batches[number :: place.size], parts, strict=False):
             logits[batch] = part
     return classification_metrics(logits, rows.labels[index], label_names), logits

@@ -103,8 +103,9 @@ class Interruption:
                 if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
                     leave(128 + number, "interrupted")
                 interrupted = interrupted or time.monotonic()
-            # Checked again after the wait, because by now there may be something to save.
-            if not (self._saves or number == signal.SIGUSR1 or self._ended.wait(STOP_SECONDS) or self._saves):
+            stops_at_next_step = self._saves or number == signal.SIGUSR1
+            if not stops_at_next_step and not self._ended.wait(STOP_SECONDS) and not self._saves:
+                # The main thread did not get to run its handler, and still nothing can be saved: it is stuck.
                 leave(
                     self.exit_code,
                     "error: stop requested, but another rank does not respond; there was nothing to save "

@@ -33,23 +33,26 @@ class Traffic:
     """Bytes that a rank passes to all-reduces per step: ``uncompressed`` and what was ``sent``."""
 
     def __init__(self) -> None:
-        self.plain = self.sent = 0
-        self._plain = self._sent = 0
+        self.uncompressed = self.sent = 0
+        self._uncompressed = self._sent = 0
 
     def count(self, bucket: GradBucket, sent: int) -> None:
         """Add a bucket; the figures of a step are final once its last bucket is counted."""
         buffer = bucket.buffer()
-        self._plain += buffer.numel() * buffer.element_size()
+        self._uncompressed += buffer.numel() * buffer.element_size()
         self._sent += sent
         if bucket.is_last():
-            self.plain, self.sent = self._plain, self._sent
-            self._plain = self._sent = 0
+            self.uncompressed, self.sent = self._uncompressed, self._sent
+            self._uncompressed = self._sent = 0
 
     def __str__(self) -> str:
         if not self.sent:
             return ""
-        ratio = self.plain / self.sent
-        return f": {self.sent / 1e6:.3g} MB a step and rank, not {self.plain / 1e6:.3g} MB ({ratio:.1f}x less)"
+        ratio = self.uncompressed / self.sent
+        return (
+            f": {self.sent / 1e6:.3g} MB per step and rank instead of {self.uncompressed / 1e6:.3g} MB "
+            f"({ratio:.1f}x less)"
+        )
 
 
 class Compression(Protocol):
@@ -167,17 +170,22 @@ class PowerSGD:
 
     def _average_both(self, matrices: dict[str, torch.Tensor], others: list[torch.Tensor]) -> int:
         """Average in place; returns the bytes sent."""
+        # 1. Add what earlier steps left out (error feedback).
         for name, matrix in matrices.items():
             # Both are replaced in a step and never changed in place, so keeping the old ones is enough to undo the
             # step.
             error = self.errors[name] if name in self.errors else torch.zeros_like(matrix)
             self._before[name] = self._last_query(name, matrix), error
             matrix.add_(error, alpha=self._loss_scale)
+        # 2. P = M Q, averaged over the ranks. That is a power iteration: Q of the last step already points close to the
+        # largest singular vectors. Gradients that are not compressed travel in the same all-reduce.
         ps = [matrix @ torch.linalg.qr(self.queries[name]).Q for name, matrix in matrices.items()]
         sent = _average_together([*ps, *others])
+        # 3. Q = M^T P with orthonormal P, averaged as well. M is approximated by P Q^T on every rank alike.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
         sent += _average_together(qs)
+        # 4. What this rank's gradient had and the approximation lacks is kept for the next step.
         for (name, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
             approximation = p @ q.T
             self.errors[name] = (matrix - approximation).div_(self._loss_scale)

@@ -27,11 +27,13 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
         parameters: this rank's, plain or DTensors, on any meshes. A value that several ranks hold counts once.
         stages: the ranks that hold the other stages of a pipeline.
     """
+    # |g|^2 is a sum over all elements, wherever they are. Gradients are grouped by the process groups that they are
+    # sharded over: one scalar all-reduce per group adds up the shards, and a replicated gradient counts once.
     split: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             split.setdefault(_split_over(parameter.grad), []).append(_local(parameter.grad))
-    if stages is None and not any(split):
+    if stages is None and not any(split):  # nothing is sharded: every rank has all gradients
         return get_total_norm(split.get((), []))
     squares = []
     for groups, gradients in split.items():
@@ -56,6 +58,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit
     """
     if math.isinf(limit) and scale == 1:
         return
+    # Scaling is elementwise, so each rank scales its own shards. The factor stays on the device: reading it would wait.
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
     torch._foreach_mul_(gradients, factor.to(gradients[0].device))

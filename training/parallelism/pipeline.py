@@ -89,6 +89,8 @@ class Pipeline:
         Returns:
             The loss of each row of each micro-batch on the rank with the last stage; zeros elsewhere.
         """
+        # The schedule hands the loss function only tensors, so it is given each micro-batch's number as its "target",
+        # and looks up labels and weights here.
         self._micro_batches = micro_batches
         self._row_losses = [torch.zeros_like(batch.weights) for batch in micro_batches]
         for stage in self.stages:
@@ -104,6 +106,7 @@ class Pipeline:
             target=torch.arange(len(micro_batches)),
             return_outputs=False,
         )
+        # The next step may have another shape and so another schedule, which uses the same memory.
         self._take_buffers_back(stages)
         return self._row_losses
 
@@ -170,6 +173,8 @@ class Pipeline:
 
         Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
         """
+        # Stage after stage: a rank computes the stages that it has, and receives an input unless it also has the stage
+        # before. Without backward passes there is nothing to overlap, and the batches of an evaluation are large.
         here = {stage.index: stage for stage in self.stages}
         last = len(self.rank_of) - 1
         states, attention_mask = input_ids, mask_of(input_ids, attention_mask)

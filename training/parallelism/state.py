@@ -94,6 +94,7 @@ def _collect(tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | No
     """On the first rank of a pipeline, the tensors of all stages; only one rank per stage keeps any."""
     if not keep or stages is None:
         return tensors
+    # The receiver has to know names and shapes before it can allocate; then the tensors come in that order.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(stages) == "nccl" else None
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     all_described: list[Any] = [None] * stages.size()
