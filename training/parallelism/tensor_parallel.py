@@ -6,7 +6,7 @@ arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.p
 what lies between those pairs, norms, dropout and residuals, along the sequence: a sum becomes a reduce-scatter and an
 all-gather of together the same bytes, and less is kept for the backward pass (Korthikanti et al., arXiv 2205.05198,
 section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of the column-parallel layers).
-What it saves is counted by ``benchmarks/sequence_parallel.py``.
+What it saves is counted by ``benchmarks/training_features.py``.
 
 Every parameter becomes a DTensor, those that are not cut as well: one mesh for the optimizer and for sharding after.
 """
