@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Where the measured curve of a processor is flat (benchmarks/batching_curve.md).
+# Larger passes were no faster on the CPUs measured, and a single text would wait longer for the pass before its own.
 CPU_BATCH_TOKENS = 512
 # Passes that run at the same time: on a machine of many processors each gets several of them, since more passes at once
 # would wait for the interpreter's lock instead.
