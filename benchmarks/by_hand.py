@@ -173,6 +173,7 @@ def measure(ranks: Ranks, case: Case, rounds: int, steps: int) -> dict[str, dict
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     profiles: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for number in range(WARMUP_ROUNDS + rounds):
+        # Every variant gets the same batches, and separate ones for the profiler, which slows what it sees.
         drawn, to_profile = (list(islice(batches, count)) for count in (steps, PROFILED_STEPS))
         for name in harness.in_turns(list(variants), number):
             ranks.barrier()
@@ -207,6 +208,8 @@ def profiled(variant: Variant, batches: list[Batch], ranks: Ranks) -> dict[str, 
         with record_function(STEPS):
             for batch in batches:
                 variant.step(*batch)
+    # Only events after the marker: the barrier above is a collective too. DDP and gloo run on threads of their own, so
+    # their events are not children of the marker and can only be told apart by time.
     span = next(event.time_range for event in seen.events() if event.name == STEPS)
     events = [event for event in seen.events() if event.time_range.start > span.start]
     found = communication(events, on_gpu=False)

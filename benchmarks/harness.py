@@ -159,7 +159,7 @@ def introduction(module: str, title: str, text: str) -> str:
 
 
 def write_page(path: Path, text: str, results: Any = None) -> None:
-    """Write a page, and its results as JSON beside it."""
+    """Write a page, and its results as JSON next to it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
@@ -171,7 +171,7 @@ def write_page(path: Path, text: str, results: Any = None) -> None:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Measurements of earlier runs, kept beside the page; empty if there is no file."""
+    """Measurements of earlier runs, kept next to the page; empty if there is no file."""
     if not path.exists():
         return {}
     try:

@@ -40,11 +40,11 @@ ON_CPUS = {
 # The threads of a process that trains on a GPU only assemble its batches.
 ON_GPUS = {"one process, one GPU": Layout(1, 2), "two processes, one GPU each": Layout(2, 2)}
 INTRODUCTION = """
-The rounds behind it are in the JSON file beside it. Whole runs of the trainer under DDP on rows of AG News, with the
+The rounds are in the JSON file next to it. Whole runs of the trainer under DDP on rows of AG News, with the
 same global batch for any number of processes. The runs alternate within a round, in another order each round.
 
 - *s per epoch*: the steps of an epoch, without validation and saving; the median over epochs and rounds. *samples/s*:
-  training rows over that time, with the slowest and the fastest round beside it. *×*: the median of the ratios within
+  training rows over that time, with the slowest and the fastest round next to it. *×*: the median of the ratios within
   a round.
 - *MB per process*: the most that a process held at any time, of a GPU's memory or else of the machine's. On CPUs it
   includes Python and its libraries, so with two processes twice.

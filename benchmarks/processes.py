@@ -27,7 +27,7 @@ TIMEOUT = 4 * 3600  # seconds
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes, and how many threads each has, on as many cores of its own."""
+    """How many processes, and how many threads each has; each thread gets a core."""
 
     processes: int
     threads: int
@@ -64,7 +64,7 @@ def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True,
     Raises:
         TrainingFailure: a rank failed, with the last line that it wrote.
     """
-    # By its file: in a module that was started as a script, `__module__` is only "__main__".
+    # A rank imports the function by its file's name: in a module started with -m, `__module__` is only "__main__".
     file = Path(inspect.getfile(function)).resolve().relative_to(ROOT).with_suffix("")
     command = [sys.executable, "-m", "benchmarks.processes", ".".join(file.parts), function.__name__]
     command.append(json.dumps(arguments))
@@ -78,24 +78,21 @@ def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True,
         stack.callback(_kill, processes)
         for rank in range(layout.processes):
             own = [cores[(rank * layout.threads + i) % len(cores)] for i in range(layout.threads) if pin and cores]
+            if layout.processes > 1:  # without these variables a process forms no process group
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(layout.processes))
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            # A child inherits its parent's cores, so the rank is pinned from its first instruction on.
             with on_cores(own):
-                # One process alone gets no variables, and so no process group.
-                ours = environment | (_rendezvous(rank, layout.processes, port) if layout.processes > 1 else {})
-                process = subprocess.Popen(command, env=ours, stdout=outputs[rank], stderr=errors[rank], text=True)
-            processes.append(process)
+                # Files and not pipes: a rank that writes more than a pipe holds would wait for a reader.
+                streams = {"stdout": outputs[rank], "stderr": errors[rank]}
+                processes.append(subprocess.Popen(command, env=environment, text=True, **streams))
         _wait(processes, errors, f"{'.'.join(file.parts)}.{function.__name__}")
         return [json.loads(_lines(output)[-1]) for output in outputs]
 
 
-def _rendezvous(rank: int, world_size: int, port: int) -> dict[str, str]:
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    return {name: str(value) for name, value in values.items()} | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
 def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: str) -> None:
+    # Until all have ended or one has failed: the others would then wait for it in a collective, up to its timeout.
     deadline = time.monotonic() + TIMEOUT
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > deadline:
@@ -103,8 +100,7 @@ def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: s
         time.sleep(0.05)
     failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
     if failed is not None:
-        last = (_lines(errors[failed]) or ["it wrote nothing"])[-1]
-        message = f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last})"
+        message = f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last_line(errors[failed])})"
         raise TrainingFailure(message, code="benchmark-failed")
 
 

@@ -1,7 +1,7 @@
 """How do throughput and the memory of a rank change with processes and strategies, on this machine's CPU?
 
 Every layout trains the same global batches from the same random weights; the layouts alternate within a round. Writes a
-page with a table and a figure, and beside it the rounds as JSON.
+page with a table and a figure, and next to it the rounds as JSON.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
     with start_ranks(config.device) as ranks:
         model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
         strategy = STRATEGIES[config.strategy](model, config, ranks, "fp32")
+        # Bytes are counted when the optimizer steps: only then are gradients and moments all there, and sharded
+        # strategies have freed the full weights of their blocks.
         held: dict[str, int] = {}
         strategy.optimizer.register_step_pre_hook(lambda *_: held.update(bytes_of_state(strategy)))
         sampler = LengthBucketSampler(workload.timed.lengths, GLOBAL_BATCH, SEED)
@@ -111,7 +113,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
 def bytes_of_state(strategy: Strategy) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and moments, as they are when the optimizer steps."""
     parameters = list(strategy.parameters.values())
-    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)
+    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)  # zero1 wraps the one with this rank's moments
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq") if name in state]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {"parameters": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(moments)}

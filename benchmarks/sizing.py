@@ -1,7 +1,7 @@
 """How many texts per second does a server answer on one core and on more, with how much memory?
 
 What a container is sized by: a server has some cores to itself, as in a container with that limit; the client takes the
-others, and shares them only when the server has all. Writes the page and, beside it, the rounds as JSON, after every
+others, and shares them only when the server has all. Writes the page and, next to it, the rounds as JSON, after every
 round.
 """
 
@@ -33,7 +33,7 @@ CLIENTS = 64
 STEADY_SHARE = 0.7
 MB = 1e6
 INTRODUCTION = """
-The rounds behind it are in the JSON file beside it. A server has its cores to itself and is asked for single texts by
+The rounds are in the JSON file next to it. A server has its cores to itself and is asked for single texts by
 {clients} clients on the others (if the server has all, the client shares them). *texts/s*: what it answers then. *p50,
 p99*: milliseconds at {share:.0%} of that, sent evenly. *memory*: resident after load. *CPU-s*: of the server, per 1,000
 texts. *$*: per million texts, at {dollars:.2f} dollars per core and hour (an assumption: `--dollars_per_core_hour`),

@@ -208,7 +208,7 @@ def compression(options: Namespace) -> None:
 ASYNC_SAVING = """
 DistilBERT with random weights and AdamW's moments, under ddp: each of N ranks copies and writes 1/N. *waited for*:
 training stops until the checkpoint is complete, its files synced, hashed and renamed. *blocked*: the same save by a
-thread; training stops only for the copy. *until it is complete*: how long the thread takes beside training, with the
+thread; training stops only for the copy. *until it is complete*: how long the thread takes during training, with the
 cores that training leaves it. *costs in all*: the time that training loses to the save by a thread, which is *blocked*
 plus what the *steps meanwhile* take longer, because the thread computes hashes on the cores that train. A GPU's
 training does not use those cores, so it should lose little more than *blocked*; that was not measured. The two kinds of
@@ -259,7 +259,7 @@ def slowest(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def cost_of_save(ranks: Sequence[dict[str, Any]]) -> float:
-    """Seconds of training that a save by a thread takes: the copy, and by how much it slows the steps beside it."""
+    """Seconds of training that a save by a thread takes: the copy, and by how much it slows the steps meanwhile."""
     blocked, quiet, disturbed = slowest(ranks, "blocked"), ranks[0]["quiet"], ranks[0]["disturbed"]
     slowed = median(disturbed) - median(quiet) if disturbed else 0.0
     return median(blocked) + len(disturbed) / len(blocked) * slowed
@@ -293,7 +293,8 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
             saver.save(num_steps, strategy.state_dict, {"step": num_steps}, None)
             if waits:
                 return saver.wait()
-            # Train until every rank knows that its part is written.
+            # The ranks agree after each step whether all of them are done; otherwise one would leave the loop earlier,
+            # and the others would wait for it in the next all-reduce.
             while ranks.sum_(torch.tensor(float(saver.done))) < ranks.world_size:
                 found["disturbed"].append(step())
             return saver.collect()
@@ -392,6 +393,7 @@ def restart(options: Namespace) -> None:
                 run.terminate()  # the ranks finish their step, save and leave
                 run.wait()
         splits = restart_split(run_dir, (folder / "log.txt").read_text())
+    # The events know only the last sign of life of the lost rank; the moment of the kill is more exact.
     seconds = [replace(split, lost=when).seconds() for split, when in zip(splits, killed, strict=True)]
     columns: dict[str, Callable[[str], str]] = {
         "what": lambda stage: STAGES[stage],
@@ -457,7 +459,8 @@ def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tupl
         hidden = torch.randn(block.rows, length, block.config.hidden_size, requires_grad=True)
         mask = torch.ones(block.rows, block.length, dtype=torch.int64)
         context = model.architecture.context(model.network, hidden, mask)
-        # Autograd may save views of one storage several times, and the weights, which are there anyway.
+        # Autograd saves a tensor as often as an operation needs it, often as views of one storage, so storages are
+        # counted and not tensors. Weights are saved too, but are there anyway.
         weights = {_local(parameter).untyped_storage().data_ptr() for parameter in model.blocks[0].parameters()}
         kept: dict[int, int] = {}
 
@@ -580,6 +583,8 @@ def monitoring_share(found: dict[str, float]) -> float:
 def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     """What one rank found, in milliseconds. With one rank there is nothing to compare or to look at."""
     steps = list(zip(rank["seconds"], rank["watching"], strict=True))
+    # Every LOOK_EVERY-th step records its collectives. What that costs outside the observers is the difference between
+    # such steps and the others, each without the time inside observers.
     looked = [step - watching for step, watching in steps[LOOK_EVERY - 1 :: LOOK_EVERY]]
     others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % LOOK_EVERY]
     several = rank["world_size"] > 1
@@ -596,6 +601,9 @@ def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
 
 class TimedObservers(Observers):
     """Observers with a clock: ``seconds`` of each step, and ``watching``, the part of it inside the observers."""
+
+    # A step spans three calls: it begins, ends, and is known to all ranks. Only those calls count as watching, but the
+    # whole span as the step.
 
     def __init__(self, observers: Sequence[Any]) -> None:
         super().__init__(observers)
@@ -634,6 +642,7 @@ def observed_rank(flags: list[str]) -> dict[str, Any]:
         timed.append(TimedObservers(build_observers(*parts).observers))
         return timed[-1]
 
+    # The trainer builds its observers itself and offers no hook around all of them, so its factory is replaced.
     training.run.trainer.build_observers = build
     with start_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
@@ -661,7 +670,7 @@ def observed_rank(flags: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """``answer`` measures and writes the page; ``add_flags`` adds flags beside the common ones."""
+    """``answer`` measures and writes the page; ``add_flags`` adds flags to the common ones."""
 
     help: str
     answer: Callable[[Namespace], None]

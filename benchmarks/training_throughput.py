@@ -1,6 +1,6 @@
 """How fast does training run on this machine's CPU, compared with the usual training loops?
 
-Writes a page of tables, and beside it the rounds as JSON, from which the page is written after every round: sizes and
+Writes a page of tables, and next to it the rounds as JSON, from which the page is written after every round: sizes and
 datasets measured earlier stay on it.
 """
 
@@ -36,14 +36,14 @@ TITLES = {"minilm": "MiniLM", "base": "Base"}
 SCALED = {"1x1": "2x1"}  # on the first layout only our own variants run, for comparison with the second
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
 INTRODUCTION = f"""
-The rounds behind it are in the JSON file beside it. Every variant trains the same rows from the same random weights of
+The rounds are in the JSON file next to it. Every variant trains the same rows from the same random weights of
 the same DistilBERT (dropout 0.1) with a global batch of {GLOBAL_BATCH}, fp32 unless it says bf16, fused AdamW, a peak
 learning rate of 2e-5 and gradients clipped to a norm of 1. Texts are tokenised before the clock starts and cut at
 {MAX_LENGTH} tokens. A round times one whole epoch of every variant, from before its first batch is assembled to the end
 of its last step, after a few steps on other rows with a throw-away copy of the model; nothing is evaluated, logged to
 files or saved. Each process has its own cores.
 
-- *samples/s*: the median of the rounds, with the smallest and the largest beside it. *×*: the median of the ratios
+- *samples/s*: the median of the rounds, with the smallest and the largest next to it. *×*: the median of the ratios
   within a round, against the variant of the same processes × threads.
 - *padding*: the share of the tokens computed that are padding.
 - *GFLOP/s, nominal*: matrix products of the blocks, forward and backward, for the real tokens with every block in full,

@@ -41,8 +41,6 @@ from training.run.step_log import StepLog, StepRecord, rows_of
 LEARNING_RATE = 2e-5
 WARMUP = 0.06
 CLIP_NORM = 1.0
-
-
 MATMUL_SIZE = 2048
 MATMUL_REPEATS = 12
 
@@ -60,6 +58,7 @@ class Epoch:
     loss: AverageMeter = field(default_factory=AverageMeter)
 
     def start(self) -> None:
+        # All ranks start together, or the first one would count its wait for the others' imports.
         if dist.is_initialized():
             dist.barrier()
         self.seconds = -time.perf_counter()
@@ -78,6 +77,8 @@ def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
     transformers_logging.set_verbosity_error()
     workload = read_workload(Path(folder))
     with start_ranks("cpu") as ranks:
+        # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from the written weights,
+        # with allocator, thread pools and connections warm.
         VARIANTS[variant].run(workload, workload.warmup, ranks)
         epoch = VARIANTS[variant].run(workload, workload.timed, ranks)
     found = {name: getattr(epoch, name) for name in ("seconds", "cells", "squares")}
@@ -103,9 +104,8 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
     mask = mask_of(ids, mask)
     labels = torch.from_numpy(rows.labels)
-    dataset = [
-        {"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))
-    ]  # what a tokenised dataset in torch's format gives
+    # One dictionary per row, as a tokenised dataset in torch's format returns it.
+    dataset = [{"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))]
     sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED) if ranks.is_distributed else None
     loader = DataLoader(dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler)
     bare = _network(workload)

@@ -167,6 +167,8 @@ class Client:
         for due in _send_times(self.load, began):
             while (now := time.perf_counter()) < due:
                 self._take_answers(due - now, waiting, free)
+            # Latency counts from `due`, not from now: a client that falls behind (because the server does) would
+            # otherwise leave out the waits it should have seen, known as coordinated omission.
             self.tally.lateness.append(now - due)
             connection = None
             with suppress(OSError):
@@ -242,6 +244,7 @@ def _send_times(load: Load, began: float) -> Iterator[float]:
 
 
 def _is_complete(received: bytearray) -> bool:
+    # As little HTTP as the servers here need: a length, or chunks whose end is the empty one.
     head = received.find(b"\r\n\r\n")
     if head < 0:
         return False

@@ -36,7 +36,7 @@ Figure = Callable[[Measured], float]
 Cell = Callable[[str], str]
 
 INTRODUCTION = """
-The rounds behind it are in the JSON file beside it. Every server classifies the same texts with the same weights on the
+The rounds are in the JSON file next to it. Every server classifies the same texts with the same weights on the
 same cores, asked by the same client; they alternate within a round, in another order each round, only one running at a
 time, each started from scratch. Figures are medians over rounds; a ratio is the median of the ratios within a round.
 """

@@ -24,7 +24,7 @@ from common.errors import ForeseenError
 START_TIMEOUT = 90.0  # seconds until the first answer
 GRACE = 8.0  # seconds for a server to stop by itself
 TEXTS_PER_LIST = 16
-# Frameworks start workers in sessions of their own, so neither parents nor process groups say which processes belong to
+# Frameworks start workers in separate sessions, so neither parents nor process groups say which processes belong to
 # a server; a variable in the environment, which all of them inherit, does.
 MARK = "SERVING_LOAD_MARK"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -118,6 +118,7 @@ class Running:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ServerFailure(f"the client failed: {last}", code="benchmark-failed")
         result = json.loads(done.stdout)
+        # Of all core-seconds of this time: what was used by neither server nor client disturbs the load.
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
         busy, stolen = (after - before for after, before in zip(_machine_seconds(), machine, strict=True))
         result["server_cpu_s"] = self.tree.cpu_seconds() - cpu
