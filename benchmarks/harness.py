@@ -195,6 +195,7 @@ def _commit() -> str:
 
     try:
         short = git("rev-parse", "--short", "HEAD")
+        # Only what is measured: a page that was just written is not a change of the program.
         changed = git("status", "--porcelain", "--", "training", "inference", "deployment", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

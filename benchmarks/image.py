@@ -92,6 +92,7 @@ def _start_row(model: Path, container: Container, engine: str, rounds: int) -> l
 
 def _start(container: Container, engine: str) -> tuple[float, int]:
     """Start the server and stop it; return the seconds until it was ready, and its memory after some answers."""
+    # Draining is off, so that stopping takes no time; it is no part of what is measured.
     command = container.command(PORT=str(PORT), ENGINE=engine, LOG_LEVEL="error", DRAIN_SECONDS="0")
     started = time.perf_counter()
     server = subprocess.Popen(command)

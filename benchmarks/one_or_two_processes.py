@@ -71,6 +71,7 @@ def main() -> None:
         data = write_data(options.data, folder / "data", options.rows, options.test_rows)
 
         def measure(layout: Layout, number: int) -> Run:
+            # Each run has its own folder, but all share the cache of tokens: only the first one tokenises.
             ranks = train(
                 layout,
                 pin=not on_gpu,

@@ -100,6 +100,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
         sampler = LengthBucketSampler(workload.timed.lengths, GLOBAL_BATCH, SEED)
         shape = {"pad_to_multiple_of": length_multiple(config, "cpu"), "max_length": MAX_LENGTH}
         began = 0.0
+        # With the same sampler and seed every layout trains the same global batches; a rank takes its share of each.
         for step, batch in enumerate(islice(cycle(sampler), WARMUP_STEPS + steps), start=1):
             if step == WARMUP_STEPS + 1:
                 ranks.barrier()

@@ -81,6 +81,7 @@ def measure_server(model: Path, engine: str, cores: int, texts: list[str], secon
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bodies-"))
         bodies = Path(folder) / "singles.jsonl"
         server.write_bodies(bodies, texts, 1)
+        # The server inherits the first cores when it starts, the client the others when it starts.
         with on_cores(numbers[:cores]):
             running = stack.enter_context(started(server, model, sys.executable))
         stack.enter_context(on_cores(numbers[cores:]))

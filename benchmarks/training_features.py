@@ -103,7 +103,7 @@ def balance(options: Namespace) -> None:
 
     def measure(case: tuple[int, str], number: int) -> dict[str, float]:
         first = train(options.layout, slowdown=case[0], balance=case[1], log_every=1, **training_flags(options))[0]
-        # An epoch's last batch may have fewer rows.
+        # Not the steps before the ranks have agreed on shares, nor an epoch's last one, which may have fewer rows.
         steps = [
             record
             for record in first["records"]
@@ -261,6 +261,7 @@ def slowest(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
 def cost_of_save(ranks: Sequence[dict[str, Any]]) -> float:
     """Seconds of training that a save by a thread takes: the copy, and by how much it slows the steps meanwhile."""
     blocked, quiet, disturbed = slowest(ranks, "blocked"), ranks[0]["quiet"], ranks[0]["disturbed"]
+    # Only rank 0's steps: a barrier ends each step, so all ranks have the same times.
     slowed = median(disturbed) - median(quiet) if disturbed else 0.0
     return median(blocked) + len(disturbed) / len(blocked) * slowed
 
@@ -300,7 +301,8 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
             return saver.collect()
 
         step()
-        save(waits=True)  # allocates the memory of the copies
+        # The first save allocates the buffers that the later ones copy into: it counts for neither kind.
+        save(waits=True)
         saved: dict[bool, list[Any]] = {True: [], False: []}
         for number in range(rounds):
             for waits in harness.in_turns([True, False], number):
@@ -453,6 +455,7 @@ def count_kept(block: Block, num_ranks: int, *, sequence_parallel: bool) -> tupl
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
+        # The fake group accepts every collective and moves nothing: one process can stand in for rank 0 of any number.
         model = random_classifier(block.config).train()
         apply_tensor_parallel(model, init_device_mesh("cpu", (num_ranks,)), sequence_parallel=sequence_parallel)
         length = block.length // num_ranks if sequence_parallel else block.length
@@ -575,6 +578,8 @@ def observation_cost(options: Namespace) -> None:
 
 def monitoring_share(found: dict[str, float]) -> float:
     """The cost of all monitoring as a share of a step without it."""
+    # Per step: the hooks in each, the look in one of LOOK_EVERY, the comparison in one of COMPARISON_EVERY. Per second:
+    # the page and the status file.
     at_steps = found["hooks"] + found["look"] / LOOK_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
     return (at_steps + found["comparison"] / COMPARISON_EVERY) / (found["step"] - at_steps) + by_time

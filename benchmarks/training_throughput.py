@@ -89,6 +89,7 @@ def plan(variants: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, str
     """What runs in a round, as (variant, layout), and which matrix rates are measured with it."""
     jobs = []
     for layout in layouts:
+        # A layout that only shows how ours scales leaves out the others.
         only_ours = SCALED.get(layout) in layouts
         chosen = [name for name in variants if VARIANTS[name].is_ours or not only_ours]
         precisions = dict.fromkeys(VARIANTS[name].precision for name in chosen)
@@ -135,6 +136,7 @@ def _first_step(folder: Path, name: str) -> float:
         started = time.perf_counter()
         process = subprocess.Popen(command, cwd=harness.ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
+            # The first line of metrics.jsonl is written right after the first optimizer step.
             while not (metrics.exists() and metrics.stat().st_size):
                 if process.poll() is not None or time.perf_counter() - started > STARTUP_TIMEOUT:
                     message = f"{STARTUP_COMMAND}: ended before its first step ({last_line(log)})"
@@ -215,6 +217,7 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         return f"{rate / 1e9:.0f} ({rate / _peak(section, VARIANTS[job[0]].precision, job[1]):.0%})"
 
     def work_done(job: tuple[str, str]) -> float:
+        # Ours computes the last block only for the first token of each row, so its number of rows counts.
         cells, squares = (int(median(values(job, field))) for field in ("cells", "squares"))
         return SIZES[section["size"]].training_work(cells, squares, section["rows"] if VARIANTS[job[0]].is_ours else 0)
 

@@ -176,6 +176,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
     strategy = DDPStrategy(model, config, ranks, precision)
     sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
+    # As the trainer does after every step: the ranks agree on the loss, which costs them an all-reduce.
     log = StepLog(ranks)
     epoch = Epoch()
     epoch.start()

@@ -54,8 +54,11 @@ class Size:
             rows: if above 0, the last block computes only keys and values for all tokens, and the rest for that many
                 first tokens.
         """
+        # A product of (tokens, a) with (a, b) is 2 * tokens * a * b operations. A block has four projections (queries,
+        # keys, values, output), two products in the feed-forward, and two in attention, which are quadratic in length.
         projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
         block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
+        # Keys and values for all tokens; queries, output and feed-forward only for the first one of each row.
         last = 2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
         return float((self.n_layers - 1) * block + (last if rows else block))
 
@@ -111,6 +114,7 @@ def make_workload(folder: Path, size: str, dataset: str, tokenizer: str, num_row
         raise UserError(message, code="rows-too-few")
     if most < num_rows:
         report(f"{data.name}: timing {most} rows, not {num_rows}: the others are needed to warm up")
+    # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
     chosen = NewsData(Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup))

@@ -61,6 +61,7 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
                     path=server.paths[is_list],
                     texts=BATCH if is_list else 1,
                     seconds=plan.seconds / 2 if name == ONE else plan.seconds,
+                    # Each round starts elsewhere in the texts, so that medians are not those of one sequence.
                     first=number * 1009 if not is_list else number * 17,
                     **how,
                 )
@@ -76,6 +77,7 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
         for name, clients in CLOSED.items():
             load(name, clients=clients)
         capacity = result[MANY]["texts_per_second"]
+        # The open loops are relative to what this server reached in this round: a slow server is not flooded more.
         for name, share in zip((STEADY, OVERLOAD), plan.shares, strict=True):
             if capacity:
                 load(name, rate=capacity * share, poisson=plan.poisson, patience=PATIENCE)

@@ -155,6 +155,7 @@ def unanswered(*loads: str) -> Callable[[Measured], int]:
     )
 
 
+# Goodput under overload as a share of the capacity; and how much longer than a lone client the slowest hundredth waits.
 CAPACITY_KEPT = ratio_of(rate(OVERLOAD), rate(MANY))
 STEADY_TAIL = ratio_of(latency(STEADY, "p99"), latency(ONE, "p50"))
 
@@ -273,6 +274,7 @@ def goals_table(results: Results) -> str:
     leanest = min(median(results.series(name, memory)) for name in ours)
     tail = results.median(OURS, ratio_of(latency(MANY, "p99"), latency(MANY, "p50")))
     start = results.median(OURS, lambda measured: measured["start_s"])
+    # What, measured, bound, goal, and how both are shown.
     goals = [
         ("64 clients, × plain FastAPI + PyTorch", against(("naive",), rate(MANY)), "at least", 14, "{:.1f}"),
         ("64 clients, × the best stock peer", against(STOCK, rate(MANY)), "at least", 2.2, "{:.2f}"),
@@ -399,6 +401,7 @@ def _accuracy(results: Results) -> list[str]:
             f" {run['model']} is that model widened by doubling its channels, only for the time it takes: its twin "
             "columns make quantisation look unlike a real model's, so its accuracy is not given."
         )
+    # The plain recipe computes in fp32, so its labels are what int8 should not change.
     reference = "naive" if "naive" in results.names else results.names[0]
     wanted = results.rounds(reference)[0]["labels"]
 

@@ -45,6 +45,7 @@ class PeerClassifier:
 
     def classify(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         ids = [encoded.ids for encoded in self._tokenizer.encode(texts)]
+        # Sorted by length, texts of a sub-batch are hardly padded; the answers go back to their texts' places.
         order = sorted(range(len(ids)), key=lambda i: len(ids[i])) if self._sub_batch else range(len(ids))
         step = self._sub_batch or len(ids)
         answers: list[dict[str, Any]] = [{}] * len(ids)
