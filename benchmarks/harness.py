@@ -155,7 +155,7 @@ def fact_list(facts: Mapping[str, str]) -> str:
 
 def introduction(module: str, title: str, text: str) -> str:
     """How every page begins: its title, the command that writes it, and what its columns mean."""
-    return f"# {title}\n\nWritten by `python -m {module}`. {text.strip()}\n\n"
+    return f"# {title}\n\nWritten by `python -m {module}`.\n{text.strip()}\n\n"
 
 
 def write_page(path: Path, text: str, results: Any = None) -> None:

@@ -218,7 +218,7 @@ LABELS = ["World", "Sports", "Business", "Science"]
 
 
 def add_async_saving_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout.parse("1x2"), Layout.parse("2x1")])
+    parser.add_argument("--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1")
     parser.add_argument("--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)")
     parser.add_argument("--rows", type=positive, default=8, help="per rank and step (default: 8)")
     parser.add_argument("--tokens", type=positive, default=64, help="per row (default: 64)")
@@ -242,7 +242,7 @@ def async_saving(options: Namespace) -> None:
         "costs in all, s": lambda ranks: f"{cost_of_save(ranks):.2f}",
     }
     rows = []
-    for layout in options.layouts:
+    for layout in map(Layout.parse, options.layouts):
         with tempfile.TemporaryDirectory(prefix="saving-", dir=options.place) as folder:
             names = ("rounds", "steps", "rows", "tokens")
             results = run_ranks(save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from benchmarks.harness import ROOT
 from benchmarks.serving import measure as measuring
 from benchmarks.serving.client import BROKEN, NO_ANSWER, Client, Load
 from benchmarks.serving.page import render
@@ -136,3 +138,15 @@ def test_a_widened_model_gives_the_same_logits(tmp_path: Path) -> None:
     with torch.inference_mode():
         assert wide.config.hidden_size == 48
         torch.testing.assert_close(wide(ids).logits, narrow(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["serving_load --servers ours,ours_onnx --model {}", "sizing {} --cores 1"])
+def test_a_serving_benchmark_measures_an_exported_model(command: str, exported_folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    words = [sys.executable, "-m", *f"benchmarks.{command}".format(exported_folder).split(), "--output", str(page)]
+    words += ["--texts", "common/sample_news", "--rounds", "1", "--seconds", "0.5"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "onnx" in page.read_text()
+    assert "not measured" not in page.read_text()
