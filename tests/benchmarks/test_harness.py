@@ -11,17 +11,7 @@ import pytest
 from benchmarks import harness
 from benchmarks.processes import Layout, run_ranks
 from common.errors import TrainingFailure, UserError
-
-
-def which_rank(word: str) -> str:
-    import os
-
-    return f"{word} {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-
-
-def fail_on_rank_1() -> None:
-    if which_rank("").startswith(" 1"):
-        raise ValueError("this rank fails")
+from tests.benchmarks.rank_functions import fail_on_rank_1, which_rank
 
 
 def test_two_cases_swap_places_and_three_go_through_all_orders() -> None:
