@@ -1,27 +1,23 @@
-"""Set trained models beside TF-IDF and a linear SVM fitted on the same rows.
+"""How accurate are trained models, compared with TF-IDF and a linear SVM fitted on the same rows?
 
-Nothing is fine-tuned here: the models' own metrics.json are read, the baseline is fitted and tested.
+Nothing is fine-tuned here: the models' own metrics.json are read, and the baseline is fitted and tested.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started by path: the imports below need the folder above this one
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import numpy as np
 import yaml
 
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
-from common.errors import UserError, run_command
+from benchmarks import harness
+from common.errors import UserError
 from common.text import clean_text
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
@@ -31,12 +27,16 @@ from training.monitoring.run_log import read_metrics
 
 MODULE = "benchmarks.accuracy"
 BASELINE = "TF-IDF of words and pairs + linear SVM"
-HEADER = ["model", "accuracy", "95% interval", "macro-F1", "test rows", "trained on", "wall time"]
+INTRODUCTION = """
+The baseline is fitted here, the other rows are the test in each model folder's `metrics.json`. All were tested once, on
+the same rows. The interval is Wilson's; the wall time runs to the last training step and, for models, includes the
+validation after each epoch but the last.
+"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table. ``command``: what trained it; ``dataset``: the name its metrics.json gives."""
+    """A row of the table; ``command``: what trained it."""
 
     name: str
     test: Mapping[str, Any]
@@ -44,34 +44,36 @@ class Entry:
     seconds: float | None
     command: str = ""
 
-    def cells(self) -> list[str]:
-        """The row as Markdown."""
-        low, high = wilson_interval(self.test["accuracy"], self.test["rows"])
-        return [
-            self.name,
-            format_percent(self.test["accuracy"]),
-            f"{format_percent(low)} to {format_percent(high)}",
-            f"{self.test['macro_f1']:.4f}",
-            f"{self.test['rows']:,}",
-            f"{self.train_rows:,}",
-            "–" if self.seconds is None else format_time(self.seconds),
-        ]
+
+def _interval(entry: Entry) -> str:
+    return " to ".join(map(format_percent, wilson_interval(entry.test["accuracy"], entry.test["rows"])))
+
+
+COLUMNS: dict[str, Callable[[Entry], str]] = {
+    "model": lambda entry: entry.name,
+    "accuracy": lambda entry: format_percent(entry.test["accuracy"]),
+    "95% interval": _interval,
+    "macro-F1": lambda entry: f"{entry.test['macro_f1']:.4f}",
+    "test rows": lambda entry: f"{entry.test['rows']:,}",
+    "trained on": lambda entry: f"{entry.train_rows:,}",
+    "wall time": lambda entry: harness.NONE if entry.seconds is None else format_time(entry.seconds),
+}
 
 
 def main() -> None:
-    """Fit the baseline, read the models, write the page."""
     options = _parse()
     entries = [read_model(folder) for folder in options.models]
     data = load_news(options.dataset, options.seed)
     for folder, entry in zip(options.models, entries, strict=True):
         if entry.test["rows"] != len(data.test):
-            raise UserError(
-                f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}",
-                code="benchmark-input",
-            )
+            message = f"--models {folder}: was tested on {entry.test['rows']} rows, --dataset has {len(data.test)}"
+            raise UserError(message, code="benchmark-input")
     entries = [fit_baseline(data, options), *entries]
-    write_table(options.output, render(entries, data))
-    print(f"Written: {options.output}")
+    facts = harness.measurement_facts(MODULE, (*harness.PACKAGES, "scikit-learn"))
+    facts |= {"Data": f"{Path(data.name).name}; {len(data.test):,} test rows"}
+    facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
+    text = harness.introduction(MODULE, "Accuracy", INTRODUCTION)
+    harness.write_page(options.output, f"{text}{harness.fact_list(facts)}\n{harness.table(COLUMNS, entries)}")
 
 
 def fit_baseline(data: NewsData, options: Namespace) -> Entry:
@@ -86,12 +88,13 @@ def fit_baseline(data: NewsData, options: Namespace) -> Entry:
     except ImportError as error:
         raise UserError("scikit-learn is missing: pip install '.[bench]'", code="package-missing") from error
     train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
-    print(f"Fitting {BASELINE} on {len(train):,} rows ...", flush=True)
+    harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")
     started = time.perf_counter()
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     features = vectorizer.fit_transform(clean_text(data.train.texts[i]) for i in train)
     svm = LinearSVC(random_state=options.seed).fit(features, data.train.labels[train])
     seconds = time.perf_counter() - started
+    # Distances from the separating planes, not probabilities: accuracy and F1 need only the largest.
     scores = svm.decision_function(vectorizer.transform(map(clean_text, data.test.texts)))
     if scores.ndim == 1:  # two classes have one score
         scores = np.stack([-scores, scores], axis=1)
@@ -124,42 +127,24 @@ def training_command(run_dir: Path) -> str:
         return ""
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     defaults = TrainConfig().model_dump(mode="json")
-    hidden = ("cache_dir", "output_dir", "resume")
-    changed = [name for name in values if name not in hidden and values[name] != defaults.get(name)]
-    flags = (f"--{name} {_short(values[name])}" for name in changed)
-    return " ".join(["training/run_ddp.sh", *flags])
-
-
-def _short(value: Any) -> str:
-    return f".../{Path(value).name}" if isinstance(value, str) and Path(value).is_absolute() else str(value)
-
-
-def render(entries: list[Entry], data: NewsData) -> str:
-    """The page."""
-    facts = circumstances(MODULE) | {"Data": f"{Path(data.name).name}; {len(data.test):,} test rows"}
-    facts |= {f"Trained by ({entry.name})": f"`{entry.command}`" for entry in entries if entry.command}
-    return (
-        f"# Accuracy\n\nWritten by `python -m {MODULE}`: the baseline is fitted here, the other rows are the test in "
-        "each model folder's `metrics.json`. All were tested once, on the same rows. The interval is Wilson's; the "
-        "wall time runs to the last training step and, for models, includes the validation after each epoch but the "
-        f"last.\n\n{fact_list(facts)}\n{markdown_table(HEADER, [entry.cells() for entry in entries])}"
-    )
+    words = ["training/run_ddp.sh"]
+    for name, value in values.items():
+        if name not in ("cache_dir", "output_dir", "resume") and value != defaults.get(name):
+            is_absolute = isinstance(value, str) and Path(value).is_absolute()
+            words.append(f"--{name} {f'.../{Path(value).name}' if is_absolute else value}")
+    return " ".join(words)
 
 
 def _parse() -> Namespace:
     defaults = TrainConfig()
-    parser = Parser(MODULE, str(__doc__).split("\n")[0])
-    parser.add_argument("--dataset", default=SAMPLE, help="as in training (default: the built-in sample)")
+    fraction = defaults.validation_fraction
+    parser = harness.Parser(MODULE, __doc__, page="accuracy.md")
+    parser.add_argument("--dataset", default=SAMPLE, help="as for training (default: the built-in sample)")
     parser.add_argument("--models", nargs="*", type=Path, default=[], metavar="FOLDER", help="model folders")
-    parser.add_argument(
-        "--validation_fraction", type=float, default=defaults.validation_fraction, help="as in training (default: 0.1)"
-    )
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="as in training (default: 42)")
-    parser.add_argument(
-        "--output", type=Path, default=HERE / "accuracy.md", help="the page (default: benchmarks/accuracy.md)"
-    )
+    parser.add_argument("--validation_fraction", type=float, default=fraction, help="as for training (default: 0.1)")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="as for training (default: 42)")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    run_command(main)
+    harness.run_benchmark(main)

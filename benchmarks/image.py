@@ -1,4 +1,4 @@
-"""What the served image weighs, how soon it is ready, and how much memory it takes.
+"""How large is the served image, how soon is it ready, and how much memory does it take?
 
 Each model gets an image, built with buildah as `make image` builds it, and is run in its own read-only root by the
 image's own command, with files in the page cache. Arguments after `--` are the builder's.
@@ -7,56 +7,39 @@ image's own command, with files in the page cache. Arguments after `--` are the 
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-if not __package__:  # started by path: the imports below need the folder above this one
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks import containers
+from benchmarks import containers, harness
 from benchmarks.containers import Container
-from benchmarks.processes import end_with_children
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
-from common.errors import TrainingFailure, UserError, positive, run_command
+from benchmarks.harness import markdown_table
+from common.errors import TrainingFailure, UserError
 from deployment.build_image import build, serving_image
 from deployment.image_context import exported_artefacts
 
 MODULE = "benchmarks.image"
 BASE = "docker.io/library/python:3.11-slim"
 PARTS = {"packages": "opt/venv", "model": "app/model", "sources": "app/inference"}
-ANSWERS = 20
-LONGEST = 120  # seconds that a start may take
+NUM_ANSWERS = 20
+START_TIMEOUT = 120  # seconds
 PORT = 18_760
 MB = 1e6
-
-PAGE = """# The served image
-
-Written by `python -m {module}`. *MB*: the files of the unpacked image, in millions of bytes; *beside*: without the base
-image and the model. *ready*: seconds from the start of the container to the first 200 of `/readyz`, the median of
+INTRODUCTION = """
+*MB*: the files of the unpacked image, in millions of bytes; *beside*: without the base image and the model. *ready*:
+seconds from the start of the container to the first 200 of `/readyz`, the median of
 {rounds} starts, and from the shortest to the longest. *memory*: resident after {answers} answers. Goals: at most 350 MB
 beside, ready within 2 s on 2 cores, at most 600 MB of memory.
-
-{facts}
-## Size
-
-{sizes}
-## Start and memory
-
-{starts}"""
+"""
 
 
 def main() -> None:
-    """Build an image for each model, measure all of them, and write the page."""
     options = _parse()
-    end_with_children()
-    facts, sizes, starts = circumstances(MODULE, ()), [], []
+    facts, sizes, starts = harness.measurement_facts(MODULE, ()), [], []
     with ExitStack() as stack:
         base = stack.enter_context(containers.opened(BASE))
         for model in options.models:
@@ -66,24 +49,15 @@ def main() -> None:
             facts["Versions"] = f"{python}, the packages of deployment/requirements.txt"
             sizes.append(_size_row(model.name, container, base))
             starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
-    write_table(options.output, render(facts, sizes, starts, options.rounds))
-    print(f"Written: {options.output}", flush=True)
-
-
-def render(facts: dict[str, str], sizes: Sequence[Sequence[str]], starts: Sequence[Sequence[str]], rounds: int) -> str:
-    """The page of a measurement."""
-    return PAGE.format(
-        module=MODULE,
-        rounds=rounds,
-        answers=ANSWERS,
-        facts=fact_list(facts),
-        sizes=markdown_table(["image, MB", "all", "base", *PARTS, "beside"], sizes),
-        starts=markdown_table(["model, engine", "ready, s", "of all starts", "memory, MB"], starts),
-    )
+    about = INTRODUCTION.format(rounds=options.rounds, answers=NUM_ANSWERS)
+    size_table = markdown_table(["image, MB", "all", "base", *PARTS, "beside"], sizes)
+    start_table = markdown_table(["model, engine", "ready, s", "of all starts", "memory, MB"], starts)
+    text = harness.introduction(MODULE, "The served image", about) + harness.fact_list(facts)
+    harness.write_page(options.output, f"{text}\n## Size\n\n{size_table}\n## Start and memory\n\n{start_table}")
 
 
 def _described_base(container: containers.Container) -> str:
-    """The base as it lies here, seen from an image on it: a stand-in may have its name."""
+    """The base as an image on it sees it: another system may have been tagged with its name."""
     code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix)"
     system, _, prefix = container.run("python", "-c", code).stdout.strip().rpartition(" ")
     return f"{BASE}, here {system} with Python in {prefix}"
@@ -110,33 +84,33 @@ def _num_bytes(folder: Path) -> int:
 
 def _start_row(model: Path, container: Container, engine: str, rounds: int) -> list[str]:
     name = f"{model.name}, {engine}"
-    _start(container, engine)  # reads everything once
+    _start(container, engine)  # brings all files into the page cache
     seconds, memory = zip(*(_start(container, engine) for _ in range(rounds)), strict=True)
-    print(f"{name}: ready in {median(seconds):.2f} s", flush=True)
-    return [name, f"{median(seconds):.2f}", spread(seconds, 2), f"{median(memory) / MB:.0f}"]
+    harness.report(f"{name}: ready in {median(seconds):.2f} s")
+    return [name, f"{median(seconds):.2f}", harness.spread(seconds, 2), f"{median(memory) / MB:.0f}"]
 
 
 def _start(container: Container, engine: str) -> tuple[float, int]:
     """Start the server and stop it; return the seconds until it was ready, and its memory after some answers."""
+    # Draining is off, so that stopping takes no time; it is no part of what is measured.
     command = container.command(PORT=str(PORT), ENGINE=engine, LOG_LEVEL="error", DRAIN_SECONDS="0")
     started = time.perf_counter()
     server = subprocess.Popen(command)
     try:
-        while not _asked("/readyz"):
-            if server.poll() is not None or time.perf_counter() - started > LONGEST:
-                raise TrainingFailure(
-                    f"{engine}: not ready within {LONGEST} s; the lines above say why", code="benchmark-failed"
-                )
+        while not _is_answered("/readyz"):
+            if server.poll() is not None or time.perf_counter() - started > START_TIMEOUT:
+                message = f"{engine}: not ready within {START_TIMEOUT} s; the lines above say why"
+                raise TrainingFailure(message, code="benchmark-failed")
             time.sleep(0.005)
         seconds = time.perf_counter() - started
-        for _ in range(ANSWERS):
-            _asked("/predict", b'{"text": "Shares of the software maker fall after it warns of lower sales"}')
+        for _ in range(NUM_ANSWERS):
+            _is_answered("/predict", b'{"text": "Shares of the software maker fall after it warns of lower sales"}')
         return seconds, containers.resident_bytes(server)
     finally:
         containers.stop(server)
 
 
-def _asked(path: str, body: bytes | None = None) -> bool:
+def _is_answered(path: str, body: bytes | None = None) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", body, timeout=60) as answer:
             return answer.status == 200
@@ -145,10 +119,8 @@ def _asked(path: str, body: bytes | None = None) -> bool:
 
 
 def _parse() -> Namespace:
-    parser = Parser(MODULE, str(__doc__).split("\n")[0])
+    parser = harness.Parser(MODULE, __doc__, page="image.md", rounds=9)
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="model folders, exported")
-    parser.add_argument("--rounds", type=positive, default=9, help="starts of each (default: 9)")
-    parser.add_argument("--output", type=Path, default=HERE / "image.md", help="default: benchmarks/image.md")
     parser.add_argument("flags", nargs="*", help="after --: the builder's")
     options = parser.parse_args()
     if reason := containers.why_not():
@@ -159,4 +131,4 @@ def _parse() -> Namespace:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    harness.run_benchmark(main)

@@ -1,17 +1,18 @@
-"""Worker processes: started together, each on its cores, and their results gathered."""
+"""Ranks of a measurement: processes started together, each on its own cores, and what a function returns on each."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,12 +22,12 @@ from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = 4 * 3600  # seconds that a measurement may take
+TIMEOUT = 4 * 3600  # seconds
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes, and how many threads each has, on as many cores of its own."""
+    """How many processes, and how many threads each has; each thread gets a core."""
 
     processes: int
     threads: int
@@ -42,91 +43,68 @@ class Layout:
         if not (times and processes.isdecimal() and threads.isdecimal() and int(processes) and int(threads)):
             raise UserError(f"--layouts {text}: must be PROCESSESxTHREADS, such as 2x1", code="flag-value")
         layout = cls(int(processes), int(threads))
-        if layout.cores > usable_cpus():
-            raise UserError(
-                f"--layouts {text}: needs {layout.cores} cores, and this process may use {usable_cpus()}",
-                code="cores-too-few",
-            )
+        cores = layout.processes * layout.threads
+        if cores > usable_cpus():
+            message = f"--layouts {text}: needs {cores} cores, and this process may use {usable_cpus()}"
+            raise UserError(message, code="cores-too-few")
         return layout
-
-    @property
-    def cores(self) -> int:
-        """Cores that it takes in all."""
-        return self.processes * self.threads
 
     def __str__(self) -> str:
         return f"{self.processes} × {self.threads}"
 
 
-def end_with_children() -> None:
-    """On SIGTERM leave as on an error, so that no worker is left behind."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def run_ranks(function: Callable[..., Any], layout: Layout, *, pin: bool = True, **arguments: Any) -> list[Any]:
+    """Call a module's function on every rank of a layout, each in a new process.
 
-
-def run_ranks(
-    arguments: Sequence[str], layout: Layout, *, pin: bool = True, module: str = "benchmarks.worker"
-) -> list[dict[str, Any]]:
-    """Run ``python -m benchmarks.worker``, or another module, as every rank of a layout.
-
-    Ranks beyond the cores share them, from the first on.
+    Ranks beyond the number of cores share them, from the first on. Arguments and results must be what JSON can hold.
 
     Returns:
-        The JSON line of each rank, in their order.
+        What the function returned on each rank.
 
     Raises:
         TrainingFailure: a rank failed, with the last line that it wrote.
     """
-    port = free_port()
+    # A rank imports the function by its file's name: in a module started with -m, `__module__` is only "__main__".
+    file = Path(inspect.getfile(function)).resolve().relative_to(ROOT).with_suffix("")
+    command = [sys.executable, "-m", "benchmarks.processes", ".".join(file.parts), function.__name__]
+    command.append(json.dumps(arguments))
+    port, cores = free_port(), usable_cores()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(layout.threads)}
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * layout.processes)]
         outputs, errors = files[: layout.processes], files[layout.processes :]
         processes: list[subprocess.Popen[str]] = []
-        stack.callback(_end, processes)
+        stack.callback(_kill, processes)
         for rank in range(layout.processes):
-            with on_cores(_cores_of(rank, layout) if pin else ()):
-                processes.append(_start([module, *arguments], layout, rank, port, outputs[rank], errors[rank]))
-        _wait(processes, errors, " ".join(arguments[1:]))
+            own = [cores[(rank * layout.threads + i) % len(cores)] for i in range(layout.threads) if pin and cores]
+            if layout.processes > 1:  # without these variables a process forms no process group
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(layout.processes))
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            # A child inherits its parent's cores, so the rank is pinned from its first instruction on.
+            with on_cores(own):
+                # Files and not pipes: a rank that writes more than a pipe holds would wait for a reader.
+                streams = {"stdout": outputs[rank], "stderr": errors[rank]}
+                processes.append(subprocess.Popen(command, env=environment, text=True, **streams))
+        _wait(processes, errors, f"{'.'.join(file.parts)}.{function.__name__}")
         return [json.loads(_lines(output)[-1]) for output in outputs]
 
 
-def _cores_of(rank: int, layout: Layout) -> list[int]:
-    cores = usable_cores()
-    return [cores[(rank * layout.threads + i) % len(cores)] for i in range(layout.threads)] if cores else []
-
-
-def _start(
-    arguments: Sequence[str], layout: Layout, rank: int, port: int, output: IO[str], error: IO[str]
-) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(layout.threads)}
-    if layout.processes > 1:
-        environment |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(layout.processes),
-            "LOCAL_WORLD_SIZE": str(layout.processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=error, text=True)
-
-
 def _wait(processes: list[subprocess.Popen[str]], errors: list[IO[str]], what: str) -> None:
-    deadline = time.monotonic() + LONGEST
+    # Until all have ended or one has failed: the others would then wait for it in a collective, up to its timeout.
+    deadline = time.monotonic() + TIMEOUT
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > deadline:
-            raise TrainingFailure(f"{what}: not done after {LONGEST // 3600} hours", code="benchmark-failed")
+            raise TrainingFailure(f"{what}: not done after {TIMEOUT // 3600} hours", code="benchmark-failed")
         time.sleep(0.05)
     failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
     if failed is not None:
-        last = (_lines(errors[failed]) or ["it wrote nothing"])[-1]
-        raise TrainingFailure(
-            f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last})", code="benchmark-failed"
-        )
+        message = f"{what}: rank {failed} ended with code {processes[failed].returncode} ({last_line(errors[failed])})"
+        raise TrainingFailure(message, code="benchmark-failed")
 
 
-def _end(processes: list[subprocess.Popen[str]]) -> None:
+def _kill(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -135,7 +113,7 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
 
 @contextlib.contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """What starts in this context runs on these cores alone; with none, as without it."""
+    """Processes started in this context run only on these cores; an empty list changes nothing."""
     if not cores:
         yield
         return
@@ -152,8 +130,18 @@ def _lines(file: IO[str]) -> list[str]:
     return [line for line in file.read().splitlines() if line.strip()]
 
 
+def last_line(file: IO[str]) -> str:
+    """The last line of a log that is not blank."""
+    return (_lines(file) or ["it wrote nothing"])[-1]
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    module, name, given = sys.argv[1:]
+    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(given))), flush=True)

@@ -1,156 +1,218 @@
-"""Measure how throughput and the memory of a rank change over processes and strategies, on this machine's CPU.
+"""How do throughput and the memory of a rank change with processes and strategies, on this machine's CPU?
 
-Every layout trains the same global batches from the same random weights; the layouts take turns within a round. Writes
-a page with a table and a figure, and beside it the rounds as JSON.
+Every layout trains the same global batches from the same random weights; the layouts alternate within a round. Writes a
+page with a table and a figure, and next to it the rounds as JSON.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import io
 import tempfile
+import time
 from argparse import Namespace
+from collections.abc import Callable, Iterable
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # started by path: the imports below need the folder above this one
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging as transformers_logging
 
-from benchmarks.processes import Layout, end_with_children, run_ranks
-from benchmarks.scaling_figure import draw
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
-from benchmarks.workload import GLOBAL_BATCH, SIZES, make_workload
-from common.errors import positive, run_command
-from deployment.launchers import usable_cores
-from training.config import TINY
+from benchmarks import harness
+from benchmarks.processes import Layout, run_ranks
+from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, SIZES, make_workload, read_workload
+from common.errors import positive
+from common.files import write_whole
+from common.hardware import usable_cpus
+from training.config import TINY, TrainConfig
+from training.data.batching import LengthBucketSampler, rank_share
 from training.data.dataset import SAMPLE
+from training.model.classifier import NewsClassifier
+from training.parallelism.blocks import length_multiple
+from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.registry import STRATEGIES
+from training.parallelism.strategy import Strategy
+from training.run.step import optimizer_step
 
 MODULE = "benchmarks.scaling"
-MICRO_BATCHES = 8  # of a pipeline
-STRATEGIES: dict[str, dict[str, Any]] = {
+WARMUP_STEPS = 3
+FLAGS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {},
     "zero2": {},
     "zero3": {},
     "tp": {},
-    "pp": {"gradient_accumulation": MICRO_BATCHES},
+    "pp": {"gradient_accumulation": 8},  # micro-batches of the pipeline
 }
-HEADER = ["strategy", "processes", "samples/s", "rounds", "× one process", "efficiency"]
-HEADER += ["weights MB", "gradients MB", "optimizer MB", "together", "of ddp's"]
-Rounds = dict[str, list[dict[str, Any]]]
+# Okabe and Ito's colours, which colour-blind eyes can tell apart too.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+STATES = {"parameters": "#0072b2", "gradients": "#e69f00", "optimizer": "#009e73"}
+INTRODUCTION = """
+A process has one core; the global batch is the same for all. Bytes are those of the fullest rank when its optimizer
+steps. With more processes than cores only the bytes mean something.
+"""
+Job = tuple[str, int]  # strategy, processes
+Rounds = dict[str, list[dict[str, Any]]]  # by "strategy processes"
 
 
 def main() -> None:
-    """Measure what was asked for and write the page."""
     options = _parse()
-    end_with_children()
-    jobs = [(name, count) for count in options.processes for name in options.strategies if count > 1 or name == "ddp"]
+    pairs = [(name, count) for count in options.processes for name in options.strategies if count > 1 or name == "ddp"]
     rounds: Rounds = {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-        workload = make_workload(
-            Path(folder), options.size, options.dataset, options.tokenizer, options.steps * GLOBAL_BATCH, say
-        )
-        facts = circumstances(MODULE) | {
+        num_rows = options.steps * GLOBAL_BATCH
+        workload = make_workload(Path(folder), options.size, options.dataset, options.tokenizer, num_rows)
+        facts = harness.measurement_facts(MODULE) | {
             "Model": f"DistilBERT of {options.size} size, random weights, fp32, global batch {GLOBAL_BATCH}",
-            "Data": f"{workload.dataset}, {options.steps} steps a round after three to warm up",
+            "Data": f"{workload.dataset}, {options.steps} steps per round after {WARMUP_STEPS} to warm up",
         }
-        for number in range(1, options.rounds + 1):
-            turn = number * len(jobs) // options.rounds % len(jobs)
-            for name, count in jobs[turn:] + jobs[:turn]:
-                result = measure(workload.folder, name, count, options.steps)
-                rounds.setdefault(f"{name} {count}", []).append(result)
-                rate = result["rows"] / result["seconds"]
-                say(f"round {number}/{options.rounds}: {name} on {count}: {rate:.1f} samples/s")
-            write(options.output, facts, rounds)
-    say(f"wrote {options.output}")
+
+        def measure(job: Job, number: int) -> dict[str, Any]:
+            fields = {"strategy": job[0], **FLAGS[job[0]]}
+            ranks = run_ranks(step_rank, Layout(job[1], 1), folder=folder, fields=fields, steps=options.steps)
+            # The slowest rank's time, the largest rank's bytes.
+            return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+        jobs = {f"{name} {count}": (name, count) for name, count in pairs}
+        for found in harness.run_rounds(
+            jobs, options.rounds, measure, lambda one: f"{one['rows'] / one['seconds']:.1f} samples/s"
+        ):
+            for name, result in found.items():
+                rounds.setdefault(name, []).append(result)
+            write_whole(options.output.with_suffix(".png"), draw(rounds))
+            figure = options.output.with_suffix(".png").name
+            harness.write_page(options.output, page(facts, rounds, figure), {"facts": facts, "rounds": rounds})
 
 
-def write(output: Path, facts: dict[str, str], rounds: Rounds) -> None:
-    """The page, and beside it the rounds as JSON and the figure."""
-    write_table(output, page(facts, rounds))
-    write_table(output.with_suffix(".json"), json.dumps({"facts": facts, "rounds": rounds}, indent=1) + "\n")
-    output.with_suffix(".png").write_bytes(draw(rates(rounds), memory(rounds), len(usable_cores())))
+def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Time ``steps`` optimizer steps after a few that warm up, and count the bytes of state on this rank."""
+    transformers_logging.set_verbosity_error()
+    config = TrainConfig(seed=SEED, device="cpu", max_length=MAX_LENGTH, **fields)
+    workload = read_workload(Path(folder))
+    with start_ranks(config.device) as ranks:
+        model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
+        strategy = STRATEGIES[config.strategy](model, config, ranks, "fp32")
+        # Bytes are counted when the optimizer steps: only then are gradients and moments all there, and sharded
+        # strategies have freed the full weights of their blocks.
+        held: dict[str, int] = {}
+        strategy.optimizer.register_step_pre_hook(lambda *_: held.update(bytes_of_state(strategy)))
+        sampler = LengthBucketSampler(workload.timed.lengths, GLOBAL_BATCH, SEED)
+        shape = {"pad_to_multiple_of": length_multiple(config, "cpu"), "max_length": MAX_LENGTH}
+        began = 0.0
+        # With the same sampler and seed every layout trains the same global batches; a rank takes its share of each.
+        for step, batch in enumerate(islice(cycle(sampler), WARMUP_STEPS + steps), start=1):
+            if step == WARMUP_STEPS + 1:
+                ranks.barrier()
+                began = time.perf_counter()
+            share = rank_share(workload.timed, batch, strategy.place, config.gradient_accumulation, **shape)
+            optimizer_step(strategy, share, step, learning_rate=2e-5)
+        ranks.barrier()
+        return {"seconds": time.perf_counter() - began, "rows": steps * GLOBAL_BATCH, **held}
 
 
-def measure(folder: Path, strategy: str, count: int, steps: int) -> dict[str, Any]:
-    """One round of a layout: the slowest rank's time, the largest rank's bytes."""
-    fields = {"strategy": strategy, **STRATEGIES[strategy]}
-    layout = Layout(count, 1)
-    results = run_ranks([str(folder), json.dumps(fields), str(steps)], layout, module="benchmarks.scaling_worker")
-    return {name: max(result[name] for result in results) for name in results[0]}
+def bytes_of_state(strategy: Strategy) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and moments, as they are when the optimizer steps."""
+    parameters = list(strategy.parameters.values())
+    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)  # zero1 wraps the one with this rank's moments
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq") if name in state]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {"parameters": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(moments)}
 
 
-def in_order(rounds: Rounds) -> list[tuple[str, int]]:
-    """Strategies as they are listed, each by its number of processes."""
-    jobs = [(job.split()[0], int(job.split()[1])) for job in rounds]
-    return sorted(jobs, key=lambda job: (list(STRATEGIES).index(job[0]), job[1]))
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def rates(rounds: Rounds) -> dict[str, dict[int, float]]:
-    """Median samples/s by strategy and number of processes."""
-    found: dict[str, dict[int, float]] = {}
-    for name, count in in_order(rounds):
-        results = rounds[f"{name} {count}"]
-        found.setdefault(name, {})[count] = median(result["rows"] / result["seconds"] for result in results)
-    return found
+def rates(rounds: Rounds, job: Job) -> list[float]:
+    """Samples per second in each round."""
+    return [result["rows"] / result["seconds"] for result in rounds[f"{job[0]} {job[1]}"]]
 
 
-def memory(rounds: Rounds) -> dict[str, dict[int, dict[str, int]]]:
-    """Bytes of a rank's weights, gradients and moments, by strategy and number of processes."""
-    found: dict[str, dict[int, dict[str, int]]] = {}
-    for name, count in in_order(rounds):
-        first = rounds[f"{name} {count}"][0]
-        found.setdefault(name, {})[count] = {kind: first[kind] for kind in ("parameters", "gradients", "optimizer")}
-    return found
+def jobs_in_order(rounds: Rounds) -> list[Job]:
+    """The measured jobs by strategy, as they are listed above, then by number of processes."""
+    jobs = [(name, int(count)) for name, count in map(str.split, rounds)]
+    return sorted(jobs, key=lambda job: (list(FLAGS).index(job[0]), job[1]))
 
 
-def page(facts: dict[str, str], rounds: Rounds) -> str:
-    """The page in Markdown."""
-    rate, held, cores = rates(rounds), memory(rounds), len(usable_cores())
-    alone = rate["ddp"][1]
-    whole = sum(held["ddp"][1].values())
-    rows = []
-    for name, count in in_order(rounds):
-        measured = [result["rows"] / result["seconds"] for result in rounds[f"{name} {count}"]]
-        times = rate[name][count] / alone
-        efficiency = f"{times / count:.0%}" if count <= cores else "cores shared"
-        mine = held[name][count]
-        rows.append(
-            [name, str(count), f"{rate[name][count]:.1f}", spread(measured), f"{times:.2f}", efficiency]
-            + [f"{mine[kind] / 1e6:.1f}" for kind in ("parameters", "gradients", "optimizer")]
-            + [f"{sum(mine.values()) / 1e6:.1f}", f"{sum(mine.values()) / whole:.0%}"]
-        )
-    return (
-        "# Scaling over processes and strategies\n\n"
-        f"{fact_list(facts | {'Rounds': str(min(map(len, rounds.values())))})}\n{markdown_table(HEADER, rows)}\n"
-        "![Throughput and memory of a rank](scaling.png)\n\n"
-        "A process has one core; the global batch is the same for all. Bytes are those of the fullest rank when its "
-        "optimizer steps. Over more processes than cores only the bytes mean something.\n"
-    )
+def page(facts: dict[str, str], rounds: Rounds, figure: str, cores: int | None = None) -> str:
+    """The page; ``cores``: of the machine, this one's by default."""
+    cores = cores or usable_cpus()
+
+    def held(job: Job) -> dict[str, int]:
+        first = rounds[f"{job[0]} {job[1]}"][0]
+        return {state: first[state] for state in STATES}
+
+    def speed_up(job: Job) -> float:
+        return median(rates(rounds, job)) / median(rates(rounds, ("ddp", 1)))
+
+    columns: dict[str, Callable[[Job], str]] = {
+        "strategy": lambda job: job[0],
+        "processes": lambda job: str(job[1]),
+        "samples/s": lambda job: f"{median(rates(rounds, job)):.1f}",
+        "rounds": lambda job: harness.spread(rates(rounds, job)),
+        "× one process": lambda job: f"{speed_up(job):.2f}",
+        "efficiency": lambda job: f"{speed_up(job) / job[1]:.0%}" if job[1] <= cores else "cores shared",
+        "weights MB": lambda job: f"{held(job)['parameters'] / 1e6:.1f}",
+        "gradients MB": lambda job: f"{held(job)['gradients'] / 1e6:.1f}",
+        "optimizer MB": lambda job: f"{held(job)['optimizer'] / 1e6:.1f}",
+        "together": lambda job: f"{sum(held(job).values()) / 1e6:.1f}",
+        "of ddp's": lambda job: f"{sum(held(job).values()) / sum(held(('ddp', 1)).values()):.0%}",
+    }
+    facts = facts | {"Rounds": str(min(map(len, rounds.values())))}
+    text = harness.introduction(MODULE, "Scaling over processes and strategies", INTRODUCTION)
+    body = harness.table(columns, jobs_in_order(rounds))
+    return f"{text}{harness.fact_list(facts)}\n{body}\n![Throughput and memory of a rank]({figure})\n"
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+def draw(rounds: Rounds) -> bytes:
+    """PNG of two panels: throughput for as many processes as there are cores, and the bytes of a rank."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    jobs = jobs_in_order(rounds)
+    one = median(rates(rounds, ("ddp", 1)))
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+        counts = sorted({count for _, count in jobs if count <= usable_cpus()})
+        left.plot(counts, [one * count for count in counts], color="#9aa5b1", linestyle="--", label="linear")
+        for colour, name in zip(COLOURS, dict.fromkeys(name for name, _ in jobs), strict=False):
+            own = {count: median(rates(rounds, (name, count))) for strategy, count in jobs if strategy == name}
+            shown = {1: one} | {count: rate for count, rate in own.items() if count in counts}
+            left.plot(list(shown), list(shown.values()), "o-", color=colour, label=name)
+        left.set(xlabel="processes, a core each", ylabel="samples/s", xticks=counts, ylim=(0, None))
+        left.legend(frameon=False, fontsize=8)
+        labels = [f"{name}\n{count}" for name, count in jobs]
+        bottom = [0.0] * len(jobs)
+        for state, colour in STATES.items():
+            heights = [rounds[f"{name} {count}"][0][state] / 1e6 for name, count in jobs]
+            right.bar(labels, heights, bottom=bottom, color=colour, label=state)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        right.set(ylabel="MB per rank", xlabel="strategy and processes")
+        right.tick_params(axis="x", labelsize=7)
+        right.legend(frameon=False, fontsize=8)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=160)
+    return file.getvalue()
 
 
 def _parse() -> Namespace:
-    parser = Parser(MODULE, __doc__.splitlines()[0])
+    parser = harness.Parser(MODULE, __doc__, page="scaling.md", rounds=3)
     parser.add_argument("--processes", nargs="+", type=positive, default=[1, 2, 4], help="default: 1 2 4")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
+    parser.add_argument("--strategies", nargs="+", choices=FLAGS, default=list(FLAGS), help="default: all")
     parser.add_argument("--size", choices=SIZES, default="minilm", help="default: minilm")
     parser.add_argument("--dataset", default=SAMPLE, help="sample (default) or a folder in AG News' layout")
     parser.add_argument("--tokenizer", default=TINY, help="a folder with tokenizer.json; default: trained on the data")
-    parser.add_argument("--steps", type=positive, default=10, help="optimizer steps a round (default: 10)")
-    parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
-    parser.add_argument("--output", type=Path, default=HERE / "scaling.md", help="default: benchmarks/scaling.md")
+    parser.add_argument("--steps", type=positive, default=10, help="optimizer steps per round (default: 10)")
     options = parser.parse_args()
-    # Both are what the others are compared with.
+    # DDP and one process are what the others are compared with.
     options.processes = sorted({1, *options.processes})
     options.strategies = list(dict.fromkeys(["ddp", *options.strategies]))
     return options
 
 
 if __name__ == "__main__":
-    run_command(main)
+    harness.run_benchmark(main)

@@ -1,31 +1,28 @@
-"""How many texts a second a server answers on one core and on more, with how much memory: what a container is sized by.
+"""How many texts per second does a server answer on one core and on more, with how much memory?
 
-A server has some cores to itself, as in a container with that limit; the client takes the others, and shares them only
-where the server has all. Writes the page and, beside it, the rounds as JSON, after every round.
+What a container is sized by: a server has some cores to itself, as in a container with that limit; the client takes the
+others, and shares them only when the server has all. Writes the page and, next to it, the rounds as JSON, after every
+round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # started by path: the imports below need the folder above this one
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks.processes import end_with_children, on_cores
-from benchmarks.serving.load import Load
-from benchmarks.serving.running import Running, started
+from benchmarks import harness
+from benchmarks.processes import on_cores
+from benchmarks.serving.client import Load
+from benchmarks.serving.running import started
 from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.workload import read_workload
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, write_table
-from common.errors import UserError, positive, run_command
+from common.errors import UserError
 from common.hardware import usable_cpus
 from deployment.launchers import usable_cores
 
@@ -34,139 +31,121 @@ PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "onnxruntime")
 ENGINES = {"native": SERVERS["ours_native"], "onnx": SERVERS["ours_onnx"]}
 CLIENTS = 64
 STEADY_SHARE = 0.7
-WARM_UP_SECONDS = 1.0
 MB = 1e6
-Figures = dict[str, float]
-
-PAGE = """# Sizing a server
-
-Written by `python -m {module}`; the rounds behind it are in the JSON file beside it. A server has so many cores to
-itself and is asked for single texts by {clients} clients on the others (where the server has all, the client shares
-them). *texts/s*: what it answers then. *p50, p99*: milliseconds at {share:.0%} of that, sent evenly. *memory*: resident
-after load. *CPU-s*: of the server, per 1,000 texts. *$*: per million texts, at {dollars:.2f} dollars a core and hour
-(an assumption: `--dollars_per_core_hour`), kept busy; a server that idles half of the time costs twice as much a text.
-Figures are medians over {rounds} rounds of {seconds:g} s a load.
-
-{facts}
-{table}"""
+INTRODUCTION = """
+The rounds are in the JSON file next to it. A server has its cores to itself and is asked for single texts by
+{clients} clients on the others (if the server has all, the client shares them). *texts/s*: what it answers then. *p50,
+p99*: milliseconds at {share:.0%} of that, sent evenly. *memory*: resident after load. *CPU-s*: of the server, per 1,000
+texts. *$*: per million texts, at {dollars:.2f} dollars per core and hour (an assumption: `--dollars_per_core_hour`),
+kept busy; a server that idles half of the time costs twice as much per text. Figures are medians over {rounds} rounds
+of {seconds:g} s per load.
+"""
+Case = tuple[Path, str, int]  # model, engine, cores
 
 
 def main() -> None:
-    """Measure every model with every engine on every number of cores, and write the page after every round."""
     options = _parse()
-    end_with_children()
-    texts = {model.name: read_workload(model, options.texts).texts for model in options.models}
-    cases = [
-        (model, engine, cores)
+    texts = {model: read_workload(model, options.texts).texts for model in options.models}
+    cases = {
+        f"{model.name}, {engine}, cores: {cores}": (model, engine, cores)
         for model in options.models
         for engine in ENGINES
-        for cores in range(1, usable_cpus() + 1)
+        for cores in options.cores
         if ENGINES[engine].folder(model).is_dir()
-    ]
-    run = _new_run(options, cases)
-    for number in range(1, options.rounds + 1):
-        for case, (model, engine, cores) in zip(run["cases"], cases, strict=True):
-            figures = _measure(model, engine, cores, texts[model.name], options.seconds)
-            case["rounds"].append(figures)
-            title = f"round {number}/{options.rounds}, {model.name}, {engine}, cores: {cores}"
-            print(f"{title}: {figures['texts_per_second']:.1f} texts/s", flush=True)
-        write_table(options.output.with_suffix(".json"), json.dumps(run, indent=1) + "\n")
-        write_table(options.output, render(run))
-    print(f"Written: {options.output}", flush=True)
-
-
-def _new_run(options: Namespace, cases: Sequence[tuple[Path, str, int]]) -> dict[str, Any]:
-    return {
-        "facts": circumstances(MODULE, PACKAGES),
+    }
+    run: dict[str, Any] = {
+        "facts": harness.measurement_facts(MODULE, PACKAGES),
         "seconds": options.seconds,
         "dollars_per_core_hour": options.dollars_per_core_hour,
         "cases": [
-            {"model": model.name, "engine": engine, "cores": cores, "rounds": []} for model, engine, cores in cases
+            {"model": model.name, "engine": engine, "cores": cores, "rounds": []}
+            for model, engine, cores in cases.values()
         ],
     }
+
+    def measure(case: Case, number: int) -> dict[str, float]:
+        return measure_server(*case, texts[case[0]], options.seconds)
+
+    for found in harness.run_rounds(
+        cases, options.rounds, measure, lambda one: f"{one['texts_per_second']:.1f} texts/s"
+    ):
+        for case, figures in zip(run["cases"], found.values(), strict=True):
+            case["rounds"].append(figures)
+        harness.write_page(options.output, render(run), run)
+
+
+def measure_server(model: Path, engine: str, cores: int, texts: list[str], seconds: float) -> dict[str, float]:
+    """Start a server on its cores, and load it from the others."""
+    server, numbers = ENGINES[engine], usable_cores()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bodies-"))
+        bodies = Path(folder) / "singles.jsonl"
+        server.write_bodies(bodies, texts, 1)
+        # The server inherits the first cores when it starts, the client the others when it starts.
+        with on_cores(numbers[:cores]):
+            running = stack.enter_context(started(server, model, sys.executable))
+        stack.enter_context(on_cores(numbers[cores:]))
+        running.apply(Load(str(bodies), running.port, "/predict", 1, 1.0, clients=CLIENTS))  # warm-up
+        full = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, clients=CLIENTS))
+        rate = STEADY_SHARE * full["texts_per_second"]
+        steady = running.apply(Load(str(bodies), running.port, "/predict", 1, seconds, rate=rate))["latency"]["200"]
+        return {
+            "texts_per_second": full["texts_per_second"],
+            "p50_ms": steady["p50"] * 1e3,
+            "p99_ms": steady["p99"] * 1e3,
+            "memory_mb": running.tree.pss_bytes() / MB,
+            "cpu_s_per_1000": full["server_cpu_s"] / full["texts_answered"] * 1e3,
+        }
 
 
 def render(run: dict[str, Any]) -> str:
     """The page of a run."""
-    header = ["model, engine", "cores", "texts/s", "p50 ms", "p99 ms", "memory, MB", "CPU-s", "$"]
-    rows = [
-        [
-            f"{case['model']}, {case['engine']}",
-            str(case["cores"]),
-            _median(case, "texts_per_second", "{:.1f}"),
-            _median(case, "p50_ms", "{:.0f}"),
-            _median(case, "p99_ms", "{:.0f}"),
-            _median(case, "memory_mb", "{:.0f}"),
-            _median(case, "cpu_s_per_1000", "{:.1f}"),
-            f"{_dollars(case, run['dollars_per_core_hour']):.2f}",
-        ]
-        for case in run["cases"]
-    ]
-    return PAGE.format(
-        module=MODULE,
+
+    def middle(figure: str, digits: int) -> Callable[[dict[str, Any]], str]:
+        return lambda case: f"{median(found[figure] for found in case['rounds']):.{digits}f}"
+
+    def dollars(case: dict[str, Any]) -> str:
+        texts_per_hour = 3600 * median(found["texts_per_second"] for found in case["rounds"])
+        return f"{1e6 * case['cores'] * run['dollars_per_core_hour'] / texts_per_hour:.2f}"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "model, engine": lambda case: f"{case['model']}, {case['engine']}",
+        "cores": lambda case: str(case["cores"]),
+        "texts/s": middle("texts_per_second", 1),
+        "p50 ms": middle("p50_ms", 0),
+        "p99 ms": middle("p99_ms", 0),
+        "memory, MB": middle("memory_mb", 0),
+        "CPU-s": middle("cpu_s_per_1000", 1),
+        "$": dollars,
+    }
+    about = INTRODUCTION.format(
         clients=CLIENTS,
         share=STEADY_SHARE,
+        dollars=run["dollars_per_core_hour"],
         rounds=len(run["cases"][0]["rounds"]),
         seconds=run["seconds"],
-        dollars=run["dollars_per_core_hour"],
-        facts=fact_list(run["facts"]),
-        table=markdown_table(header, rows),
     )
-
-
-def _median(case: dict[str, Any], name: str, shape: str) -> str:
-    return shape.format(median(figures[name] for figures in case["rounds"]))
-
-
-def _dollars(case: dict[str, Any], per_core_hour: float) -> float:
-    """Dollars per million texts."""
-    texts_per_hour = 3600 * median(figures["texts_per_second"] for figures in case["rounds"])
-    return 1e6 * case["cores"] * per_core_hour / texts_per_hour
-
-
-def _measure(model: Path, engine: str, cores: int, texts: Sequence[str], seconds: float) -> Figures:
-    own, others = usable_cores()[:cores], usable_cores()[cores:]
-    with tempfile.TemporaryDirectory(prefix="sizing-") as folder:
-        bodies = Path(folder) / "bodies.jsonl"
-        ENGINES[engine].write_bodies(bodies, texts, 1)
-        with contextlib.ExitStack() as stack:
-            with on_cores(own):
-                running = stack.enter_context(started(ENGINES[engine], model, sys.executable))
-            with on_cores(others):
-                return _load(running, str(bodies), seconds)
-
-
-def _load(running: Running, bodies: str, seconds: float) -> Figures:
-    apply, port = running.apply, running.port
-    apply(Load(bodies, port, "/predict", 1, WARM_UP_SECONDS, clients=CLIENTS))
-    full = apply(Load(bodies, port, "/predict", 1, seconds, clients=CLIENTS))
-    rate = full["texts_per_second"]
-    steady = apply(Load(bodies, port, "/predict", 1, seconds, rate=STEADY_SHARE * rate))["latency"]["200"]
-    return {
-        "texts_per_second": rate,
-        "p50_ms": steady["p50"] * 1e3,
-        "p99_ms": steady["p99"] * 1e3,
-        "memory_mb": running.tree.pss_bytes() / MB,
-        "cpu_s_per_1000": full["server_cpu_s"] / full["texts_answered"] * 1e3,
-    }
+    text = harness.introduction(MODULE, "Sizing a server", about) + harness.fact_list(run["facts"])
+    return f"{text}\n{harness.table(columns, run['cases'])}"
 
 
 def _parse() -> Namespace:
-    parser = Parser(MODULE, str(__doc__).split("\n")[0])
-    parser.add_argument("models", type=Path, nargs="+", help="model folders, their artefacts in them")
+    parser = harness.Parser(MODULE, __doc__, page="sizing.md", rounds=3)
+    parser.add_argument("models", type=Path, nargs="+", help="model folders with their artefacts")
     parser.add_argument("--texts", default="data/ag_news", help="a folder in AG News' layout (default: data/ag_news)")
-    parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
-    parser.add_argument("--seconds", type=positive, default=5, help="of a load (default: 5)")
+    counts = list(range(1, usable_cpus() + 1))
+    parser.add_argument(
+        "--cores", type=int, nargs="+", choices=counts, default=counts, help="of a server (default: all)"
+    )
+    parser.add_argument("--seconds", type=harness.seconds, default=5.0, help="of a load (default: 5)")
     parser.add_argument("--dollars_per_core_hour", type=float, default=0.05, help="default: 0.05")
-    parser.add_argument("--output", type=Path, default=HERE / "sizing.md", help="default: benchmarks/sizing.md")
     options = parser.parse_args()
     for model in options.models:
         if not any(server.folder(model).is_dir() for server in ENGINES.values()):
-            raise UserError(
-                f"{model}: has no exported artefact; run python -m inference.export {model}", code="artefact-missing"
-            )
+            message = f"{model}: has no exported artefact; run python -m inference.export {model}"
+            raise UserError(message, code="artefact-missing")
     return options
 
 
 if __name__ == "__main__":
-    run_command(main)
+    harness.run_benchmark(main)

@@ -1,10 +1,11 @@
-"""The ways to train that are compared: each runs one epoch over the same rows and says what it took."""
+"""The training loops that are compared: each runs one epoch over the same rows; and the ranks' side of that."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,27 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.utils import logging as transformers_logging
 
-from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload
+from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
 from training.config import TrainConfig
 from training.data.batching import DataPlace, LengthBucketSampler, pad, rank_share
 from training.data.tokenized import TokenizedRows
 from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
+from training.model.precision import DTYPES
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.distributed import Ranks
+from training.parallelism.distributed import ranks as start_ranks
 from training.run.state import AverageMeter
 from training.run.step import StepLog, StepRecord, optimizer_step
 
 LEARNING_RATE = 2e-5
 WARMUP = 0.06
 CLIP_NORM = 1.0
+MATMUL_SIZE = 2048
+MATMUL_REPEATS = 12
 
 
 @dataclass
@@ -46,44 +52,67 @@ class Epoch:
     ``cells``, ``squares``: tokens with padding, and the sum of the squared padded lengths, over its rows.
     """
 
-    ranks: Ranks
     seconds: float = 0.0
     cells: int = 0
     squares: int = 0
     loss: AverageMeter = field(default_factory=AverageMeter)
 
     def start(self) -> None:
-        """Start the clock on all ranks together."""
+        # All ranks start together, or the first one would count its wait for the others' imports.
         if dist.is_initialized():
             dist.barrier()
         self.seconds = -time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock."""
         self.seconds += time.perf_counter()
 
     def count(self, batch: torch.Tensor) -> None:
-        """Count a padded batch of token ids, (rows, seq)."""
         rows, length = batch.shape
         self.cells += rows * length
         self.squares += rows * length**2
 
 
+def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
+    """Warm up on other rows with another copy of the model, then time an epoch."""
+    transformers_logging.set_verbosity_error()
+    workload = read_workload(Path(folder))
+    with start_ranks("cpu") as ranks:
+        # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from the written weights,
+        # with allocator, thread pools and connections warm.
+        VARIANTS[variant].run(workload, workload.warmup, ranks)
+        epoch = VARIANTS[variant].run(workload, workload.timed, ranks)
+    found = {name: getattr(epoch, name) for name in ("seconds", "cells", "squares")}
+    return found | {"loss": epoch.loss.average, "threads": torch.get_num_threads()}
+
+
+def matmul_rank(precision: str) -> dict[str, Any]:
+    """The best rate of a square matrix product, all ranks multiplying at the same time."""
+    with start_ranks("cpu") as ranks:
+        left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(DTYPES[precision]) for _ in range(2))
+        out = left @ right
+        best = float("inf")
+        for _ in range(MATMUL_REPEATS):
+            ranks.barrier()
+            started = time.perf_counter()
+            torch.mm(left, right, out=out)
+            best = min(best, time.perf_counter() - started)
+    return {"flops": 2 * MATMUL_SIZE**3 / best, "threads": torch.get_num_threads()}
+
+
 def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
-    """The recipe of the textbooks: every text padded to the maximum, a DataLoader, AdamW, DDP."""
+    """The textbook recipe: every text padded to the maximum, a DataLoader, AdamW, DDP."""
     ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
     mask = mask_of(ids, mask)
     labels = torch.from_numpy(rows.labels)
-    dataset = [
-        {"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))
-    ]  # what a tokenised dataset in torch's format gives
+    # One dictionary per row, as a tokenised dataset in torch's format returns it.
+    dataset = [{"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))]
     sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED) if ranks.is_distributed else None
     loader = DataLoader(dataset, GLOBAL_BATCH // ranks.world_size, shuffle=sampler is None, sampler=sampler)
     bare = _network(workload)
     model = DistributedDataParallel(bare) if ranks.is_distributed else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step + 1, len(loader)) / LEARNING_RATE)
-    epoch = Epoch(ranks)
+    epoch = Epoch()
     losses = []
     epoch.start()
     for batch in loader:
@@ -101,13 +130,13 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
 
 
 def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str = "random") -> Epoch:
-    """``transformers.Trainer`` with dynamic padding, left at its defaults wherever the task allows."""
+    """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison needs otherwise."""
     texts = [rows.ids[start:stop].tolist() for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)]
     dataset = [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
         for ids, label in zip(texts, rows.labels.tolist(), strict=True)
     ]
-    epoch = Epoch(ranks)
+    epoch = Epoch()
     collate = DataCollatorWithPadding(PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer"))
 
     def counted(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -126,7 +155,7 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
         max_grad_norm=CLIP_NORM,
         optim="adamw_torch_fused",
         train_sampling_strategy=sampling,
-        # Else it multiplies loss and gradients of a classifier by the number of ranks, and clips those.
+        # Otherwise it multiplies a classifier's loss and gradients by the number of ranks, before clipping.
         average_tokens_across_devices=False,
         dataloader_pin_memory=False,
         eval_strategy="no",
@@ -147,8 +176,9 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
     strategy = DDPStrategy(model, config, ranks, precision)
     sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
+    # As the trainer does after every step: the ranks agree on the loss, which costs them an all-reduce.
     log = StepLog(ranks)
-    epoch = Epoch(ranks)
+    epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
         micro_batches = rank_share(rows, batch, DataPlace(ranks.rank, ranks.world_size))
@@ -185,7 +215,7 @@ def _rate(step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: its name in the tables, and the function that runs an epoch of it."""
+    """A training loop: its name in the tables, and the function that runs an epoch of it."""
 
     title: str
     run: Callable[[Workload, TokenizedRows, Ranks], Epoch]

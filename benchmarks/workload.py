@@ -1,9 +1,8 @@
-"""What every variant trains: the same rows, the same random weights, and the work that they stand for."""
+"""What every variant of a comparison trains: the same rows and random weights, and how much arithmetic that is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.harness import report
 from common.errors import UserError
 from common.text import TextTokenizer
 from training.config import TINY
@@ -32,7 +32,7 @@ SEED = 42
 
 @dataclass(frozen=True)
 class Size:
-    """The blocks of a DistilBERT."""
+    """The width and depth of a DistilBERT."""
 
     dim: int
     hidden_dim: int
@@ -40,7 +40,7 @@ class Size:
     n_heads: int
 
     def training_work(self, tokens: int, squares: int, rows: int = 0) -> float:
-        """Floating-point operations of the blocks' matrix products, forward and backward; see `forward_work`."""
+        """Floating-point operations of the blocks' matrix products, forward and backward; see ``forward_work``."""
         return 3.0 * self.forward_work(tokens, squares, rows)
 
     def forward_work(self, tokens: int, squares: int, rows: int = 0) -> float:
@@ -51,10 +51,14 @@ class Size:
         Args:
             tokens: tokens that pass through the blocks.
             squares: the sum of their rows' squared lengths, for attention.
-            rows: above 0, the last block computes all but its keys and values for that many first tokens alone.
+            rows: if above 0, the last block computes only keys and values for all tokens, and the rest for that many
+                first tokens.
         """
+        # A product of (tokens, a) with (a, b) is 2 * tokens * a * b operations. A block has four projections (queries,
+        # keys, values, output), two products in the feed-forward, and two in attention, which are quadratic in length.
         projection, feed_forward = 2 * self.dim**2, 4 * self.dim * self.hidden_dim
         block = tokens * (4 * projection + feed_forward) + 4 * self.dim * squares
+        # Keys and values for all tokens; queries, output and feed-forward only for the first one of each row.
         last = 2 * tokens * projection + rows * (2 * projection + feed_forward) + 4 * self.dim * tokens
         return float((self.n_layers - 1) * block + (last if rows else block))
 
@@ -64,7 +68,7 @@ SIZES = {"minilm": Size(384, 1536, 6, 12), "base": Size(768, 3072, 6, 12)}
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows and weights in a folder, which parent and workers read alike.
+    """Rows and weights in a folder, which parent and ranks read alike.
 
     ``timed``: the rows of the measured epoch; ``warmup``: other rows, for the steps before it.
     """
@@ -78,51 +82,46 @@ class Workload:
 
     @property
     def model_folder(self) -> Path:
-        """Random weights and their configuration."""
         return self.folder / "model"
 
     @property
     def nominal_work(self) -> float:
-        """Operations of the real tokens, every block in full."""
+        """Operations of the real tokens, with every block computed in full."""
         lengths = self.timed.lengths
         return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()))
 
 
-def make_workload(
-    folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int, say: Callable[[str], None]
-) -> Workload:
+def make_workload(folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int) -> Workload:
     """Tokenise rows and write random weights into ``folder``.
 
     Args:
         size: a key of ``SIZES``.
         dataset: as for training: ``sample`` or a folder in AG News' layout.
         tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
-        num_rows: rows of the timed epoch; fewer, in whole batches, where the dataset has not so many.
+        num_rows: rows of the timed epoch; fewer, in full batches, if the dataset has fewer.
 
     Raises:
         UserError: no such data or tokenizer, or too few rows.
     """
     data = load_news(dataset)
-    spoken = read_tokenizer(tokenizer, data.train.texts)
-    if len(spoken) > VOCABULARY:
-        raise UserError(
-            f"--tokenizer {tokenizer}: {len(spoken)} entries, but the models have {VOCABULARY}", code="benchmark-input"
-        )
+    found = read_tokenizer(tokenizer, data.train.texts)
+    if len(found) > VOCABULARY:
+        message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
+        raise UserError(message, code="benchmark-input")
     most = (len(data.train) - WARMUP_ROWS) // GLOBAL_BATCH * GLOBAL_BATCH
     if most < GLOBAL_BATCH:
-        raise UserError(
-            f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed",
-            code="rows-too-few",
-        )
+        message = f"--dataset {dataset}: {len(data.train)} rows; at least {WARMUP_ROWS + GLOBAL_BATCH} needed"
+        raise UserError(message, code="rows-too-few")
     if most < num_rows:
-        say(f"{data.name}: timing {most} rows, not {num_rows}: it has no more beside those to warm up on")
+        report(f"{data.name}: timing {most} rows, not {num_rows}: the others are needed to warm up")
+    # Drawn with a fixed seed, so that runs on different days time the same rows; warm-up rows come from the other end.
     order = np.random.default_rng([SEED, 4]).permutation(len(data.train))
     timed, warmup = order[: min(num_rows, most)], order[-WARMUP_ROWS:]
     chosen = NewsData(Path(data.name).name, data.label_names, data.train.take(timed), data.train.take(warmup))
-    spelled = spoken.backend_tokenizer.to_str()
-    key = cache_key(chosen, spelled, MAX_LENGTH)
-    write_tokens(folder, key, chosen, TextTokenizer.from_json(spelled, MAX_LENGTH), lambda text: None)
-    spoken.save_pretrained(folder / "tokenizer")
+    written = found.backend_tokenizer.to_str()
+    key = cache_key(chosen, written, MAX_LENGTH)
+    write_tokens(folder, key, chosen, TextTokenizer.from_json(written, MAX_LENGTH), lambda text: None)
+    found.save_pretrained(folder / "tokenizer")
     write_weights(folder / "model", size, len(data.label_names))
     (folder / "workload.json").write_text(json.dumps({"size": size, "key": key}))
     return read_workload(folder)
@@ -146,14 +145,13 @@ def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
     if tokenizer == TINY:
         return load_tokenizer(TINY, texts, MAX_LENGTH)
     if not path.is_file():
-        raise UserError(
-            f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file", code="benchmark-input"
-        )
-    # Padding is set by the collator; a file may bring its own, to a length that is not ours.
-    spoken = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH)
-    spoken.backend_tokenizer.no_padding()
-    spoken.backend_tokenizer.no_truncation()
-    return spoken
+        message = f"--tokenizer {tokenizer}: no folder with a tokenizer.json and no such file"
+        raise UserError(message, code="benchmark-input")
+    found = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="[PAD]", model_max_length=MAX_LENGTH)
+    # The collator pads; a file may bring padding of its own, to another length.
+    found.backend_tokenizer.no_padding()
+    found.backend_tokenizer.no_truncation()
+    return found
 
 
 def write_weights(folder: Path, size: str, num_labels: int) -> None:

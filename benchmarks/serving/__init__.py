@@ -1,1 +1,1 @@
-"""The serving benchmark's rooms: model, servers, load, machine limit, page."""
+"""Parts of the serving benchmarks: servers, load, machine limit, page."""

@@ -1,7 +1,7 @@
 """The load: one light process, closed loop or open loop, raw sockets kept alive, every request accounted for.
 
-It shares the cores with the server that it measures, so it does little: requests are made into bytes before the clock
-starts, answers are read as far as their status and length, and it reports its own share of the processor. Started as
+It shares the cores with the server that it measures, so it does little: requests are encoded before the clock starts,
+answers are parsed only for their status and length, and it reports its own share of the processor. Started as
 `python -m benchmarks.serving.client` with one JSON argument (a `Load`), it prints one JSON line (a `Tally`'s summary).
 """
 
@@ -15,46 +15,109 @@ import select
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from benchmarks.serving.load import BROKEN, NO_ANSWER, NOT_SENT, Load, Tally
-
-RECEIVED_AT_ONCE = 1 << 16
-MOST_CONNECTIONS = 4000
+NO_ANSWER = "no answer"  # still waiting when the patience ended
+BROKEN = "broken"  # the connection failed or was closed before the answer
+NOT_SENT = "not sent"  # more requests in flight than a client may have sockets
+RECEIVE_BYTES = 1 << 16
+MAX_CONNECTIONS = 4000
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send.
+
+    Attributes:
+        bodies: a file with one JSON body per line; they are sent in turn, over and over.
+        texts: texts in each body.
+        seconds: how long requests are sent; the client then waits for those in flight.
+        clients: closed loop: the number of clients, each of which sends its next request once the last is answered;
+            0: open loop.
+        rate: open loop: requests per second, however the server answers.
+        poisson: open loop: random gaps of that mean, instead of equal ones.
+        patience: seconds to wait for answers after the last request.
+        first: the body to begin with.
+    """
+
+    bodies: str
+    port: int
+    path: str
+    texts: int
+    seconds: float
+    clients: int = 0
+    rate: float = 0.0
+    poisson: bool = False
+    patience: float = 60.0
+    first: int = 0
+
+
+class Tally:
+    """What became of every request."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}
+        self.done_at: list[float] = []
+        self.client_rates: list[float] = []
+        self.lateness: list[float] = []
+
+    def answered(self, status: str, since: float, now: float) -> None:
+        """Count an answer; ``since``: when its request was sent, or should have been."""
+        self.outcomes[status] += 1
+        self.seconds.setdefault(status, []).append(now - since)
+        if status == "200":
+            self.done_at.append(now)
+
+    def summary(self, load: Load, began: float) -> dict[str, Any]:
+        in_time = sum(at - began <= load.seconds for at in self.done_at)
+        return {
+            "load": asdict(load),
+            "outcomes": {name: count for name, count in self.outcomes.items() if count},
+            "latency": {status: _quantiles(values) for status, values in self.seconds.items()},
+            # Closed loop: each client's answers over the time they took, which ends with its own last answer: counting
+            # to a common end would add or drop whole batches of simultaneous answers. Open loop: answers while
+            # requests were being sent; later ones belong to no steady state.
+            "texts_per_second": load.texts * (sum(self.client_rates) if load.clients else in_time / load.seconds),
+            "texts_answered": load.texts * self.outcomes["200"],
+            "lateness_p99": _quantiles(self.lateness)["p99"] if self.lateness else 0.0,
+        }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Nearest-rank quantiles, which are values that really occurred."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {name: ordered[round(q * last)] for name, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))}
 
 
 @dataclass(eq=False)
 class Connection:
-    """A socket that is kept alive, and the answer that is being read from it."""
+    """A socket that is kept alive, and the answer that is being read from it; ``since``: its request's start."""
 
     socket: socket.socket
     received: bytearray = field(default_factory=bytearray)
-    since: float = 0.0  # of the request under way
-    sent: int = 0
+    since: float = 0.0
     answered: int = 0
     last_answer: float = 0.0
 
-    def send(self, request: bytes, since: float) -> None:
-        """Send a request; loopback takes a body whole."""
-        self.since = since
-        self.sent += 1
-        self.socket.sendall(request)
-
     def status(self) -> str | None:
-        """Read what came: the answer's status once it is whole, else None; BROKEN when the server hung up."""
+        """Read what has arrived: the status once the answer is complete, else None; BROKEN if the server hung up."""
         try:
-            piece = self.socket.recv(RECEIVED_AT_ONCE)
+            piece = self.socket.recv(RECEIVE_BYTES)
         except OSError:
-            return BROKEN
+            piece = b""
         if not piece:
             return BROKEN
         self.received += piece
-        if not _is_whole(self.received):
+        if not _is_complete(self.received):
             return None
         status = self.received[9:12].decode("ascii", "replace")
         self.received.clear()
@@ -62,18 +125,20 @@ class Connection:
 
 
 class Client:
-    """Sends a load and keeps the tally."""
+    """Sends a load and tallies the outcomes."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.tally = Tally()
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
-        self._requests = _render(load)
+        head = f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: application/json\r\n"
+        bodies = Path(load.bodies).read_bytes().splitlines()
+        self._requests = [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
         self._next = load.first
 
     def closed_loop(self) -> float:
-        """Run the clients of a closed loop; returns when they began."""
+        """Run the clients of a closed loop; returns the time at which they began."""
         connections = [self._connect() for _ in range(self.load.clients)]
         began = time.perf_counter()
         end = began + self.load.seconds
@@ -87,7 +152,7 @@ class Client:
                     connection.answered += 1
                     connection.last_answer = now
                 if status == BROKEN:
-                    continue  # this client is out: a reconnecting one would hide the failure
+                    continue  # this client stops: reconnecting would hide the failure
                 if now < end and self._send(connection, now):
                     waiting.add(connection)
         self.tally.outcomes[NO_ANSWER] += len(waiting)
@@ -95,15 +160,22 @@ class Client:
         return began
 
     def open_loop(self) -> float:
-        """Send at a rate whatever is answered, on as many connections as that takes; returns when it began."""
+        """Send at a fixed rate, on as many connections as that takes; returns the time at which it began."""
         free = deque(self._connect() for _ in range(64))
         waiting: set[Connection] = set()
         began = time.perf_counter()
-        for due in _instants(self.load, began):
+        for due in _send_times(self.load, began):
             while (now := time.perf_counter()) < due:
                 self._take_answers(due - now, waiting, free)
+            # Latency counts from `due`, not from now: a client that falls behind (because the server does) would
+            # otherwise leave out the waits it should have seen, known as coordinated omission.
             self.tally.lateness.append(now - due)
-            connection = free.pop() if free else self._connect_more(waiting)
+            connection = None
+            with suppress(OSError):
+                if free:
+                    connection = free.pop()
+                elif len(waiting) < MAX_CONNECTIONS:
+                    connection = self._connect()
             if connection is None:
                 self.tally.outcomes[NOT_SENT] += 1
             elif self._send(connection, due):
@@ -127,8 +199,8 @@ class Client:
                 free.append(connection)
 
     def _answers(self, wait: float) -> Iterator[tuple[Connection, str]]:
-        """Answers that came within ``wait`` seconds, and connections that broke."""
-        # epoll's own timeout counts in whole milliseconds; select on its descriptor is exact.
+        """Answers that arrive within ``wait`` seconds, and connections that broke."""
+        # epoll's own timeout is rounded to milliseconds; select on its descriptor is exact.
         if wait > 0 and not select.select([self._epoll], [], [], wait)[0]:
             return
         for number, _ in self._epoll.poll(0):
@@ -144,8 +216,9 @@ class Client:
     def _send(self, connection: Connection, since: float) -> bool:
         request = self._requests[self._next % len(self._requests)]
         self._next += 1
+        connection.since = since
         try:
-            connection.send(request, since)
+            connection.socket.sendall(request)  # loopback's buffer takes a whole body without blocking
         except OSError:
             self.tally.outcomes[BROKEN] += 1
             return False
@@ -158,31 +231,20 @@ class Client:
         self._epoll.register(connection.socket.fileno(), select.EPOLLIN)
         return connection
 
-    def _connect_more(self, waiting: set[Connection]) -> Connection | None:
-        try:
-            return self._connect() if len(waiting) < MOST_CONNECTIONS else None
-        except OSError:
-            return None
 
-
-def _render(load: Load) -> list[bytes]:
-    head = f"POST {load.path} HTTP/1.1\r\nHost: 127.0.0.1:{load.port}\r\nContent-Type: application/json\r\n"
-    bodies = Path(load.bodies).read_bytes().splitlines()
-    return [f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies]
-
-
-def _instants(load: Load, began: float) -> Iterator[float]:
-    """When each request of an open loop is to be sent."""
+def _send_times(load: Load, began: float) -> Iterator[float]:
+    """The time at which each request of an open loop should be sent."""
     count = round(load.rate * load.seconds)
     if not load.poisson:
         yield from (began + number / load.rate for number in range(count))
         return
     random = Random(load.first)
-    # So many instants thrown at random into the time are what a Poisson process of that number looks like.
+    # Given its number of events, the times of a Poisson process are independent and uniform.
     yield from sorted(began + random.uniform(0, load.seconds) for _ in range(count))
 
 
-def _is_whole(received: bytearray) -> bool:
+def _is_complete(received: bytearray) -> bool:
+    # As little HTTP as the servers here need: a length, or chunks whose end is the empty one.
     head = received.find(b"\r\n\r\n")
     if head < 0:
         return False
@@ -193,10 +255,9 @@ def _is_whole(received: bytearray) -> bool:
 
 
 def main() -> None:
-    """Send the load that the argument describes."""
     load = Load(**json.loads(sys.argv[1]))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * MOST_CONNECTIONS), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * MAX_CONNECTIONS), hard))
     client = Client(load)
     gc.disable()  # a pause of the client would look like one of the server
     cpu, wall = time.process_time(), time.perf_counter()

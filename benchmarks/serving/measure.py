@@ -1,33 +1,31 @@
-"""One server in one round: started, loaded in closed and open loop, weighed."""
+"""One server in one round: started, loaded in closed and open loops, weighed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.load import Load
-from benchmarks.serving.running import Running, started
+from benchmarks.harness import report
+from benchmarks.serving.client import Load
+from benchmarks.serving.running import started
 from benchmarks.serving.servers import Server
 
 BATCH = 64
 ONE, EIGHT, MANY, LISTS = "1 client", "8 clients", "64 clients", f"lists of {BATCH}"
 STEADY, OVERLOAD = "70% of capacity", "3 times capacity"
 STEADY_SHARE, OVERLOAD_SHARE = 0.7, 3.0
-MOST_NOISE = 0.03  # share of the cores that others may take before a load counts as disturbed
-PATIENCE = 10.0  # seconds after an open loop: who has no answer by then will not wait for it
-_CLOSED = {ONE: 1, EIGHT: 8, MANY: 64, LISTS: 1}
+MAX_NOISE = 0.03  # share of the cores that others may take before a load counts as disturbed
+PATIENCE = 10.0  # seconds to wait for answers after an open loop
+CLOSED = {ONE: 1, EIGHT: 8, MANY: 64, LISTS: 1}
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every server goes through.
 
-    Attributes:
-        pythons: The Python of each kind of server.
-        seconds: How long a load lasts; with one client half of it.
-        poisson: Whether open loops have random gaps.
+    ``pythons``: the Python of each kind of server; ``seconds``: of a load, half of it with one client; ``poisson``:
+    open loops have random gaps; ``shares``: the rates of the open loops, as shares of the capacity.
     """
 
     model: Path
@@ -35,17 +33,18 @@ class Plan:
     pythons: dict[str, str]
     seconds: float
     poisson: bool
+    shares: tuple[float, float] = (STEADY_SHARE, OVERLOAD_SHARE)
 
 
-def measure(server: Server, plan: Plan, bodies: Path, number: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, Any]:
     """Figures of one server.
 
     Args:
-        bodies: A folder for the requests.
-        number: Of the round: each begins elsewhere in the texts.
+        bodies: a folder for the requests.
+        number: of the round; each starts elsewhere in the texts.
 
     Raises:
-        ServerFailure: It does not start or gives no useful answer.
+        ServerFailure: it does not start or gives no useful answer.
     """
     singles, lists = bodies / "singles.jsonl", bodies / "lists.jsonl"
     server.write_bodies(singles, plan.texts, 1)
@@ -62,19 +61,24 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int, say: Callable
                     path=server.paths[is_list],
                     texts=BATCH if is_list else 1,
                     seconds=plan.seconds / 2 if name == ONE else plan.seconds,
+                    # Each round starts elsewhere in the texts, so that medians are not those of one sequence.
                     first=number * 1009 if not is_list else number * 17,
                     **how,
                 )
             )
-            say(f"{name}: {describe(result[name])}")
+            report(f"  {server.title}, {name}: {describe(result[name])}")
 
-        _warm_up(running, singles, plan.seconds)
+        # Runtimes compile for shapes that they have not seen yet: that belongs to no figure.
+        for clients in (8, 64):
+            seconds = min(2.0, plan.seconds / 4)
+            running.apply(Load(str(singles), running.port, server.paths[0], 1, seconds, clients=clients))
         result["engine"] = running.ask_engine()
         result["labels"] = running.ask_labels(plan.texts[:BATCH])
-        for name, clients in _CLOSED.items():
+        for name, clients in CLOSED.items():
             load(name, clients=clients)
         capacity = result[MANY]["texts_per_second"]
-        for name, share in ((STEADY, STEADY_SHARE), (OVERLOAD, OVERLOAD_SHARE)):
+        # The open loops are relative to what this server reached in this round: a slow server is not flooded more.
+        for name, share in zip((STEADY, OVERLOAD), plan.shares, strict=True):
             if capacity:
                 load(name, rate=capacity * share, poisson=plan.poisson, patience=PATIENCE)
         result["pss_loaded"] = running.tree.pss_bytes()
@@ -88,12 +92,5 @@ def describe(figures: dict[str, Any]) -> str:
     others = {status: count for status, count in figures["outcomes"].items() if status != "200"}
     shown += f", also {others}" if others else ""
     share = figures["others_share"] + figures["stolen_share"]
-    shown += f" (NOT QUIET: others took {share:.0%} of the cores)" if share > MOST_NOISE else ""
+    shown += f" (NOT QUIET: others took {share:.0%} of the cores)" if share > MAX_NOISE else ""
     return f"{figures['texts_per_second']:.1f} texts/s{shown}"
-
-
-def _warm_up(running: Running, singles: Path, seconds: float) -> None:
-    """Runtimes compile for shapes that they have not seen: not in the figures."""
-    for clients in (8, 64):
-        load = Load(str(singles), running.port, running.server.paths[0], 1, min(2.0, seconds / 4), clients=clients)
-        running.apply(load)

@@ -1,41 +1,61 @@
-"""The page: every figure from the rounds, every version from the Python that ran it."""
+"""The page of ``benchmarks.serving_load``: every figure from the rounds, every version from the Python that ran it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
+from typing import Any
 
-from benchmarks.serving import tables
-from benchmarks.serving.goals import REFERENCE, goals_table
-from benchmarks.serving.measure import BATCH, MOST_NOISE, OVERLOAD_SHARE, PATIENCE, STEADY_SHARE
-from benchmarks.serving.results import LOADS, Results
+from benchmarks.harness import NONE, fact_list, introduction, markdown_table, spread, table
+from benchmarks.serving.client import BROKEN, NO_ANSWER
+from benchmarks.serving.measure import (
+    BATCH,
+    CLOSED,
+    EIGHT,
+    LISTS,
+    MANY,
+    MAX_NOISE,
+    ONE,
+    OVERLOAD,
+    OVERLOAD_SHARE,
+    PATIENCE,
+    STEADY,
+    STEADY_SHARE,
+)
 from benchmarks.serving.servers import SERVERS
-from benchmarks.tables import fact_list
 
 MODULE = "benchmarks.serving_load"
+OURS = "ours"
+STOCK = ("bentoml", "litserve", "mosec", "ray", "infinity")
+TUNED = ("mosec_tuned", "mosec_tuned_onnx")
+REFUSALS = ("429", "503")
+LOST = (BROKEN, NO_ANSWER, "500", "502", "504", "408")
+MB = 1e6
+Measured = dict[str, Any]  # one server in one round
+Figure = Callable[[Measured], float]
+Cell = Callable[[str], str]
 
-INTRODUCTION = f"""# Serving under load
-
-Written by `python -m {MODULE}`; the rounds behind it are in the JSON file beside it. Every server classifies the same
-texts with the same weights on the same cores, asked by the same client; they take turns within a round, in another
-order each round, one alive at a time, each started afresh. Figures are medians over rounds; a ratio is the median of
-the ratios within a round.
+INTRODUCTION = """
+The rounds are in the JSON file next to it. Every server classifies the same texts with the same weights on the
+same cores, asked by the same client; they alternate within a round, in another order each round, only one running at a
+time, each started from scratch. Figures are medians over rounds; a ratio is the median of the ratios within a round.
 """
 
-CLOSED = f"""
+CLOSED_LOOP = f"""
 ## Closed loop: each client sends when it has its answer
 
-*texts/s*: each client's answers over the time that they took it, summed. *1, 8, 64 clients* send single texts,
-*lists* are one client's requests of {BATCH} texts. *not answered*: anything but a 200, over all loads and rounds.
-Nothing is cached.
+*texts/s*: each client's answers over the time they took, summed. *1, 8, 64 clients* send single texts, *lists* are
+one client's requests of {BATCH} texts. *not answered*: anything but a 200, over all loads and rounds. Nothing is
+cached.
 
 """
 
 OPEN_STEADY = f"""
 ## Open loop below capacity
 
-Texts are sent at {STEADY_SHARE:.0%} of what the server itself reached with 64 clients in the same round, whatever it
-answers. Latency counts from the instant at which a text *should* have been sent, so a late client does not flatter
-the server.
+Texts are sent at {STEADY_SHARE:.0%} of what the server itself reached with 64 clients in the same round, however it
+answers. Latency counts from the time at which a text *should* have been sent, so a late client does not flatter the
+server.
 
 """
 
@@ -44,7 +64,7 @@ OPEN_OVERLOAD = f"""
 
 *answered in time*: answers of 200 while texts were being sent. *refused*: 429 or 503. *taken in and lost*: requests
 that were neither refused nor answered with 200: too late by the server's own clock (408, 504), failed, broken off, or
-still without a word {PATIENCE:.0f} s after the last was sent. A server with no bound on its queue refuses nothing and
+still unanswered {PATIENCE:.0f} s after the last was sent. A server with no bound on its queue refuses nothing and
 loses what it cannot do.
 
 """
@@ -54,23 +74,8 @@ RESOURCES = """
 
 *start*: from the start of the process to its first answer to a text, files in the page cache. *memory*: resident, of
 all its processes, shared pages counted once (PSS), before the first load and after the last. *CPU-s*: of all its
-processes, at 64 clients. *$*: at 64 clients, for a machine of {dollars:.2f} dollars an hour (an assumption:
+processes, at 64 clients. *$*: at 64 clients, for a machine of {dollars:.2f} dollars per hour (an assumption:
 `--dollars_per_hour`) that is kept busy.
-
-"""
-
-LIMIT = """
-## The machine's own int8 limit
-
-The encoder's matrix products in int8 and nothing else, through every library at hand, in the same run; the best of
-them all in any round is the rate taken. The *saving*: only the first token is read by the classifier, so the last
-block's query, output projection and feed-forward are needed for it alone; the logits are the same.
-
-"""
-
-SHARES = """
-Texts a second as a share of that limit, unpadded; with the saving (which makes the limit higher and the share lower)
-and without:
 
 """
 
@@ -87,9 +92,9 @@ TRUST = """
 
 - Client and server share the cores. The client took {client} of them at most, other processes {others} in the median
   and {others_most} at most, the machine's host {stolen} at most, over all loads and rounds.
-  {disturbed} of {loads} loads were disturbed (others and host took more than {most_noise:.0%}): their figures are too
+  {disturbed} of {loads} loads were disturbed (others and host took more than {max_noise:.0%}): their figures are too
   low, and by how much differs from server to server.
-- A difference smaller than the spread of the rounds is not a finding; p99 of a load with fewer than some hundred
+- A difference smaller than the spread of the rounds is not a finding; p99 of a load with fewer than a few hundred
   answers (a lone client of a slow server, lists) is close to its maximum.
 - The client's p99 of lateness in the open loops was {lateness:.1f} ms at most; it is part of the latencies.
 - Loopback only: no network, no TLS, no proxy.
@@ -100,15 +105,14 @@ TRUST = """
 PEERS = """
 ## The servers and their settings
 
-Peers with an int8 artefact clean and tokenise as ours do and answer with the same JSON. They run in a Python of their
-own:
+Peers with an int8 artefact clean and tokenise as ours do and answer with the same JSON. They run in a separate Python:
 
 ```
 python -m venv peers                       # torch first, in its CPU build
 peers/bin/pip install torch openvino onnxruntime transformers fastapi uvicorn litserve mosec bentoml "ray[serve]"
 python -m venv infinity                    # Infinity needs version 4 of transformers
 infinity/bin/pip install torch "infinity_emb[server,torch]" "transformers<5" optimum "optimum-onnx[onnxruntime]"
-python -m benchmarks.serving.widen checkpoints/minilm_agnews MODEL    # or a model of base size, where there is one
+python -m benchmarks.serving.widen checkpoints/minilm_agnews MODEL    # or a model of base size, if there is one
 python -m inference.export MODEL && python -m inference.export MODEL --engine openvino
 python -m inference.export MODEL --engine onnx
 python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python --infinity_python infinity/bin/python
@@ -117,30 +121,133 @@ python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python -
 """
 
 
-def render(run: dict) -> str:
+def rate(load: str) -> Figure:
+    """Texts answered per second."""
+    return lambda measured: measured[load]["texts_per_second"]
+
+
+def latency(load: str, quantile: str, status: str = "200") -> Figure:
+    """Seconds to an answer of that status."""
+    return lambda measured: measured[load]["latency"][status][quantile]
+
+
+def refusal_latency(quantile: str) -> Figure:
+    """Seconds to a refusal under overload, of the slower kind of refusal."""
+    return lambda measured: max(
+        found[quantile] for status, found in measured[OVERLOAD]["latency"].items() if status in REFUSALS
+    )
+
+
+def ratio_of(above: Figure, below: Figure) -> Figure:
+    """The ratio of two figures of the same server in the same round."""
+    return lambda measured: above(measured) / below(measured)
+
+
+def outcomes(load: str, counted: tuple[str, ...]) -> Callable[[Measured], int]:
+    """How many requests of a load ended in one of these ways."""
+    return lambda measured: sum(measured[load]["outcomes"].get(outcome, 0) for outcome in counted)
+
+
+def unanswered(*loads: str) -> Callable[[Measured], int]:
+    """How many requests of these loads ended in anything but a 200."""
+    return lambda measured: sum(
+        count for load in loads for status, count in measured[load]["outcomes"].items() if status != "200"
+    )
+
+
+# Goodput under overload as a share of the capacity; and how much longer than a lone client the slowest hundredth waits.
+CAPACITY_KEPT = ratio_of(rate(OVERLOAD), rate(MANY))
+STEADY_TAIL = ratio_of(latency(STEADY, "p99"), latency(ONE, "p50"))
+
+
+class Results:
+    """A run's rounds. A figure that a round lacks (nothing was answered, so no latency) is left out of its median."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        self.run = run
+        self.names = [name for name in run["servers"] if self.rounds(name)]
+
+    def rounds(self, name: str) -> list[Measured]:
+        """A server's complete rounds."""
+        found = (one.get(name, {}) for one in self.run["rounds"])
+        return [measured for measured in found if "pss_loaded" in measured]
+
+    def series(self, name: str, figure: Figure) -> list[float]:
+        """A figure in each round that has it."""
+        return [value for measured in self.rounds(name) if (value := _value(figure, measured)) is not None]
+
+    def median(self, name: str, figure: Figure) -> float | None:
+        """The median over rounds, if any round has the figure."""
+        values = self.series(name, figure)
+        return median(values) if values else None
+
+    def ratio(self, name: str, other: str, figure: Figure) -> float | None:
+        """The median over rounds of the ratio within a round."""
+        ratios = [
+            value
+            for one in self.run["rounds"]
+            if (value := _value(lambda both: figure(both[name]) / figure(both[other]), one)) is not None
+        ]
+        return median(ratios) if ratios else None
+
+    def cell(self, figure: Figure, scale: float = 1.0, digits: int = 1) -> Cell:
+        """A table's cell with the median of a figure."""
+
+        def shown(name: str) -> str:
+            value = self.median(name, figure)
+            return NONE if value is None else f"{value * scale:,.{digits}f}"
+
+        return shown
+
+    def total(self, count: Callable[[Measured], int]) -> Cell:
+        """A table's cell with the sum of a count over rounds."""
+
+        def shown(name: str) -> str:
+            values = self.series(name, count)
+            return f"{sum(values):,.0f}" if values else NONE
+
+        return shown
+
+
+def _value(figure: Callable[[Any], float], measured: Any) -> float | None:
+    try:
+        return figure(measured)
+    except (KeyError, ZeroDivisionError, ValueError):
+        return None
+
+
+def _joined(separator: str, *cells: Cell) -> Cell:
+    return lambda name: separator.join(cell(name) for cell in cells)
+
+
+def render(run: dict[str, Any]) -> str:
     """The whole page."""
     results = Results(run)
     goals = goals_table(results)
+    work, size = run["workload"], run["workload"]["size"]
+    facts = run["facts"] | {
+        "Model": f"{run['model']}: {size['n_layers']} blocks of {size['dim']} ({size['hidden_dim']}), "
+        f"{size['n_heads']} heads",
+        "Texts": f"{work['texts']:,} test texts of {work['dataset']}, {work['tokens_mean']:.1f} tokens on average, "
+        f"cut at {work['limit']}",
+        "Rounds": f"{len(run['rounds'])} of {run['wanted_rounds']}, {run['seconds']:g} s per load "
+        "(half of it for 1 client)",
+        "Open loops": "random gaps (Poisson)" if run["poisson"] else "equal gaps",
+    }
     return "".join(
         [
-            INTRODUCTION,
-            f"\n{_facts(results)}",
+            introduction(MODULE, "Serving under load", INTRODUCTION),
+            fact_list(facts),
             f"\n## Goals\n\n{goals}" if goals else "",
-            CLOSED,
-            tables.closed_loop(results),
-            f"\n{tables.latencies(results)}",
-            f"\n{tables.ratios(results, REFERENCE)}" if REFERENCE in results.names else "",
+            CLOSED_LOOP,
+            *_closed_loop(results),
             OPEN_STEADY,
-            tables.steady(results),
+            _steady(results),
             OPEN_OVERLOAD,
-            tables.overload(results),
+            _overload(results),
             RESOURCES.format(dollars=run["dollars_per_hour"]),
-            tables.resources(results),
-            LIMIT,
-            tables.limits(results),
-            SHARES,
-            tables.shares(results),
-            _accuracy(results),
+            _resources(results),
+            *_accuracy(results),
             _trust(results),
             PEERS,
             *_settings(results),
@@ -148,38 +255,193 @@ def render(run: dict) -> str:
     )
 
 
-def _facts(results: Results) -> str:
-    run = results.run
-    work, size = run["workload"], run["workload"]["size"]
-    return fact_list(
-        run["facts"]
-        | {
-            "Model": f"{run['model']}: {size['n_layers']} blocks of {size['dim']} ({size['hidden_dim']}), "
-            f"{size['n_heads']} heads",
-            "Texts": f"{work['texts']:,} test texts of {work['dataset']}, {work['tokens_mean']:.1f} tokens in the "
-            f"mean, cut at {work['limit']}",
-            "Rounds": f"{len(run['rounds'])} of {run['wanted_rounds']}, {run['seconds']:g} s a load "
-            "(half of it for 1 client)",
-            "Open loops": "random gaps (Poisson)" if run["poisson"] else "equal gaps",
+def goals_table(results: Results) -> str:
+    """The goals of this server and what was measured; a goal whose servers were not measured is left out."""
+    if OURS not in results.names:
+        return ""
+
+    def against(others: tuple[str, ...], figure: Figure, best: Callable[..., float] = min) -> float | None:
+        ratios = [results.ratio(OURS, other, figure) for other in others if other in results.names]
+        return best((ratio for ratio in ratios if ratio is not None), default=None)
+
+    def worst(figure: Figure, scale: float = 1) -> float | None:
+        return max((value * scale for value in results.series(OURS, figure)), default=None)
+
+    def memory(measured: Measured) -> float:
+        return measured["pss_loaded"] / MB
+
+    ours = [name for name in results.names if SERVERS[name].is_ours]
+    leanest = min(median(results.series(name, memory)) for name in ours)
+    tail = results.median(OURS, ratio_of(latency(MANY, "p99"), latency(MANY, "p50")))
+    start = results.median(OURS, lambda measured: measured["start_s"])
+    # What, measured, bound, goal, and how both are shown.
+    goals = [
+        ("64 clients, × plain FastAPI + PyTorch", against(("naive",), rate(MANY)), "at least", 14, "{:.1f}"),
+        ("64 clients, × the best stock peer", against(STOCK, rate(MANY)), "at least", 2.2, "{:.2f}"),
+        ("64 clients, × mosec tuned", against(TUNED, rate(MANY)), "at least", 1.3, "{:.2f}"),
+        ("64 clients, p99 ÷ median", tail, "at most", 1.5, "{:.2f}"),
+        ("8 clients, × mosec tuned", against(TUNED, rate(EIGHT)), "at least", 1.5, "{:.2f}"),
+        ("1 client, median × mosec tuned's", against(TUNED, latency(ONE, "p50"), max), "at most", 0.7, "{:.2f}"),
+        ("lists of 64, × mosec tuned", against(TUNED, rate(LISTS)), "at least", 1.3, "{:.2f}"),
+        ("70% of capacity, p99 ÷ a lone client's median", results.median(OURS, STEADY_TAIL), "at most", 6, "{:.1f}"),
+        ("3 × capacity, goodput ÷ capacity", results.median(OURS, CAPACITY_KEPT), "at least", 0.9, "{:.2f}"),
+        ("3 × capacity, p99 of a refusal", worst(refusal_latency("p99"), 1e3), "at most", 10, "{:.1f} ms"),
+        ("3 × capacity, accepted and lost", worst(outcomes(OVERLOAD, LOST)), "at most", 0, "{:.0f}"),
+        ("first answer after the start", start, "at most", 1.5, "{:.2f} s"),
+        ("memory after load, the default engine", results.median(OURS, memory), "at most", 600, "{:.0f} MB"),
+        ("memory after load, the leanest engine", leanest, "at most", 450, "{:.0f} MB"),
+    ]
+    for name, manifest in results.run["accuracy"].items():
+        found = manifest["accuracy"]
+        if manifest["precision"] == "int8":
+            goals.append((f"{name} int8, points of accuracy lost", found["drop_points"], "at most", 0.3, "{:.2f}"))
+            goals.append((f"{name} int8, answers changed", found["disagreement_percent"], "at most", 1.0, "{:.2f}%"))
+    rows = []
+    for what, value, bound, goal, shape in goals:
+        if value is not None:
+            met = value >= goal if bound == "at least" else value <= goal
+            rows.append([what, f"{bound} {shape.format(goal)}", shape.format(value), "yes" if met else "**no**"])
+    return markdown_table(["", "goal", "measured", "met"], rows)
+
+
+def _title(name: str) -> str:
+    return SERVERS[name].title
+
+
+def _closed_loop(results: Results) -> list[str]:
+    """Texts per second, latencies, and ours against each of the others."""
+    loads: dict[str, Cell] = {
+        "texts/s": _title,
+        **{load: results.cell(rate(load)) for load in (ONE, EIGHT, MANY)},
+        "rounds": lambda name: spread(results.series(name, rate(MANY))),
+        LISTS: results.cell(rate(LISTS)),
+        f"{LISTS}, rounds": lambda name: spread(results.series(name, rate(LISTS))),
+        "not answered": results.total(unanswered(*CLOSED)),
+    }
+    latencies: dict[str, Cell] = {"server": _title}
+    for load in CLOSED:
+        digits = 1 if load == ONE else 0
+        quantiles = (results.cell(latency(load, quantile), 1e3, digits) for quantile in ("p50", "p95", "p99"))
+        latencies[f"{load}, p50 / p95 / p99 ms"] = _joined(" / ", *quantiles)
+    texts = [table(loads, results.names), "\n", table(latencies, results.names)]
+    if OURS in results.names:
+
+        def against(figure: Figure) -> Cell:
+            def shown(name: str) -> str:
+                ratio = results.ratio(OURS, name, figure)
+                return NONE if ratio is None else f"{ratio:.2f}"
+
+            return shown
+
+        ratios: dict[str, Cell] = {
+            "ours ÷": _title,
+            "1 client, median latency": against(latency(ONE, "p50")),
+            "8 clients, texts/s": against(rate(EIGHT)),
+            "64 clients, texts/s": against(rate(MANY)),
+            "lists of 64, texts/s": against(rate(LISTS)),
         }
+        texts += ["\n", table(ratios, [name for name in results.names if name != OURS])]
+    return texts
+
+
+def _steady(results: Results) -> str:
+    columns: dict[str, Cell] = {
+        "server": _title,
+        "sent, texts/s": results.cell(lambda measured: measured[STEADY]["load"]["rate"]),
+        **{f"{q} ms": results.cell(latency(STEADY, q), 1e3, 0) for q in ("p50", "p95", "p99")},
+        "p99 ÷ the lone client's median": results.cell(STEADY_TAIL),
+        "not answered": results.total(unanswered(STEADY)),
+    }
+    return table(columns, results.names)
+
+
+def _overload(results: Results) -> str:
+    answered, refused = (
+        (results.cell(latency(OVERLOAD, q), 1e3, 0) for q in ("p50", "p99")),
+        (results.cell(refusal_latency(q), 1e3) for q in ("p50", "p99")),
     )
+    columns: dict[str, Cell] = {
+        "server": _title,
+        "sent, texts/s": results.cell(lambda measured: measured[OVERLOAD]["load"]["rate"]),
+        "answered in time, texts/s": results.cell(rate(OVERLOAD)),
+        "÷ capacity": results.cell(CAPACITY_KEPT, digits=2),
+        "p50 / p99 ms of those answered": _joined(" / ", *answered),
+        "refused": results.total(outcomes(OVERLOAD, REFUSALS)),
+        "refusals, p50 / p99 ms": _joined(" / ", *refused),
+        "taken in and lost": results.total(outcomes(OVERLOAD, LOST)),
+    }
+    return table(columns, results.names)
 
 
-def _accuracy(results: Results) -> str:
+def _resources(results: Results) -> str:
+    def cpu_per_text(measured: Measured) -> float:
+        return measured[MANY]["server_cpu_s"] / measured[MANY]["texts_answered"]
+
+    def dollars(name: str) -> str:
+        texts = results.median(name, rate(MANY))
+        return f"{1e6 / texts / 3600 * results.run['dollars_per_hour']:.2f}" if texts else NONE
+
+    columns: dict[str, Cell] = {
+        "server": _title,
+        "start to first answer, s": results.cell(lambda measured: measured["start_s"], digits=2),
+        "memory idle, MB": results.cell(lambda measured: measured["pss_idle"] / MB, digits=0),
+        "after load, MB": results.cell(lambda measured: measured["pss_loaded"] / MB, digits=0),
+        "CPU-s per 1,000 texts": results.cell(cpu_per_text, 1e3),
+        "$ per million texts": dollars,
+    }
+    return table(columns, results.names)
+
+
+def _accuracy(results: Results) -> list[str]:
+    """The labels that each server gave the same texts, against the fp32 server's; and the artefacts' manifests."""
     run = results.run
     note = ""
     if run["accuracy_model"] != run["model"]:
         note = (
-            f" {run['model']} is that model made wider by doubling its channels, for the time it takes alone: its "
-            "twin columns make quantisation look unlike a real model's, so its accuracy is not given."
+            f" {run['model']} is that model widened by doubling its channels, only for the time it takes: its twin "
+            "columns make quantisation look unlike a real model's, so its accuracy is not given."
         )
-    text = ACCURACY.format(model=run["accuracy_model"], note=note, batch=BATCH)
-    manifests = f"\n{tables.accuracy(results)}" if run["accuracy"] else ""
-    return f"{text}{tables.agreement(results)}{manifests}"
+    # The plain recipe computes in fp32, so its labels are what int8 should not change.
+    reference = "naive" if "naive" in results.names else results.names[0]
+    wanted = results.rounds(reference)[0]["labels"]
+
+    def agreement(name: str) -> str:
+        same = (sum(a == b for a, b in zip(one["labels"], wanted, strict=True)) for one in results.rounds(name))
+        return f"{min(same)} of {len(wanted)}"
+
+    labels: dict[str, Cell] = {"server": _title, f"same label as {_title(reference).strip('*')}": agreement}
+    texts = [ACCURACY.format(model=run["accuracy_model"], note=note, batch=BATCH), table(labels, results.names)]
+    if run["accuracy"]:
+        manifests = run["accuracy"]
+
+        def found(field: str, shape: str) -> Cell:
+            return lambda name: shape.format(manifests[name]["accuracy"][field])
+
+        def size(name: str) -> str:
+            before, after = (manifests[name]["size"][f"{when}_bytes"] / MB for when in ("before", "after"))
+            return f"{after:.0f} (fp32 {before:.0f})"
+
+        columns: dict[str, Cell] = {
+            "artefact": lambda name: f"{name} {manifests[name]['precision']}",
+            "test rows": found("rows", "{:,}"),
+            "accuracy before": found("before", "{:.2%}"),
+            "after": found("after", "{:.2%}"),
+            "points lost": found("drop_points", "{:.2f}"),
+            "answers changed": found("disagreement_percent", "{:.2f}%"),
+            "size, MB": size,
+        }
+        texts += ["\n", table(columns, manifests)]
+    return texts
 
 
 def _trust(results: Results) -> str:
-    loads = [one[load] for name in results.names for one in results.all(name) for load in LOADS if load in one]
+    loads = [
+        one[load]
+        for name in results.names
+        for one in results.rounds(name)
+        for load in (*CLOSED, STEADY, OVERLOAD)
+        if load in one
+    ]
     if not loads:
         return ""
     others = [load["others_share"] for load in loads]
@@ -187,22 +449,23 @@ def _trust(results: Results) -> str:
         client=f"{max(load['client_share'] for load in loads):.1%}",
         others=f"{median(others):.1%}",
         others_most=f"{max(others):.1%}",
-        disturbed=sum(load["others_share"] + load["stolen_share"] > MOST_NOISE for load in loads),
+        disturbed=sum(load["others_share"] + load["stolen_share"] > MAX_NOISE for load in loads),
         loads=len(loads),
-        most_noise=MOST_NOISE,
+        max_noise=MAX_NOISE,
         stolen=f"{max(load['stolen_share'] for load in loads):.1%}",
         lateness=max(load["lateness_p99"] for load in loads) * 1e3,
     )
 
 
 def _settings(results: Results) -> list[str]:
-    lines = []
+    run, lines = results.run, []
     for name in results.names:
         server = SERVERS[name]
-        versions = ", ".join(f"{package} {version}" for package, version in results.run["versions"][name].items())
+        versions = ", ".join(f"{package} {version}" for package, version in run["versions"][name].items())
         served = f"`MODEL/{server.artefact}`" if server.artefact else "the model folder"
-        engine = next((one["engine"] for one in results.all(name) if one.get("engine")), "")
+        engine = next((one["engine"] for one in results.rounds(name) if one.get("engine")), "")
         parts = [versions, f"serves {served}{f', with {engine}' if engine else ''}", server.settings]
         lines.append(f"- {server.title} (`{name}`): {'; '.join(filter(None, parts))}.\n")
-    lines += [f"- {SERVERS[name].title} (`{name}`): not measured: {why}\n" for name, why in results.left_out.items()]
-    return lines
+    failures = {name: one[name]["failed"] for one in run["rounds"] for name in one if "failed" in one[name]}
+    left_out = {name: why for name, why in (run["left_out"] | failures).items() if name not in results.names}
+    return lines + [f"- {_title(name)} (`{name}`): not measured: {why}\n" for name, why in left_out.items()]

@@ -1,4 +1,4 @@
-"""A server's life within a measurement: started, found to answer, loaded, weighed, ended."""
+"""A server during a measurement: started, asked until it answers, loaded, weighed, stopped with all its processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,31 +16,74 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.processes import ROOT, free_port
-from benchmarks.serving.load import Load
-from benchmarks.serving.process_tree import MARK, ProcessTree
+from benchmarks.processes import ROOT, free_port, last_line
+from benchmarks.serving.client import Load
 from benchmarks.serving.servers import Server
 from common.errors import ForeseenError
 
-LONGEST_START = 90.0  # seconds until the first answer
-GRACE = 8.0  # seconds to end by itself
-LIST_ASKED = 16
-_PROBE_GAP = 0.01
+START_TIMEOUT = 90.0  # seconds until the first answer
+GRACE = 8.0  # seconds for a server to stop by itself
+TEXTS_PER_LIST = 16
+# Frameworks start workers in separate sessions, so neither parents nor process groups say which processes belong to
+# a server; a variable in the environment, which all of them inherit, does.
+MARK = "SERVING_LOAD_MARK"
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailure(ForeseenError):
-    """A server did not start, or its answers are of no use; the others are measured all the same."""
+    """A server did not start, or its answers are useless; the other servers are measured nevertheless."""
+
+
+class ProcessTree:
+    """The processes whose environment carries a mark."""
+
+    def __init__(self, mark: str) -> None:
+        self._needle = f"{MARK}={mark}".encode()
+
+    def pids(self) -> list[int]:
+        """Those that are alive now."""
+        folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdecimal())
+        return [int(folder.name) for folder in folders if self._needle in _read(folder / "environ").split(b"\0")]
+
+    def pss_bytes(self) -> int:
+        """Resident memory; pages that several of them share count once."""
+        lines = (line for pid in self.pids() for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines())
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the living and of the children that they have waited for."""
+        # After the name in brackets, which may hold blanks: fields 14 to 17 are the four times.
+        fields = (_read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() for pid in self.pids())
+        return sum(sum(map(int, found[11:15])) for found in fields) / _TICKS
+
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
+        """Send SIGTERM to the first process, and after a grace period kill whatever is left."""
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        self._wait(process)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        self._wait(process)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + GRACE
+        while (process.poll() is None or self.pids()) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # gone, or a process of the kernel
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers.
-
-    Attributes:
-        port: Where it listens.
-        start_s: From the start of its process to its first answer to a text.
-        tree: Its processes.
-    """
+    """A server that answers; ``start_s``: from the start of its process to its first answer to a text."""
 
     server: Server
     port: int
@@ -49,16 +93,16 @@ class Running:
     def ask_labels(self, texts: list[str]) -> list[str]:
         """The labels that it gives texts, asked in short lists."""
         labels = []
-        for start in range(0, len(texts), LIST_ASKED):
-            body = self.server.body(texts[start : start + LIST_ASKED], True)
+        for start in range(0, len(texts), TEXTS_PER_LIST):
+            body = self.server.body(texts[start : start + TEXTS_PER_LIST], True)
             status, answer = _request(self.port, "POST", self.server.paths[1], body, 60)
             if status != 200:
-                raise ServerFailure(f"a list of {LIST_ASKED} texts: answered {status}", code="benchmark-failed")
+                raise ServerFailure(f"a list of {TEXTS_PER_LIST} texts: answered {status}", code="benchmark-failed")
             labels += self.server.labels(json.loads(answer))
         return labels
 
     def ask_engine(self) -> str:
-        """What our own server says that runs its model; empty for a peer."""
+        """The engine that our own server reports; empty for a peer."""
         if not self.server.is_ours:
             return ""
         _, answer = _request(self.port, "GET", "/model", None, 10)
@@ -66,15 +110,15 @@ class Running:
         return f"{engine['engine']} ({engine['reason']})"
 
     def apply(self, load: Load) -> dict[str, Any]:
-        """Let a client send a load; the client's figures, and the processor time of all concerned."""
+        """Let a client send a load; returns its figures and the processor time of server, client, others and host."""
         cpu, machine, began = self.tree.cpu_seconds(), _machine_seconds(), time.monotonic()
         command = [sys.executable, "-m", "benchmarks.serving.client", json.dumps(asdict(load))]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise ServerFailure(
-                f"the client failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}", code="benchmark-failed"
-            )
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise ServerFailure(f"the client failed: {last}", code="benchmark-failed")
         result = json.loads(done.stdout)
+        # Of all core-seconds of this time: what was used by neither server nor client disturbs the load.
         cores = (time.monotonic() - began) * (os.cpu_count() or 1)
         busy, stolen = (after - before for after, before in zip(_machine_seconds(), machine, strict=True))
         result["server_cpu_s"] = self.tree.cpu_seconds() - cpu
@@ -86,16 +130,16 @@ class Running:
 
 @contextlib.contextmanager
 def started(server: Server, model: Path, python: str) -> Iterator[Running]:
-    """Start a server and wait for its first answer; end it with all its processes.
+    """Start a server and wait for its first answer; at the end, stop it with all its processes.
 
     Raises:
-        ServerFailure: It ended or did not answer in time, with the last line that it wrote.
+        ServerFailure: it ended or did not answer in time, with the last line that it wrote.
     """
     port = free_port()
     mark = f"{os.getpid()}-{port}"
+    folder = str(server.folder(model).resolve())
     environment = os.environ | server.environment
     environment |= {MARK: mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    folder = str(server.folder(model).resolve())
     environment |= {"SERVED_FOLDER": folder, "SERVED_PORT": str(port), "MODEL_CHECKPOINT": folder}
     arguments = [argument.format(port=port) for argument in server.command]
     tree = ProcessTree(mark)
@@ -106,25 +150,25 @@ def started(server: Server, model: Path, python: str) -> Iterator[Running]:
             _wait_for_answer(server, port, process, log)
             yield Running(server, port, time.monotonic() - began, tree)
         finally:
-            tree.end(process, GRACE)
+            tree.stop(process)
 
 
 def _wait_for_answer(server: Server, port: int, process: subprocess.Popen[bytes], log: IO[str]) -> None:
-    body = server.body(["Is anyone there?"], False)
-    end = time.monotonic() + LONGEST_START
-    answered = 0
+    body = server.body(["Shares of the software maker fall"], False)
+    end = time.monotonic() + START_TIMEOUT
+    status = 0
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise ServerFailure(f"ended with code {process.returncode}: {_last_line(log)}", code="benchmark-failed")
+            raise ServerFailure(f"ended with code {process.returncode}: {last_line(log)}", code="benchmark-failed")
         try:
-            answered, _ = _request(port, "POST", server.paths[0], body, 30)
+            status, _ = _request(port, "POST", server.paths[0], body, 30)
         except (OSError, http.client.HTTPException):
-            answered = 0  # not listening yet
-        if answered == 200:
+            status = 0  # not listening yet
+        if status == 200:
             return
-        time.sleep(_PROBE_GAP)
-    what = f"answers {answered}" if answered else "does not listen"
-    raise ServerFailure(f"{what} after {LONGEST_START:.0f} s: {_last_line(log)}", code="benchmark-failed")
+        time.sleep(0.01)
+    what = f"answers {status}" if status else "does not listen"
+    raise ServerFailure(f"{what} after {START_TIMEOUT:.0f} s: {last_line(log)}", code="benchmark-failed")
 
 
 def _request(port: int, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
@@ -139,14 +183,7 @@ def _request(port: int, method: str, path: str, body: dict[str, Any] | None, tim
 
 
 def _machine_seconds() -> tuple[float, float]:
-    """Processor seconds of this machine so far: busy with anything, and taken by its host."""
+    """Processor seconds of this machine so far: busy with anything, and stolen by its host."""
     ticks = [int(number) for number in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     user, nice, system, _idle, _waiting, irq, soft_irq, stolen = ticks[:8]
-    second = os.sysconf("SC_CLK_TCK")
-    return (user + nice + system + irq + soft_irq) / second, stolen / second
-
-
-def _last_line(log: IO[str]) -> str:
-    log.seek(0)
-    lines = [line.strip() for line in log if line.strip()]
-    return lines[-1] if lines else "it wrote nothing"
+    return (user + nice + system + irq + soft_irq) / _TICKS, stolen / _TICKS

@@ -1,4 +1,4 @@
-"""The servers that are set side by side: how each is started, what it is asked, and why its settings are its best."""
+"""The servers that are compared: how each is started, what it is asked, and why its settings are its best."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ def _infinity_labels(answers: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Server:
-    """One server at one choice of settings.
+    """One server with one choice of settings.
 
     Attributes:
-        title: Its name on the page.
-        command: Arguments of its Python; ``{port}`` stands for the port.
-        artefact: The folder beside the weights that it serves; empty: the model folder itself, in fp32.
-        settings: What was chosen and why, for the page.
-        packages: Whose versions the page shows.
-        python: Which Python runs it: ``own`` (the benchmark's), ``peer`` or ``infinity``.
-        environment: Variables of its own.
-        paths: Routes of a single text and of a list.
-        body: The JSON of a request, from its texts and whether it goes to the list's route.
-        labels: The labels in the answer to a list.
+        command: arguments of its Python, with ``{port}`` for the port.
+        artefact: the folder beside the weights that it serves; empty: the model folder itself, in fp32.
+        settings: what was chosen and why, for the page.
+        packages: the page shows their versions.
+        python: which Python runs it: ``own`` (the benchmark's), ``peer`` or ``infinity``.
+        paths: routes of a single text and of a list.
+        body: the JSON of a request, from its texts and whether it goes to the list's route.
+        labels: the labels in the answer to a list.
     """
 
     title: str
@@ -64,15 +62,13 @@ class Server:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is this repository's."""
         return self.python == "own"
 
     def folder(self, model: Path) -> Path:
-        """What it serves."""
         return model / self.artefact
 
     def write_bodies(self, path: Path, texts: Sequence[str], size: int) -> None:
-        """Write the JSON bodies of ``size`` texts each, a line each; a last group that is not full is left out."""
+        """Write one JSON body per line, of ``size`` texts each; an incomplete last group is left out."""
         groups = [texts[i : i + size] for i in range(0, len(texts) - size + 1, size)]
         path.write_text("".join(json.dumps(self.body(group, size > 1)) + "\n" for group in groups))
 
@@ -93,7 +89,7 @@ def _litserve(title: str, settings: str, **environment: str) -> Server:
 
 
 _TUNED = (
-    "the worker sorts what it is handed (up to 64 requests) by length and runs sub-batches of 8, so that hardly "
+    "the worker sorts what it is given (up to 64 requests) by length and runs sub-batches of 8, so that hardly "
     "anything is padded; it waits 1 ms for a batch, as a lone client pays every millisecond more. The best of six "
     "settings in an earlier comparison, two workers of one thread among them; its default deadline of 3 s"
 )
@@ -108,7 +104,7 @@ SERVERS = {
         "plain FastAPI + PyTorch",
         ("-m", f"{PEERS}.naive"),
         "",
-        "the recipe of most tutorials: fp32, every text padded to 128, a forward pass a request in FastAPI's threads",
+        "the recipe of most tutorials: fp32, every text padded to 128, a forward pass per request in FastAPI's threads",
         ("fastapi", "torch", "transformers"),
     ),
     "bentoml": Server(
@@ -158,7 +154,7 @@ DEFAULT = ["ours", "naive", "bentoml", "litserve", "infinity", "mosec", "mosec_t
 
 
 def package_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Versions of packages in a Python; those that it lacks are left out."""
+    """Versions of packages in another Python; those that it lacks are left out."""
     code = (
         "import importlib.metadata as metadata, json, sys\n"
         "names = {one.metadata['Name'] for one in metadata.distributions()} & set(sys.argv[1:])\n"

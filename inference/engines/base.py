@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# A CPU gains no more speed from larger batches (benchmarks/batching_curve.md).
+# Larger passes were no faster on the CPUs measured, and a single text would wait longer for the pass before its own.
 CPU_BATCH_TOKENS = 512
 # Forward passes that run at the same time. On a machine with more processors each pass gets several of them, because
 # more passes would only wait for the interpreter's lock.

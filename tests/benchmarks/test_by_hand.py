@@ -1,4 +1,4 @@
-"""The page of data parallelism by hand says what its rounds say, and its ways differ in communication alone."""
+"""The figures of data parallelism by hand are those of its rounds, and its variants differ only in communication."""
 
 import sys
 import time
@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from torch.profiler import profile
 
-from benchmarks import by_hand, by_hand_worker
-from benchmarks.by_hand import conclusion, run_and_follow, step_rows
-from benchmarks.by_hand_worker import Case, endless_batches, measure, profiled, ways_of
-from benchmarks.processes import Layout
+from benchmarks import by_hand
+from benchmarks.by_hand import (
+    Case,
+    conclusion,
+    endless_batches,
+    measure,
+    profiled,
+    run_and_follow,
+    step_table,
+    variants_of,
+)
 from common.errors import TrainingFailure, run_command
 from learn.by_hand.cnn import CNN
 from tests.training.parallelism.ranks import here, run_on_ranks
@@ -45,9 +52,9 @@ class _LateOnRank1(profile):
 
 def _profiled_by_hand() -> float:
     """Seconds in calls of two steps of which rank 1 begins late."""
-    by_hand_worker.profile = _LateOnRank1
+    by_hand.profile = _LateOnRank1
     batches = endless_batches(here(), rows=4)
-    return 2 * profiled(ways_of(Case(small, rows=4))["by hand"], [next(batches), next(batches)], here())["seconds"]
+    return 2 * profiled(variants_of(Case(small, rows=4))["by hand"], [next(batches), next(batches)], here())["seconds"]
 
 
 def test_a_row_has_the_slower_rank_of_each_round_and_the_ratio_within_rounds() -> None:
@@ -56,7 +63,8 @@ def test_a_row_has_the_slower_rank_of_each_round_and_the_ratio_within_rounds() -
         {"no communication": SILENT, "by hand": measured([0.2, 0.1, 0.3]), "DDP": measured([0.1, 0.2, 0.3], gap=2e-7)},
     ]
 
-    silent, by_hand, ddp = step_rows(ranks)
+    lines = step_table(ranks).splitlines()[2:]
+    silent, by_hand, ddp = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
 
     assert silent == ["no communication", "0", "100.0", "100.0 to 100.0", "1.00", "0.50", "0.0", "–", "1e-01"]
     assert by_hand == ["by hand", "11", "200.0", "200.0 to 400.0", "2.00", "1.00", "20.0", "25%", "0e+00"]
@@ -88,7 +96,7 @@ def test_the_conclusion_is_that_of_the_rounds(ddp: list[float], buckets: int, sa
 
 
 @pytest.mark.slow
-def test_a_profile_begins_once_all_ranks_are_there() -> None:
+def test_a_profile_begins_once_all_ranks_have_arrived() -> None:
     assert max(run_on_ranks(2, _profiled_by_hand)) < LATE
 
 
@@ -105,15 +113,7 @@ def test_a_path_without_images_ends_it_before_any_step(
     assert "gone: no such file or folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_names_its_case() -> None:
-    with pytest.raises(
-        TrainingFailure, match=r"^no such case: rank \d ended with code 1 \(KeyError: 'no such case'\)$"
-    ):
-        by_hand.run_ranks(["{}", "no such case"], Layout(1, 1), pin=False, module="benchmarks.by_hand_worker")
-
-
-def test_all_ways_but_the_silent_one_end_with_the_same_weights_after_other_numbers_of_calls() -> None:
+def test_all_variants_that_communicate_end_with_the_same_weights_after_different_numbers_of_calls() -> None:
     for found in run_on_ranks(2, _measure):
         assert all(len(way["seconds"]) == 2 for way in found.values())
         assert all(len(way["profiles"]) == 2 for way in found.values())

@@ -6,7 +6,7 @@ arXiv 1909.08053, section 3; in plain collectives in ``by_hand/tensor_parallel.p
 what is between those pairs, norms, dropout and residuals, along the sequence. An all-reduce becomes a reduce-scatter
 and an all-gather, which together move the same bytes, and fewer activations are kept for the backward pass (Korthikanti
 et al., arXiv 2205.05198, section 4.2.2; theirs gathers again in the backward pass, ours keeps the gathered inputs of
-the column-parallel layers). ``benchmarks/sequence_parallel.py`` counts what it saves.
+the column-parallel layers). ``benchmarks/training_features.py`` counts what it saves.
 
 Every parameter becomes a DTensor, even one that is not split, so that the optimizer and FSDP see a single mesh.
 """

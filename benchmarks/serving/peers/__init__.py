@@ -1,1 +1,1 @@
-"""The other servers, one file each; they run in a Python of their own (`--peer_python`)."""
+"""The other servers, one file each; they run in a separate Python (`--peer_python`)."""

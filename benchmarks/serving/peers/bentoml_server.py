@@ -16,17 +16,14 @@ from benchmarks.serving.peers.classifier import PeerClassifier
     logging={"access": {"enabled": False}},
 )
 class Classify:
-    """One process that holds the model."""
-
     def __init__(self) -> None:
         self.classifier = PeerClassifier()
 
     @bentoml.api(batchable=True, max_batch_size=32, max_latency_ms=60_000)
     def predict(self, texts: list[str]) -> list[dict[str, Any]]:
-        """Classify texts of several requests at once; a request sends a list of one."""
+        """Classify the texts of several requests at once; each sends a list of one."""
         return self.classifier.classify(texts)
 
     @bentoml.api(route="/predict/batch")
     def predict_batch(self, texts: list[str]) -> list[dict[str, Any]]:
-        """Classify the texts of one request."""
         return self.classifier.classify(texts)

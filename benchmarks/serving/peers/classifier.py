@@ -1,4 +1,4 @@
-"""What every peer with an int8 artefact does with texts: the same cleaning, tokens, weights and answers as ours."""
+"""How every peer with an int8 artefact classifies texts: cleaning, tokens, weights and answers are the same as ours."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ Run = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 class PeerClassifier:
     """An int8 artefact run by its own runtime.
 
-    Args:
-        folder: OpenVINO's or onnxruntime's artefact.
-        sub_batch: Texts in a forward pass, of near lengths; None: all that come, as they come, in one.
+    ``sub_batch``: texts of near lengths per forward pass; None: all of a call in one pass, in their order.
     """
 
     def __init__(self, folder: Path = FOLDER, sub_batch: int | None = None) -> None:
@@ -37,7 +35,7 @@ class PeerClassifier:
         self.classify(["The first pass is the slowest one."])
 
     def answer(self, requests: Sequence[dict[str, Any]]) -> list[Any]:
-        """Answer requests of one text (``text``: an object) or several (``texts``: a list), all of them together."""
+        """Answer requests of one text (``text``: an object) or several (``texts``: a list) together."""
         texts = [request["texts"] if "texts" in request else [request["text"]] for request in requests]
         answers = iter(self.classify([text for group in texts for text in group]))
         return [
@@ -46,8 +44,8 @@ class PeerClassifier:
         ]
 
     def classify(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Answers in the order of the texts."""
         ids = [encoded.ids for encoded in self._tokenizer.encode(texts)]
+        # Sorted by length, texts of a sub-batch are hardly padded; the answers go back to their texts' places.
         order = sorted(range(len(ids)), key=lambda i: len(ids[i])) if self._sub_batch else range(len(ids))
         step = self._sub_batch or len(ids)
         answers: list[dict[str, Any]] = [{}] * len(ids)
@@ -76,7 +74,7 @@ class PeerClassifier:
 
 
 def _load(folder: Path) -> Run:
-    """OpenVINO or onnxruntime, as the artefact wants; two threads, one pass at a time, tuned for latency."""
+    """OpenVINO or onnxruntime, as the artefact needs; all cores, one pass at a time, tuned for latency."""
     if found := list(folder.glob("*.xml")):
         import openvino as ov
 

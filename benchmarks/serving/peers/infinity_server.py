@@ -1,7 +1,7 @@
 """Infinity: its optimum engine over our ONNX int8 file, in a folder laid out as it looks for one.
 
-Two of its faults stand in the way and are stepped around here: it hands optimum an absolute file name where a relative
-one is wanted, and its warm-up sends texts longer than the model's positions (so warm-up is off).
+Two of its bugs are worked around here: it passes optimum an absolute file name where a relative one is expected, and
+its warm-up sends texts longer than the model's positions (so warm-up is off).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from benchmarks.serving.peers.classifier import FOLDER, PORT
 MODEL_FILE = "model_quantized.onnx"
 
 
-def lay_out(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """Make the folder that Infinity loads: the ONNX file under its name for int8, and a tokenizer it can read.
 
-    It lies where the process was started, a folder that the benchmark removes.
+    In the current folder, which the benchmark removes.
     """
-    laid_out = Path("laid_out").absolute()
-    laid_out.mkdir()
-    (laid_out / MODEL_FILE).symlink_to(next(folder.glob("*.onnx")).resolve())
+    made = Path("infinity_model").absolute()
+    made.mkdir()
+    (made / MODEL_FILE).symlink_to(next(folder.glob("*.onnx")).resolve())
     for name in ("config.json", "tokenizer.json"):
-        (laid_out / name).symlink_to((folder / name).resolve())
+        (made / name).symlink_to((folder / name).resolve())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "PreTrainedTokenizerFast"  # version 5 of transformers writes one that version 4 lacks
-    (laid_out / "tokenizer_config.json").write_text(json.dumps(config))
-    return laid_out
+    (made / "tokenizer_config.json").write_text(json.dumps(config))
+    return made
 
 
 if __name__ == "__main__":
@@ -39,5 +39,5 @@ if __name__ == "__main__":
 
     options = "--engine optimum --device cpu --no-model-warmup --batch-size 32 --onnx-disable-optimize"
     options += f" --served-model-name model --log-level error --host 127.0.0.1 --port {PORT}"
-    sys.argv = ["infinity_emb", "v2", "--model-id", str(lay_out(FOLDER)), *options.split()]
+    sys.argv = ["infinity_emb", "v2", "--model-id", str(make_folder(FOLDER)), *options.split()]
     cli()

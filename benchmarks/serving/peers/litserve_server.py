@@ -14,30 +14,24 @@ MAX_BATCH = int(os.environ.get("MAX_BATCH", "32"))
 
 
 class Classify(ls.LitAPI):
-    """One route answers single texts and lists of them."""
+    """One route answers single texts and lists."""
 
     def setup(self, device: str) -> None:
-        """Load the model in the worker."""
         self.classifier = PeerClassifier(sub_batch=SUB_BATCH)
 
-    def decode_request(self, request):  # noqa: ANN001, ANN201 (LitServe takes annotations for a schema)
-        """Leave the JSON as it is; LitServe wants the parameter to have this name."""
+    def decode_request(self, request):  # noqa: ANN001, ANN201 (LitServe reads annotations as a schema)
         return request
 
     def batch(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Leave a batch as a list of requests."""
         return inputs
 
     def predict(self, x: list[dict[str, Any]]) -> list[Any]:
-        """Answer the requests of one batch."""
         return self.classifier.answer(x)
 
     def unbatch(self, output: list[Any]) -> list[Any]:
-        """Hand each request its own answer."""
         return output
 
     def encode_response(self, output):  # noqa: ANN001, ANN201
-        """Leave the answer as it is."""
         return output
 
 

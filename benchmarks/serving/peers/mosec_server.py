@@ -1,4 +1,4 @@
-"""mosec: a Rust front that batches for a Python worker; `SUB_BATCH` and `WAIT_MS` tell stock from tuned."""
+"""mosec: a Rust front that batches for a Python worker; `SUB_BATCH` and `WAIT_MS` choose between stock and tuned."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ WAIT_MS = int(os.environ.get("WAIT_MS", "10"))
 
 
 class Classify(Worker):
-    """The one worker: it has both cores."""
-
     def __init__(self) -> None:
         self.classifier = PeerClassifier(sub_batch=SUB_BATCH)
 
     def forward(self, data: list[dict[str, Any]]) -> list[Any]:
-        """Answer the requests of one batch."""
         return self.classifier.answer(data)
 
 

@@ -1,4 +1,4 @@
-"""The plain recipe: FastAPI and transformers in fp32, every text padded to 128, a call a request."""
+"""The plain recipe: FastAPI and transformers in fp32, every text padded to 128, one forward pass per request."""
 
 from __future__ import annotations
 
@@ -16,31 +16,24 @@ model = AutoModelForSequenceClassification.from_pretrained(FOLDER).eval()
 
 
 class Text(BaseModel):
-    """One text."""
-
     text: str
 
 
 class Texts(BaseModel):
-    """Several texts."""
-
     texts: list[str]
 
 
 @app.post("/predict")
 def predict(request: Text) -> dict:
-    """Classify one text."""
     return classify([request.text])[0]
 
 
 @app.post("/predict/batch")
 def predict_batch(request: Texts) -> list[dict]:
-    """Classify several texts."""
     return classify(request.texts)
 
 
 def classify(texts: list[str]) -> list[dict]:
-    """One padded forward pass."""
     inputs = tokenizer(texts, padding="max_length", truncation=True, max_length=128, return_tensors="pt")
     with torch.no_grad():
         rows = model(**inputs).logits.softmax(dim=-1).tolist()

@@ -14,18 +14,14 @@ from benchmarks.serving.peers.classifier import PORT, PeerClassifier
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=512, ray_actor_options={"num_cpus": 1})
 class Classify:
-    """One replica answers single texts and lists of them."""
-
     def __init__(self) -> None:
         self.classifier = PeerClassifier()
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
     async def answer(self, requests: list[dict[str, Any]]) -> list[Any]:
-        """Answer the requests of one batch."""
         return self.classifier.answer(requests)
 
     async def __call__(self, request: Request) -> Any:
-        """Answer one request."""
         return await self.answer(await request.json())
 
 

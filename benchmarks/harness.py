@@ -1,0 +1,209 @@
+"""What all benchmarks share: flags, rounds, medians and ratios, the facts of a measurement, and the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from common.errors import OneLineParser, UserError, positive, run_command
+from common.files import write_whole
+from common.hardware import cpu_name, usable_cpus
+from training.model.precision import cpu_has_bf16
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+NONE = "–"  # a cell without a figure
+PACKAGES = ("torch", "transformers")
+Case = TypeVar("Case")
+Result = TypeVar("Result")
+
+
+class Parser(OneLineParser):
+    """The flags of a benchmark, with those that most of them have."""
+
+    def __init__(self, module: str, description: str, *, page: str = "", rounds: int = 0) -> None:
+        super().__init__(prog=f"python -m {module}", description=description.strip().split("\n\n")[0])
+        add_common_flags(self, page, rounds)
+
+
+def add_common_flags(parser: argparse.ArgumentParser, page: str, rounds: int) -> None:
+    """Add ``--rounds`` and ``--output`` with these defaults; 0 and an empty name leave them out."""
+    if rounds:
+        parser.add_argument("--rounds", type=positive, default=rounds, help=f"default: {rounds}")
+    if page:
+        shown = f"the page (default: benchmarks/{page})"
+        parser.add_argument("--output", type=_markdown_path, default=HERE / page, help=shown)
+
+
+def _markdown_path(text: str) -> Path:
+    if not text.endswith(".md"):
+        raise argparse.ArgumentTypeError(f"{text}: must end in .md")
+    return Path(text)
+
+
+def seconds(text: str) -> float:
+    """Read the length of a measurement, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 600:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0.1 and 600 seconds")
+    return value
+
+
+def run_benchmark(main: Callable[[], None]) -> None:
+    """Run a benchmark; SIGTERM ends it like an error, so that it stops the processes it has started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    run_command(main)
+
+
+def report(line: str) -> None:
+    """Print progress at once, also into a pipe."""
+    print(line, flush=True)
+
+
+# Rounds. A shared machine drifts over minutes, so the variants of a comparison alternate within each round, and what is
+# compared is the ratio within a round, never the medians of two series that were measured one after the other.
+
+
+def in_turns(cases: Sequence[Case], number: int) -> list[Case]:
+    """The cases in the order of round ``number``: every other round runs backwards, every second one starts elsewhere.
+
+    Two cases swap places; three go through all their orders in six rounds.
+    """
+    # The start moves by a third of the list and not by one place, so that long lists do not keep their neighbours.
+    start = number // 2 * max(1, len(cases) // 3) % max(1, len(cases))
+    turned = [*cases[start:], *cases[:start]]
+    return turned[::-1] if number % 2 else turned
+
+
+def run_rounds(
+    cases: Mapping[str, Case],
+    num_rounds: int,
+    measure: Callable[[Case, int], Result],
+    describe: Callable[[Result], str],
+) -> Iterator[dict[str, Result]]:
+    """Measure every case once per round, in alternating order; yields the results of each round by the cases' names."""
+    for number in range(num_rounds):
+        found: dict[str, Result] = {}
+        for name in in_turns(list(cases), number):
+            found[name] = measure(cases[name], number)
+            report(f"round {number + 1}/{num_rounds}, {name}: {describe(found[name])}")
+        yield {name: found[name] for name in cases}
+
+
+def median_ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """The median over rounds of the ratio within a round."""
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """The smallest and the largest of several rounds."""
+    return f"{min(values):,.{digits}f} to {max(values):,.{digits}f}"
+
+
+def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
+    """The median, with the smallest and the largest in brackets."""
+    return f"{median(values):,.{digits}f} ({spread(values, digits)})"
+
+
+# The page.
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are figures."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table(columns: Mapping[str, Callable[[Case], str]], cases: Iterable[Case]) -> str:
+    """A Markdown table from what each column shows of a case."""
+    return markdown_table(list(columns), [[cell(case) for cell in columns.values()] for case in cases])
+
+
+def measurement_facts(module: str, packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Facts about this measurement: date, commit, command, machine and the packages' versions."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cpu = f"{cpu_name()}, {usable_cpus()} cores, {'with' if cpu_has_bf16() else 'without'} bf16 in hardware"
+    versions = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)]
+    return {
+        "Measured": f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}",
+        "Command": f"`{_command(module)}`",
+        "Machine": f"{cpu}; {' + '.join(gpus) or 'no GPU'}",
+        "Versions": ", ".join(versions),
+    }
+
+
+def fact_list(facts: Mapping[str, str]) -> str:
+    """Facts as a Markdown list."""
+    return "".join(f"- {name}: {value}\n" for name, value in facts.items())
+
+
+def introduction(module: str, title: str, text: str) -> str:
+    """How every page begins: its title, the command that writes it, and what its columns mean."""
+    return f"# {title}\n\nWritten by `python -m {module}`.\n{text.strip()}\n\n"
+
+
+def write_page(path: Path, text: str, results: Any = None) -> None:
+    """Write a page, and its results as JSON next to it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+        if results is not None:
+            write_whole(path.with_suffix(".json"), (json.dumps(results, indent=1) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})", code="not-writable") from error
+    report(f"Written: {path}")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Measurements of earlier runs, kept next to the page; empty if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        message = f"{path}: not valid JSON ({error}); remove it to start from scratch"
+        raise UserError(message, code="benchmark-input") from error
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        short = git("rev-parse", "--short", "HEAD")
+        # Only what is measured: a page that was just written is not a change of the program.
+        changed = git("status", "--porcelain", "--", "training", "inference", "deployment", "benchmarks/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return short + (" with changes not yet committed" if changed else "")
+
+
+def _command(module: str) -> str:
+    """The command line, without what means nothing elsewhere: absolute folders, flags for another tool after ``--``."""
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    shown = (f".../{Path(part).name}" if Path(part).is_absolute() else part for part in own)
+    return shlex.join(["python", "-m", module, *shown])

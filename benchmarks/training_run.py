@@ -1,0 +1,72 @@
+"""A whole training run as a measurement: in a temporary folder, with what came of it on each rank."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.processes import Layout, run_ranks
+from training.config import parse_config
+from training.monitoring.run_log import read_metrics
+from training.parallelism.distributed import ranks as start_ranks
+from training.run.trainer import Trainer
+
+
+def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
+    """One rank's part of a run. The last rank is made ``slowdown`` times slower by real work.
+
+    Returns:
+        Among others ``sent`` and ``uncompressed``, the bytes per step that this rank gave to all-reduces and would have
+        given without compression; ``records``, rank 0's metrics.jsonl; and the most memory that the process held.
+    """
+    config = parse_config(flags)
+    with start_ranks(config.device) as ranks:
+        trainer = Trainer(config, ranks)
+        strategy = trainer.context.strategy
+        if ranks.rank == ranks.world_size - 1 and slowdown > 1:
+            compute_repeatedly(strategy.parts[0], slowdown)
+        trainer.fit()
+        traffic = strategy.compression.traffic if strategy.compression else None
+        gradients = sum(parameter.numel() * 4 for parameter in strategy.parameters.values())
+        return {
+            "global_batch": trainer.context.plan.global_batch_size,
+            "steps_per_epoch": len(trainer.sampler),
+            "rows_per_epoch": len(trainer.context.news.train_index),
+            "speeds": trainer.balance.speeds,
+            "uncompressed": traffic.plain if traffic else gradients,
+            "sent": traffic.sent if traffic else gradients,
+            "records": read_metrics(config.run_dir) if ranks.is_first else [],
+            "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        }
+
+
+def compute_repeatedly(model: nn.Module, times: int) -> None:
+    """Make a model compute each row of a training batch ``times`` times, forward and backward, and learn from one."""
+
+    def repeat(module: nn.Module, inputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        # There is no attention mask if nothing is padded.
+        repeated = tuple(None if tensor is None else tensor.repeat(times, 1) for tensor in inputs)
+        return repeated if module.training else inputs
+
+    def keep_first(module: nn.Module, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
+        return logits[: len(logits) // times] if module.training else logits
+
+    model.register_forward_pre_hook(repeat)
+    model.register_forward_hook(keep_first)
+
+
+def train(
+    layout: Layout, rank_function: Callable[..., Any] = train_rank, *, pin: bool = True, slowdown: int = 0, **flags: Any
+) -> list[dict[str, Any]]:
+    """Train with these flags in a temporary folder; returns what the function found on each rank."""
+    arguments = {"slowdown": slowdown} if slowdown else {}
+    with tempfile.TemporaryDirectory(prefix="training-") as folder:
+        flags = {"save_every": 0, "output_dir": f"{folder}/model"} | flags
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        return run_ranks(rank_function, layout, pin=pin, flags=words, **arguments)

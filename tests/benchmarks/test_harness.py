@@ -1,0 +1,90 @@
+"""The arithmetic that all benchmarks share."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.processes import Layout, run_ranks
+from common.errors import TrainingFailure, UserError
+from tests.benchmarks.rank_functions import fail_on_rank_1, which_rank
+
+
+def test_two_cases_swap_places_and_three_go_through_all_orders() -> None:
+    assert [harness.in_turns("ab", number) for number in range(4)] == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
+    assert {tuple(harness.in_turns("abc", number)) for number in range(6)} == set(permutations("abc"))
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_every_round_has_every_case_once(count: int) -> None:
+    cases = list(range(count))
+    assert all(sorted(harness.in_turns(cases, number)) == cases for number in range(20))
+
+
+def test_rounds_alternate_and_their_results_keep_the_order_of_the_cases() -> None:
+    measured: list[str] = []
+
+    def measure(case: str, number: int) -> str:
+        measured.append(f"{case}{number}")
+        return case.upper()
+
+    rounds = list(harness.run_rounds({"x": "a", "y": "b"}, 2, measure, str))
+
+    assert measured == ["a0", "b0", "b1", "a1"]
+    assert [list(found.items()) for found in rounds] == [[("x", "A"), ("y", "B")]] * 2
+
+
+def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
+    ours, theirs = [10.0, 100.0, 30.0], [10.0, 50.0, 10.0]
+    assert harness.median_ratio(ours, theirs) == 2.0  # of 1, 2 and 3; the ratio of the medians is 3
+    with pytest.raises(ValueError, match="zip"):
+        harness.median_ratio(ours, theirs[:2])
+
+
+def test_a_spread_names_the_smallest_and_the_largest() -> None:
+    assert harness.median_and_spread([3.0, 1.0, 1234.5]) == "3.0 (1.0 to 1,234.5)"
+
+
+def test_a_table_has_a_row_per_case_and_a_cell_per_column() -> None:
+    columns = {"case": str, "twice": lambda case: str(2 * case)}
+    assert harness.table(columns, [1, 2]) == "| case | twice |\n| --- | ---: |\n| 1 | 2 |\n| 2 | 4 |\n"
+
+
+def test_a_page_is_written_with_its_results_and_one_that_cannot_be_is_one_error(tmp_path: Path) -> None:
+    harness.write_page(tmp_path / "new" / "page.md", "# Page\n", {"rounds": [1]})
+
+    assert (tmp_path / "new" / "page.md").read_text() == "# Page\n"
+    assert harness.read_results(tmp_path / "new" / "page.json") == {"rounds": [1]}
+    assert harness.read_results(tmp_path / "none.json") == {}
+    with pytest.raises(UserError, match="cannot be written"):
+        harness.write_page(tmp_path / "new" / "page.md" / "page.md", "# Page\n")
+    (tmp_path / "torn.json").write_text(json.dumps({"rounds": [1]})[:-3])
+    with pytest.raises(UserError, match="not valid JSON"):
+        harness.read_results(tmp_path / "torn.json")
+
+
+def test_the_recorded_command_leaves_out_folders_and_flags_of_other_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["x.py", "--model", "/home/me/model", "--rounds", "3", "--", "--isolation", "chroot"]
+    )
+    facts = harness.measurement_facts("benchmarks.x", ["torch", "no-such-package"])
+    assert facts["Command"] == "`python -m benchmarks.x --model .../model --rounds 3`"
+    assert facts["Versions"].endswith(", no-such-package not installed")
+
+
+@pytest.mark.parametrize("text", ["2", "0x1", "1x", "twoxone", "1x4096"])
+def test_a_layout_that_this_machine_cannot_run_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match=f"--layouts {text}"):
+        Layout.parse(text)
+
+
+def test_ranks_return_their_results_in_order_and_a_failure_names_the_rank() -> None:
+    assert run_ranks(which_rank, Layout(2, 1), word="rank") == ["rank 0 of 2", "rank 1 of 2"]
+    with pytest.raises(
+        TrainingFailure, match=r"fail_on_rank_1: rank 1 ended with code 1 \(ValueError: this rank fails"
+    ):
+        run_ranks(fail_on_rank_1, Layout(2, 1))

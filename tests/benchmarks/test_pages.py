@@ -1,0 +1,179 @@
+"""The figures on a page are those of its rounds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import harness, one_or_two_processes, scaling, sizing, training_throughput
+from benchmarks.serving import page as serving_page
+from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
+from common.errors import UserError
+from tests.training.parallelism.small_models import FAMILIES, small_config
+
+MB = 1_000_000
+RENDERERS: dict[str, Callable[[Any], str]] = {
+    "scaling": lambda run: scaling.page(run["facts"], run["rounds"], "scaling.png", cores=2),
+    "one_or_two_processes": lambda run: one_or_two_processes.render(run, "figure.png"),
+    "sizing": sizing.render,
+    "serving": serving_page.render,
+    "training_throughput": lambda run: "".join(map(training_throughput.render, run.values())),
+}
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The rows of all tables, without their headers."""
+    lines = text.splitlines()
+    is_row = [
+        line.startswith("| ") and "| ---" not in line + below
+        for line, below in zip(lines, [*lines[1:], ""], strict=True)
+    ]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in compress(lines, is_row)]
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_the_figures_of_a_committed_page_are_those_of_its_json(name: str) -> None:
+    committed = (harness.HERE / f"{name}.md").read_text()
+    rendered = table_rows(RENDERERS[name](json.loads((harness.HERE / f"{name}.json").read_text())))
+
+    assert len(rendered) > 2
+    assert [row for row in rendered if row not in table_rows(committed)] == []
+
+
+def test_speed_efficiency_and_bytes_are_against_one_process_of_ddp() -> None:
+    def measured(seconds: float, share: float) -> dict[str, float]:
+        state = {"parameters": 10 * MB, "gradients": 10 * MB, "optimizer": 20 * MB}
+        return {"seconds": seconds, "rows": 100, **{kind: int(size * share) for kind, size in state.items()}}
+
+    rounds = {
+        "ddp 1": [measured(seconds, 1) for seconds in (10.0, 9.0, 20.0)],
+        "ddp 2": [measured(seconds, 1) for seconds in (5.0, 6.25, 12.5)],
+        "zero3 512": [measured(4.0, 0.5)],
+    }
+
+    one, two, many = table_rows(scaling.page({}, rounds, "figure.png", cores=2))
+
+    assert one[:6] == ["ddp", "1", "10.0", "5.0 to 11.1", "1.00", "100%"]
+    assert two[:6] == ["ddp", "2", "16.0", "8.0 to 20.0", "1.60", "80%"]
+    assert many[4:] == ["2.50", "cores shared", "5.0", "5.0", "10.0", "20.0", "50%"]
+    assert len(scaling.draw(rounds)) > 1000
+
+
+def test_dollars_are_those_of_all_cores_for_the_median_rate() -> None:
+    figures = {"p50_ms": 8.0, "p99_ms": 20.0, "memory_mb": 200.0, "cpu_s_per_1000": 10.0}
+    rounds = [figures | {"texts_per_second": rate} for rate in (10.0, 100.0, 1000.0)]
+    case = {"model": "news", "engine": "native", "cores": 2, "rounds": rounds}
+
+    [row] = table_rows(sizing.render({"facts": {}, "seconds": 5, "dollars_per_core_hour": 0.36, "cases": [case]}))
+
+    assert row == ["news, native", "2", "100.0", "8", "20", "200", "10.0", "2.00"]  # 360,000 texts for 0.72 dollars
+
+
+def test_one_machine_fills_its_table_and_leaves_the_others(tmp_path: Path) -> None:
+    def run(seconds: float) -> dict[str, Any]:
+        return {"rows": 100, "seconds": [seconds, seconds], "accuracy": [0.5, 0.75], "bytes": 800 * MB}
+
+    path = tmp_path / "page.md"
+    rounds = [{"one": run(one), "two": run(two)} for one, two in [(10.0, 5.0), (8.0, 5.0), (20.0, 10.0)]]
+    one_or_two_processes.put(path, "cpu", {"facts": {}, "rounds": rounds})
+    assert "Empty until `make gpu-check`" in path.read_text()
+    one_or_two_processes.put(path, "gpu", {"facts": {}, "rounds": [{"one GPU": run(0.5)}]})
+
+    rows = {row[0]: row[1:] for row in table_rows(path.read_text())[:2]}
+    assert rows == {
+        "one": ["10.0", "10.0", "5.0 to 12.5", "1.00", "800"],
+        "two": ["5.0", "20.0", "10.0 to 20.0", "2.00", "800"],
+    }
+    assert "Empty until" not in path.read_text()
+    assert set(harness.read_results(path.with_suffix(".json"))) == {"cpu", "gpu"}
+    assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_rows_are_drawn_with_a_fixed_seed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    written = [["1", f"title {number}", 'with a "quote",\nand a line'] for number in range(20)]
+    for name in ("train.csv", "test.csv"):
+        with (source / name).open("w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_ALL).writerows(written)
+
+    first, again = (one_or_two_processes.write_data(source, tmp_path / name, 5, 50) for name in ("first", "again"))
+
+    assert (first / "train.csv").read_bytes() == (again / "train.csv").read_bytes()
+    with (first / "train.csv").open(newline="") as file:
+        drawn = list(csv.reader(file))
+    assert len(drawn) == 5
+    assert all(row in written for row in drawn)
+    with pytest.raises(UserError, match=r"train\.csv cannot be read"):
+        one_or_two_processes.write_data(tmp_path, tmp_path / "none", 5, 5)
+
+
+def test_a_save_costs_its_copy_and_the_steps_that_it_slows() -> None:
+    ranks = [
+        {"blocked": [0.1, 0.3], "quiet": [1.0, 1.0], "disturbed": [1.5, 1.5, 1.5]},
+        {"blocked": [0.2, 0.2], "quiet": [1.0, 1.0], "disturbed": [1.5, 1.5, 1.5]},
+    ]
+    assert slowest(ranks, "blocked") == [0.2, 0.3]
+    assert cost_of_save(ranks) == pytest.approx(0.25 + 1.5 * 0.5)  # one and a half slowed steps per save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_parallelism_keeps_less_with_twice_the_calls(family: str) -> None:
+    rows, length, width, size_of_float = 4, 16, 32, 4
+    block = Block(family, small_config(family, dropout=0.1), rows, length)
+
+    one, no_calls = count_kept(block, 1, sequence_parallel=False)
+    whole, calls = count_kept(block, 2, sequence_parallel=False)
+    cut, calls_cut = count_kept(block, 2, sequence_parallel=True)
+
+    assert (no_calls, calls, calls_cut) == (0, 4, 8)
+    # Without it a norm keeps its whole input, with it half; a block has two norms.
+    assert whole - cut >= rows * length * width * size_of_float
+    assert one / 2 < whole < one
+
+
+@pytest.mark.parametrize("wrong", [["no/such/model"], pytest.param([], marks=pytest.mark.slow)])
+def test_a_model_that_cannot_be_served_ends_in_one_line(wrong: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.sizing", *wrong, "--output", str(tmp_path / "page.md")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "page.md").exists()
+
+
+# Each benchmark of training runs, with the smallest sizes.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accuracy",
+        "by_hand --cases CNN(width=32) --rounds 1 --steps 1",
+        "one_or_two_processes --device cpu --data common/sample_news --rows 160 --test_rows 20 --epochs 1 --rounds 1",
+        "scaling --processes 2 --strategies zero3 --steps 1 --rounds 1",
+        "training_features async_saving --layouts 1x1 --rounds 1 --steps 1 --rows 1 --tokens 8",
+        "training_features balance --rounds 1 --slowdowns 2 --epochs 2 --batch_size 16",
+        "training_features compression --seeds 1 --kinds bf16 --epochs 1 --max_train_rows 64",
+        "training_features observation_cost --rounds 1 --models tiny",
+        "training_features restart --kills 1",
+        "training_features sequence_parallel",
+        "training_throughput --rows 64 --rounds 1 --layouts 1x1 --variants ours",
+    ],
+)
+def test_a_benchmark_runs_and_writes_its_page(command: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    words = [sys.executable, "-m", *f"benchmarks.{command}".split(), "--output", str(page)]
+    done = subprocess.run(words, cwd=harness.ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = table_rows(page.read_text())
+    assert rows
+    assert not [row for row in rows if "nan" in " ".join(row)]
