@@ -38,7 +38,7 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
             "steps_per_epoch": len(trainer.sampler),
             "rows_per_epoch": len(trainer.context.news.train_index),
             "speeds": trainer.balance.speeds,
-            "uncompressed": traffic.plain if traffic else gradients,
+            "uncompressed": traffic.uncompressed if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,
             "records": read_metrics(config.run_dir) if ranks.is_first else [],
             "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
