@@ -21,8 +21,8 @@ from common.errors import positive, run_command
 from training.config import TINY
 from training.data.dataset import load_news
 from training.data.tokenized import load_tokenizer
-from training.run.observers import LOOK_EVERY
 from training.run.quiet import quiet_libraries
+from training.run.subscribers import COMPARE_EVERY
 
 MODULE = "benchmarks.observation_cost"
 # How often what does not belong to a step is done: by default, and a page as Prometheus is set up to ask for it.
@@ -45,10 +45,11 @@ INTRODUCTION = f"""# What watching costs
 Written by `python -m {MODULE}`. All that can watch does: metrics, events, metrics.jsonl and TensorBoard, status file,
 watchdog, loss spikes, and of two processes stragglers, collectives and the comparison of copies.
 
-- *step*: from before its rows are read until all observers have heard all of it; the mean from step {FIRST_STEP} on.
-- *hooks*: of that, what goes by inside the observers; where they talk to other ranks with the wait for them.
+- *step*: from before its rows are read until all subscribers have received its last event; the mean from step
+  {FIRST_STEP} on.
+- *hooks*: of that, the time inside the subscribers; where they talk to other ranks with the wait for them.
 - *look*: what a step whose collectives are recorded takes longer outside of them, between medians; one step in
-  {LOOK_EVERY} is.
+  {COMPARE_EVERY} is.
 - *comparison* of copies, counted once in {COMPARED_EVERY} steps; a *page* of metrics, each {PAGE_EVERY:.0f} s; the
   *status* file, each {STATUS_EVERY:.0f} s: timed by themselves, in the median of several times.
 - *all together*: the share of a step that nobody would watch; its median over rounds, with the least and the most.
@@ -79,7 +80,7 @@ class Outcome:
     @property
     def cost(self) -> float:
         """Of all that watches, as a share of a step that nobody would watch."""
-        at_steps = self.hooks + self.look / LOOK_EVERY
+        at_steps = self.hooks + self.look / COMPARE_EVERY
         by_time = (self.page / PAGE_EVERY + self.status / STATUS_EVERY) / 1000
         return (at_steps + self.comparison / COMPARED_EVERY) / (self.step - at_steps) + by_time
 
@@ -126,8 +127,8 @@ def measure(case: Case, folder: Path) -> Outcome:
 def outcome(rank: dict[str, Any], *, alone: bool) -> Outcome:
     """What one rank found."""
     steps = list(zip(rank["seconds"], rank["watching"], strict=True))
-    looked = [step - watching for step, watching in steps[LOOK_EVERY - 1 :: LOOK_EVERY]]
-    others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % LOOK_EVERY]
+    looked = [step - watching for step, watching in steps[COMPARE_EVERY - 1 :: COMPARE_EVERY]]
+    others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY]
     look = 0.0 if alone else median(looked) - median(others)
     measured = steps[FIRST_STEP - 1 :]
     seconds = (

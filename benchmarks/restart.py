@@ -20,7 +20,8 @@ if not __package__:  # started by path: the imports below need the folder above 
 from benchmarks.processes import ROOT, end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, spread, write_table
 from common.errors import TrainingFailure, positive, run_command
-from training.monitoring.events import read_events, restart_split
+from training.monitoring.events import read_events
+from training.monitoring.run_folder import restart_split
 from training.monitoring.status import read_statuses
 
 MODULE = "benchmarks.restart"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.processes import ROOT
 from common.errors import TrainingFailure
-from training.monitoring.run_log import METRICS_FILE
+from training.monitoring.events import METRICS_FILE
 
 COMMAND = "torchrun --standalone --nproc_per_node=2 training/train_ddp.py --model tiny --dataset sample"
 LONGEST = 600  # seconds that a start may take

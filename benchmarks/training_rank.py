@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from training.config import parse_config
-from training.monitoring.run_log import read_metrics
+from training.monitoring.events import read_metrics
 from training.parallelism.distributed import ranks
 from training.run.trainer import Trainer
 

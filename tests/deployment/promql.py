@@ -76,6 +76,6 @@ def _training_page() -> str:
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
     with closing(Exporter(TrainConfig(metrics_port=port), alone, phases)) as exporter:
         exporter.step_begins(1)
-        exporter.collective("all_reduce", num_bytes=4, seconds=0.1)
+        exporter.count_collective("all_reduce", num_bytes=4, seconds=0.1)
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             return page.read().decode()

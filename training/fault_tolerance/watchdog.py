@@ -11,8 +11,7 @@ from typing import NoReturn
 from common.errors import LostRank, in_one_line
 from training.fault_tolerance.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
 from training.fault_tolerance.interruption import STOP_SECONDS, leave
-from training.monitoring.observer import Observer
-from training.monitoring.records import EpochMetrics, StepMetrics
+from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscriber
 from training.parallelism.distributed import is_lost_rank, limit_waiting, start_timeout
 from training.run.context import RunContext
 
@@ -22,7 +21,7 @@ SECONDS_TO_SPEAK = 10.0
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
-class Watchdog(Observer):
+class Watchdog(Subscriber):
     """Ends this process when its main thread stays where it is for longer than the timeout, or cannot stop when asked.
 
     Longer than the timeout in one phase without a :meth:`Phases.beat` is a hang: the rank leaves its threads' stacks
@@ -60,16 +59,16 @@ class Watchdog(Observer):
                 line = f"{self._line(missing, 'a connection ended')}. PyTorch's own error: {words}"
                 raise LostRank(line, quiet=not speaks) from error
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Give groups that the strategy made the time that a start may take."""
-        limit_waiting(self._limit)
-
-    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Begin to be strict: what is downloaded and compiled once is there."""
-        if steps and not self._has_stepped:
-            self._has_stepped = True
-            self._limit = self._timeout
-            limit_waiting(self._timeout)
+    def receive(self, event: Event) -> None:
+        """Allow the time that a start may take, and less after the first steps, when all is downloaded and compiled."""
+        match event:
+            case RunStarted():
+                limit_waiting(self._limit)  # also in the process groups that the strategy made
+            case StepsAgreed(steps):
+                if steps and not self._has_stepped:
+                    self._has_stepped = True
+                    self._limit = self._timeout
+                    limit_waiting(self._timeout)
 
     def _watch(self) -> None:
         still = asked = 0.0

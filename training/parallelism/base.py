@@ -19,7 +19,7 @@ from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import build_optimizer, make_moments
 from training.model.precision import LossScale, autocast
-from training.monitoring.gradient_sync import check_gradient_sync
+from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
 from training.parallelism.float8 import check_float8

@@ -15,16 +15,16 @@ from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
 from training.evaluation.metrics import log_softmax
-from training.monitoring import EpochMetrics, ReportData, RunLog, WrongText, write_report
+from training.monitoring import EpochMetrics
+from training.monitoring.events import RunTested
+from training.monitoring.report import ReportData, WrongText, write_report
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
 
-MOST_WRONG = 20
 
-
-def finish_run(context: RunContext, log: RunLog | None) -> Path:
-    """Test the best epoch's weights, in fp32 where the strategy can, and write the model folder and the report.
+def finish_run(context: RunContext) -> Path:
+    """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report.
 
     Returns:
         The model folder.
@@ -49,8 +49,8 @@ def finish_run(context: RunContext, log: RunLog | None) -> Path:
             stops=context.stop_agreed,
         )
     weights = context.strategy.full_weights()
-    if log:
-        log.test(test)
+    context.events.publish(RunTested(context.state.step, test))
+    if context.console:
         metrics = {
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
@@ -103,7 +103,7 @@ def _take_best(context: RunContext) -> EpochMetrics:
 
 
 def _load_best(context: RunContext) -> EpochMetrics:
-    """Take the weights of the best epoch that can be had; a checkpoint may have suffered, or be gone."""
+    """Load the weights of the best epoch whose checkpoint is there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
@@ -115,7 +115,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
             saved = open_checkpoint(path, ranks).tensors
             ranks.run_on_all_ranks(lambda saved=saved: context.strategy.load_weights(saved))
             break
-        context.say(f"Passing over epoch {epoch.epoch}, as good as it was: {path or 'its checkpoint'} {damage}")
+        context.say(f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}")
     return epoch
 
 
@@ -124,36 +124,32 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     notes = [*tokens.notes, cut]
     if context.strategy.test_precision != "fp32":
-        notes.append(f"The test ran in {context.strategy.test_precision}, in which shared-out weights are gathered.")
+        notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")
     if context.state.bad.total:
-        notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
+        notes.append(f"{context.state.bad.total} steps were skipped because loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
-        notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
+        notes.append(f"After too many consecutive ones, {len(excluded)} training rows were excluded.")
     return ReportData(
         title=context.config.output_dir.name,
         configuration=context.config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
         test=test,
-        wrong_texts=_most_wrong(context, logits),
+        wrong_texts=_wrong_texts(context, logits),
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
     )
 
 
-def _most_wrong(context: RunContext, logits: np.ndarray) -> list[WrongText]:
-    """The texts whose wrong answer the model was surest of, surest first."""
+def _wrong_texts(context: RunContext, logits: np.ndarray) -> list[WrongText]:
     tokens, texts = context.news.tokens, context.news.texts
-    probabilities = np.exp(log_softmax(logits))
-    predicted = probabilities.argmax(axis=1)
-    confidence = probabilities.max(axis=1)
-    wrong = np.flatnonzero(predicted != tokens.test.labels)
-    surest = wrong[np.argsort(-confidence[wrong], kind="stable")][:MOST_WRONG]
-    names = tokens.label_names
+    probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
+    predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
+    labels, names = tokens.test.labels, tokens.label_names
     return [
-        WrongText(texts.test.texts[i], names[tokens.test.labels[i]], names[predicted[i]], float(confidence[i]))
-        for i in surest
+        WrongText(texts.test.texts[i], names[labels[i]], names[predicted[i]], float(confidence[i]))
+        for i in np.flatnonzero(predicted != labels)
     ]

@@ -35,7 +35,17 @@ from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
 from training.model.optimizer import learning_rate_at, scaled_learning_rate
 from training.model.precision import allow_tf32, choose_precision
-from training.monitoring import Console, EventLog, Exporter, RunLog, SavedCheckpoint
+from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
+from training.monitoring.events import (
+    CheckpointFailed,
+    CheckpointStarted,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepsAgreed,
+    StepStarted,
+)
 from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.parallelism.blocks import length_multiple
@@ -44,11 +54,11 @@ from training.parallelism.registry import STRATEGIES
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
-from training.run.observers import build_observers
 from training.run.phases import Phases
 from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
 from training.run.step_log import Agreed, StepLog, StepRecord, rows_of
+from training.run.subscribers import make_subscribers
 from training.run.validation import validate_epoch
 
 # A stop is obeyed within two seconds: half of that is for steps that take longer than the last ones did.
@@ -71,7 +81,7 @@ class Trainer:
         quiet_libraries()
         console, phases = Console() if ranks.is_first else None, Phases()
         say = console.say if console else _say_nothing
-        events = EventLog(config.run_dir, ranks, phases, config.log_every)
+        events = EventStream(config.run_dir, ranks, phases, config.log_every)
 
         # What can be refused is looked at first, the cheapest before the dearest, on all ranks: nothing is written yet.
         storage = ranks.run_on_all_ranks(lambda: open_storage(config))
@@ -150,29 +160,27 @@ class Trainer:
                 config.run_dir.mkdir(parents=True, exist_ok=True)
             for lock in (lambda: only_run_in(config.run_dir), context.storage.alone):
                 ranks.run_on_all_ranks(lambda lock=lock: stack.enter_context(lock()) if ranks.is_first else None)
-            for part in (context.events.writing(), context.interruption.saving(), self.saver):
+            for part in (context.events.recording(), context.interruption.saving(), self.saver):
                 stack.enter_context(part)
             self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
-            log = None
             if ranks.is_first:
                 write_whole(config.run_dir / "config.yaml", config.to_yaml().encode())
-                log = RunLog.of(config, context.state.step, context.say)
-            self.observers = stack.enter_context(contextlib.closing(build_observers(context, self.watchdog, log)))
+            context.events.subscribers += make_subscribers(context, self.watchdog)
+            stack.enter_context(contextlib.closing(context.events))
             # Last, so that a rank that fails says so before it waits for anything else.
             for part in (context.status, self.watchdog):
                 stack.enter_context(part)
-            self.observers.run_starts(context.state.step, context.plan.total_steps, context.state.epochs)
+            context.events.publish(RunStarted(context.state.step, context.plan.total_steps, context.state.epochs))
             if context.console:
                 context.console.banner(describe_run(context))
-            model_folder = self._train_and_finish(log)
+            model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
                 context.say(f"Stopped at step {step}, all saved. To go on, start the same command again.")
-                context.status.stopped()
-            context.events.agreed("finished" if model_folder else "stopped")
+            context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 
-    def _train_and_finish(self, log: RunLog | None) -> Path | None:
+    def _train_and_finish(self) -> Path | None:
         """Run what is left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
         owes_validation = len(state.epochs) < state.step // plan.steps_per_epoch
@@ -180,7 +188,7 @@ class Trainer:
             return None
         try:
             with self.context.phases("finish"):
-                return finish_run(self.context, log)
+                return finish_run(self.context)
         except EvaluationStopped:
             return None  # tested again when the run is resumed
 
@@ -195,7 +203,9 @@ class Trainer:
             if context.console
             else contextlib.nullcontext()
         )
-        with progress as self.bar:
+        with progress as bar:
+            if bar:
+                context.events.subscribers.append(bar)
             done = not owes_validation or self._end_epoch(epoch=epochs_done)
             while done and state.step < plan.total_steps:
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
@@ -237,7 +247,7 @@ class Trainer:
         if not len(batch):  # all its rows are excluded: the schedule advances without an update
             context.state.step = context.phases.step = step
             return
-        self.observers.step_begins(step)
+        context.events.publish(StepStarted(step))
         with context.phases("data"):
             micro_batches = rank_share(
                 tokens,
@@ -255,7 +265,7 @@ class Trainer:
         with context.phases("step"), translate_errors(context.ranks, step, micro_batches[0].input_ids.shape):
             result = context.strategy.step(moved, step, learning_rate)
             self.balance.step_done(micro_batches)
-        self.observers.step_ends(step, micro_batches, result)
+        context.events.publish(StepDone(step, micro_batches))
         num_tokens = int(tokens.lengths[batch].sum())
         self.step_log.add(StepRecord(step, epoch, learning_rate, batch, num_tokens, rows_of(micro_batches), result))
         context.state.step = context.phases.step = step
@@ -269,9 +279,7 @@ class Trainer:
             if not step.bad:
                 state.epoch_loss.update(step.loss, step.rows)
                 state.skipped_steps += step.skipped
-        self.observers.steps_agreed(agreed.steps)
-        if context.console and agreed.steps:
-            self.bar.update(agreed.steps[-1])
+        context.events.publish(StepsAgreed(agreed.steps))
         if agreed.raised["saved"] == context.ranks.world_size:
             self.report_saves(self.saver.collect)
         if agreed.raised["retry"] and not agreed.raised["save"]:
@@ -311,15 +319,13 @@ class Trainer:
             self._save()
             return False
         self.context.state.epochs.append(metrics)
-        self.observers.epoch_ends(metrics)
-        if self.context.console:
-            self.bar.epoch_table([metrics])
+        self.context.events.publish(metrics)
         self._save()
         return True
 
     def _save(self) -> None:
         context, state = self.context, self.context.state
-        self.observers.checkpoint_begins(state.step)
+        context.events.publish(CheckpointStarted(state.step))
         run = state.to_plain() | {
             "config": context.config.model_dump(mode="json"),
             "global_batch_size": context.plan.global_batch_size,
@@ -332,14 +338,14 @@ class Trainer:
         self.step_log.restart_clock()
 
     def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
-        """Ask the saver, and tell the observers what stands since."""
+        """Ask the saver, and publish which checkpoints are complete or failed since."""
         step, failed = self.context.state.step, self.saver.num_failed
         with self.context.phases("save"), translate_errors(self.context.ranks, step + 1):
             saved = call()
         for _ in range(failed, self.saver.num_failed):
-            self.observers.checkpoint_failed(step)
+            self.context.events.publish(CheckpointFailed(step))
         for checkpoint in saved:
-            self.observers.checkpoint_saved(checkpoint)
+            self.context.events.publish(checkpoint)
 
     def restore(self, resumed: Resumed) -> None:
         """Continue from a checkpoint: its weights, moments and place in the data."""
@@ -347,7 +353,7 @@ class Trainer:
         context.state.take(resumed.state)
         context.phases.step = context.state.step
         context.ranks.run_on_all_ranks(lambda: context.strategy.load_state_dict(resumed.tensors))
-        context.events.agreed("resumed", checkpoint=str(resumed.path))
+        context.events.write_on_rank0("resumed", checkpoint=str(resumed.path))
 
     def _roll_back(self, last: BadStep) -> None:
         """Restore the newest checkpoint, and leave the rows of the bad steps out from then on.
@@ -373,7 +379,7 @@ class Trainer:
             self.bad_steps.fail(last, f"There is no way back ({error}); lower --learning_rate")
         context.state.bad.leave_out(rows, last.step)
         self.step_log.restart_clock()
-        self.observers.rolled_back(context.state.step)
+        context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
         self.bad_steps.tell_rollback(last, str(path), rows)
 
 

@@ -12,7 +12,7 @@ from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
 from training.monitoring import Exporter
-from training.monitoring.collectives import Collective, Collectives, covered_seconds
+from training.monitoring.stragglers import Collective, Collectives, covered_seconds
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 

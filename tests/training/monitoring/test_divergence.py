@@ -14,9 +14,8 @@ from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
 from training.monitoring import Exporter
-from training.monitoring.divergence import CHUNK, ReplicaCheck, checksum, first_difference
 from training.monitoring.events import EventLog, read_events
-from training.monitoring.gradient_sync import check_gradient_sync
+from training.monitoring.replicas import CHUNK, ReplicaCheck, check_gradient_sync, checksum, first_difference
 from training.run.phases import Phases
 
 EMBEDDINGS = "network.distilbert.embeddings.word_embeddings.weight"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.training.parallelism.ranks import here
-from training.monitoring.json_lines import JsonLines, read_lines
+from training.monitoring.events import JsonLines, read_lines
 
 
 def _write_many(path: Path, count: int) -> None:

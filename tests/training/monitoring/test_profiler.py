@@ -16,8 +16,7 @@ from torch.autograd import DeviceType
 from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
-from training.monitoring.profile_summary import RankProfile, communication, merged, overlap, read_summary
-from training.monitoring.profiler import Profiler
+from training.monitoring.profiler import Profiler, RankProfile, communication, merged, overlap, read_summary
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 

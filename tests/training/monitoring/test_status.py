@@ -12,7 +12,7 @@ import torch
 
 from training.monitoring import StepMetrics
 from training.monitoring.records import SavedCheckpoint
-from training.monitoring.run_folder import Picture
+from training.monitoring.run_folder import RunSnapshot
 from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path, writing_period
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
@@ -153,5 +153,5 @@ def test_a_rank_of_many_is_silent_only_after_several_writings_that_did_not_come(
     [status] = read_statuses(tmp_path)
     status.state = "running"
 
-    assert not Picture("run", statuses=[status], silent={0: 2 * writing_period(1000)}).is_silent(status)
-    assert Picture("run", statuses=[status], silent={0: 6 * writing_period(1000)}).is_silent(status)
+    assert not RunSnapshot("run", statuses=[status], silent={0: 2 * writing_period(1000)}).is_silent(status)
+    assert RunSnapshot("run", statuses=[status], silent={0: 6 * writing_period(1000)}).is_silent(status)

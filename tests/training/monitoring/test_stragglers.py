@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training.monitoring.observer import Observers
 
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.ranks import here, run_on_ranks
@@ -19,11 +20,9 @@ from training.config import TrainConfig
 from training.data.batching import rank_share
 from training.model.architectures import find_blocks
 from training.monitoring import Exporter
-from training.monitoring.collectives import Collectives
 from training.monitoring.events import EventLog, read_events
-from training.monitoring.observer import Observers
 from training.monitoring.status import StatusFile
-from training.monitoring.stragglers import LOOKS_IN_A_ROW, Stragglers, at_even_shares, compare
+from training.monitoring.stragglers import LOOKS_IN_A_ROW, Collectives, Stragglers, at_even_shares, compare
 from training.parallelism.strategy import Strategy
 from training.run.phases import Phases
 
