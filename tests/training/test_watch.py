@@ -19,6 +19,7 @@ from rich.console import Console
 from common.errors import run_command
 from tests.training.monitoring.small_training import train_on_ranks
 from training import watch
+from training.monitoring.events import RunStarted, StepsAgreed
 from training.monitoring.records import SavedCheckpoint, StepMetrics
 from training.monitoring.run_folder import RunFolder
 from training.monitoring.status import StatusFile, read_statuses, status_path
@@ -73,9 +74,9 @@ def alive(tmp_path: Path) -> Iterator[tuple[Path, StatusFile]]:
     phases.step, phases.now = 40, "backward"
     steps = [StepMetrics(step, 1, 2 - step / 40, 1e-3, 1.0, 80.0, 3000.0, step / 10, 8) for step in range(1, 41)]
     with StatusFile(tmp_path, ranks, phases) as status:
-        status.run_starts(0, 100, [])
-        status.steps_agreed(steps)
-        status.checkpoint_saved(SavedCheckpoint(30, 0.01, 0.2, 24_000_000))
+        status.receive(RunStarted(0, 100, []))
+        status.receive(StepsAgreed(steps))
+        status.receive(SavedCheckpoint(30, 0.01, 0.2, 24_000_000))
         status.write()
         lines = [json.dumps({"kind": "step", **asdict(step)}) for step in steps]
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -143,7 +144,7 @@ def test_a_machine_with_another_clock_is_judged_by_what_it_writes_alone(alive: t
 
     picture = RunFolder(run_dir).refresh()
 
-    assert picture.has_strangers
+    assert picture.has_remote_ranks
     assert not any(picture.is_silent(status) for status in picture.statuses)
 
 
