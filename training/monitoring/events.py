@@ -120,6 +120,8 @@ class Subscriber:
     may end the run with an error that it raises on all of them.
     """
 
+    follows_steps = False  # whether it receives StepStarted and StepDone too
+
     def receive(self, event: Event) -> None:
         """Called with each event, on the thread that trains."""
         raise NotImplementedError
@@ -150,24 +152,26 @@ class EventStream:
 
     def publish(self, event: Event) -> None:
         """Record an event that all ranks know, and pass it to the subscribers in their order."""
-        if isinstance(event, RunStarted):
+        # A step publishes three events, and most subscribers need only the last of them.
+        inside_step = type(event) in (StepStarted, StepDone)
+        if type(event) is RunStarted:
             self._first_step, self._total_steps = event.step + 1, event.total_steps
-        elif isinstance(event, StepsAgreed):
+        if type(event) is StepsAgreed:
             for metrics in event.steps:
                 if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
                     self.publish(metrics)
-        if self._ranks.is_first:
+        elif self._ranks.is_first and not (inside_step and event.step != self._first_step):
             self._record(event)
         for subscriber in self.subscribers:
-            subscriber.receive(event)
+            if subscriber.follows_steps or not inside_step:
+                subscriber.receive(event)
 
     def _record(self, event: Event) -> None:
         match event:
             case StepDone(step):
-                if step == self._first_step:
-                    self.write("first_step", step=step)
+                self.write("first_step", step=step)
             case StepMetrics():
-                self.write("step", **asdict(event))
+                self.write("step", **vars(event))  # flat, and asdict would copy it deeply each step
             case RunStarted(step, total_steps):
                 process = {"world_size": self._ranks.world_size, "host": platform.node(), "pid": os.getpid()}
                 self.write("start", step=step, total_steps=total_steps, **process)
@@ -238,7 +242,7 @@ class MetricsFile(Subscriber):
         """Append what belongs to the curves."""
         match event:
             case StepMetrics():
-                self._lines.write({"kind": "step", **asdict(event)})
+                self._lines.write({"kind": "step", **vars(event)})
             case EpochMetrics():
                 self._lines.write({"kind": "epoch", **asdict(event)})
             case RunTested(step, test):

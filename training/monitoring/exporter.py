@@ -52,6 +52,8 @@ class Exporter(Subscriber):
         UserError: the port cannot be listened on.
     """
 
+    follows_steps = True
+
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases) -> None:
         self.registry = CollectorRegistry()
         self.counts_rows = True  # of the ranks that hold parts of one replica, only one counts its rows

@@ -85,6 +85,8 @@ class Profiler(Subscriber):
     ``console`` is on rank 0, ``steps`` are those still to be recorded.
     """
 
+    follows_steps = True
+
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases, console: Console | None) -> None:
         self._config = config
         self._ranks = ranks

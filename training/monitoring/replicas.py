@@ -55,6 +55,8 @@ class ReplicaCheck(Subscriber):
     So every checkpoint was made from equal copies. ``parameters`` are this rank's, by name; all ranks have a check.
     """
 
+    follows_steps = True
+
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],

@@ -59,6 +59,8 @@ class CollectiveRecorder(Subscriber):
     are known, because its calls return before the GPU has begun.
     """
 
+    follows_steps = True
+
     def __init__(self, exporter: Exporter, backend: str, every: int) -> None:
         self.exporter = exporter
         self.has_seconds = backend == "gloo"
@@ -132,6 +134,8 @@ def _stop_recording() -> list[Collective]:
 
 class Stragglers(Subscriber):
     """Compares the ranks every ``every`` steps; one that is slow several times in a row is named, once."""
+
+    follows_steps = True
 
     def __init__(self, context: RunContext, collectives: CollectiveRecorder, every: int) -> None:
         self.context = context

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ class Trackers(Subscriber):
         """Queue what belongs to the curves."""
         match event:
             case StepMetrics():
-                figures = asdict(event)
+                figures = vars(event)
                 self._put("train", figures, figures.keys() - {"step", "seconds"}, event.step)
             case EpochMetrics(step=step, validation=validation):
                 self._put("validation", validation, EVALUATION_SCALARS, step)

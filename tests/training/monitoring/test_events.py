@@ -239,8 +239,6 @@ def test_going_back_in_a_folder_that_cannot_be_written_costs_a_line_and_not_the_
     [line] = said
     reason = "the lines after step 0 could not be removed (Is a directory); the run continues"
     assert line == f"{tmp_path}/metrics.jsonl: {reason}"
-        f"{tmp_path}/metrics.jsonl: the lines after step 0 could not be removed (Is a directory); the run continues"
-    ]
 
 
 def test_a_fresh_run_in_an_old_folder_starts_with_no_line(tmp_path: Path, step_metrics: Step) -> None:
