@@ -24,7 +24,7 @@ from benchmarks.batching.passes import ONE_TEXT, lay_out, measure_passes, paddin
 from benchmarks.batching.waits import measure_wait
 from benchmarks.processes import end_with_children
 from benchmarks.tables import HERE, Parser, circumstances, read_results, write_table
-from common.errors import ModelLoadError, UserError, positive, run_command
+from common.errors import UserError, positive, run_command
 from common.hardware import cpu_flags
 from inference.batching.classifier import QueueLimits, length_window
 from inference.engines.base import CPU_BATCH_TOKENS
@@ -116,10 +116,7 @@ def _speeds(one: dict[str, Any]) -> str:
 
 
 def _load(options: Namespace) -> ModelLoader:
-    try:
-        return ModelLoader(options.model, options.engine)
-    except ModelLoadError as error:
-        raise UserError(str(error), code=error.code) from error
+    return ModelLoader(options.model, options.engine)
 
 
 def _new_section(options: Namespace, model: ModelLoader, token_ids: TokenIds) -> dict[str, Any]:

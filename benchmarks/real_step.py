@@ -26,6 +26,7 @@ from training.parallelism.distributed import Ranks, ranks
 from training.parallelism.registry import STRATEGIES
 from training.planning.networks import model_of
 from training.planning.shapes import Layout, ModelShape
+from training.run.step import optimizer_step
 
 AT_UPDATE = "the optimizer begins"
 
@@ -78,11 +79,11 @@ def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, 
             at_update["alive"] = _alive()
 
     for step in (1, 2):
-        strategy.step(batches, step, 1e-4)
+        optimizer_step(strategy, batches, step, 1e-4)
     gc.collect()  # the whole model that was shared out may wait in a cycle
     hook = register_optimizer_step_pre_hook(note)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        strategy.step(batches, 3, 1e-4)
+        optimizer_step(strategy, batches, 3, 1e-4)
     hook.remove()
     optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)
     return {
@@ -105,7 +106,7 @@ def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int =
     for step in range(1, steps + 3):
         mine.barrier()
         began = time.perf_counter()
-        strategy.step(batches, step, 1e-4)
+        optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
     after = measure_rates(mine)
     return {"seconds": median(seconds[2:])} | {name: (before[name] + after[name]) / 2 for name in before}

@@ -29,6 +29,7 @@ from training.parallelism.distributed import Ranks, ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 from training.run.quiet import quiet_libraries
+from training.run.step import optimizer_step
 
 LABELS = ["World", "Sports", "Business", "Science"]
 
@@ -85,7 +86,7 @@ class _Run:
         """One optimizer step; returns its seconds."""
         began = time.perf_counter()
         self.steps += 1
-        self.strategy.step(self.batch, self.steps, 1e-5)
+        optimizer_step(self.strategy, self.batch, self.steps, 1e-5)
         self.mine.barrier()
         return time.perf_counter() - began
 

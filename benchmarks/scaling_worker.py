@@ -22,6 +22,7 @@ from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks, ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
+from training.run.step import optimizer_step
 
 WARMUP_STEPS = 3
 
@@ -57,7 +58,7 @@ def measure(workload: Workload, config: TrainConfig, mine: Ranks, steps: int) ->
             pad_to_multiple_of=length_multiple(config, "cpu"),
             max_length=MAX_LENGTH,
         )
-        strategy.step(share, step, learning_rate=2e-5)
+        optimizer_step(strategy, share, step, learning_rate=2e-5)
     mine.barrier()
     return {"seconds": time.perf_counter() - began, "rows": steps * GLOBAL_BATCH, **held}
 

@@ -34,7 +34,7 @@ def main() -> None:
             "steps_per_epoch": len(trainer.sampler),
             "rows_per_epoch": len(trainer.context.news.train_index),
             "speeds": trainer.balance.speeds,
-            "plain": traffic.plain if traffic else gradients,
+            "plain": traffic.uncompressed if traffic else gradients,
             "sent": traffic.sent if traffic else gradients,
             "records": read_metrics(config.run_dir) if mine.is_first else [],
         }

@@ -32,7 +32,7 @@ from training.model.optimizer import learning_rate_at
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.distributed import Ranks
 from training.run.state import AverageMeter
-from training.run.step_log import StepLog, StepRecord, rows_of
+from training.run.step import StepLog, StepRecord, optimizer_step
 
 LEARNING_RATE = 2e-5
 WARMUP = 0.06
@@ -154,10 +154,10 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
         micro_batches = rank_share(rows, batch, DataPlace(ranks.rank, ranks.world_size))
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
-        result = strategy.step(micro_batches, step, learning_rate)
-        tokens = int(rows.lengths[batch].sum())
-        log.add(StepRecord(step, 1, learning_rate, batch, tokens, rows_of(micro_batches), result))
-        metrics = log.flush(0.0, {}).steps
+        result = optimizer_step(strategy, micro_batches, step, learning_rate)
+        tokens, local_rows = int(rows.lengths[batch].sum()), micro_batches[0].rows
+        log.add(StepRecord(step, 1, learning_rate, batch, tokens, local_rows, result))
+        metrics = log.sync(0.0, {}).steps
         epoch.loss.update(metrics[0].loss, len(batch))
     epoch.stop()
     return epoch

@@ -1,4 +1,4 @@
-"""User-facing errors, each one line that says what is wrong, where, and what to do; and the parser of flags."""
+"""User-facing errors, each printed as one line that says what is wrong, where, and what to do; and the flag parser."""
 
 from __future__ import annotations
 
@@ -48,44 +48,47 @@ class ForeseenError(Exception):
 
 
 class UserError(ForeseenError):
-    """Bad input or a bad environment: to start again is of use once a person has changed it."""
+    """Bad input or a bad environment; retrying only helps after someone has changed it."""
 
     exit_code = EXIT_USER_ERROR
 
 
 class HubUnavailable(ForeseenError):
-    """The hub did not answer, however often it was asked. It may the next time, so a launcher's restarts go on."""
+    """The hub did not respond to any attempt. It may next time, so a launcher's restarts continue."""
 
     code = "hub-unreachable"
 
 
 class TrainingFailure(ForeseenError):
-    """Training itself went wrong: a non-finite loss, no memory, a lost rank, a full disk."""
+    """Training itself failed: a non-finite loss, no memory, a lost rank, a full disk."""
 
 
 class LostRank(TrainingFailure):
-    """Another rank is gone or did not come; which one, and why, is found out before it is said."""
+    """Another rank is gone or missing. Which one, and why, is found out before this is printed."""
 
     code = "rank-lost"
 
 
-class ModelLoadError(Exception):
-    """A model cannot be loaded; its one line says where, what is wrong, and what to do."""
+class ModelLoadError(UserError):
+    """A model cannot be loaded; the message says which, what is wrong, and what to do."""
 
     code = "model-unusable"
 
-    def __init__(self, where: Path, what: str, remedy: str = "export the model again") -> None:
-        super().__init__(f"{where}: {what}; {remedy}")
+    def __init__(
+        self, where: Path | str, what: str = "", remedy: str = "export the model again", **details: Any
+    ) -> None:
+        # A rank that repeats the error of another has the whole message already.
+        super().__init__(f"{where}: {what}; {remedy}" if what else str(where), **details)
 
 
 class StopAsked(BaseException):
-    """The process was asked to stop when there was nothing to save yet.
+    """The process was asked to stop before there was anything to save.
 
     Derives from ``BaseException`` so that ``except Exception`` cannot swallow it.
 
     Args:
         exit_code: of the process.
-        quiet: another rank says it.
+        quiet: another rank prints the line.
     """
 
     def __init__(self, exit_code: int, *, quiet: bool) -> None:
@@ -94,14 +97,13 @@ class StopAsked(BaseException):
         self.quiet = quiet
 
     def say(self) -> None:
-        """Print the line."""
         if not self.quiet:
             print(self, flush=True)
 
 
 @contextlib.contextmanager
 def rank0_only_output() -> Iterator[None]:
-    """Before the process group stands: only rank 0 prints, and the others do not leave before it has spoken."""
+    """Before the process group exists: only rank 0 prints, and the others stay until it has printed its error."""
     rank = int(os.environ.get("RANK", 0))
     try:
         with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
@@ -109,13 +111,13 @@ def rank0_only_output() -> Iterator[None]:
     except ForeseenError as error:
         if rank:
             error.quiet = True
-            # torchrun ends all ranks once one is gone; should this one go first, rank 0 would say nothing.
+            # torchrun ends all ranks once one exits, so if this rank were first, rank 0 could not print.
             time.sleep(SECONDS_FOR_RANK_0)
         raise
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in the first of its lines that says anything; its type where none does."""
+    """The first non-empty line of an error message; the error's type if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -130,12 +132,12 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def in_one_line(error: BaseException) -> str:
-    """All that an error says: NCCL names the cause in the last of several lines."""
+    """The whole message in one line; NCCL names the cause in the last of several lines."""
     return " ".join(str(error).split())
 
 
 def reason_to_record(error: BaseException) -> str:
-    """An error for a log of one line each; what nobody foresaw means little without its type."""
+    """An error as one line for a log; unforeseen ones with their type, without which they say little."""
     if isinstance(error, ForeseenError):
         return " ".join(error.line.split())
     if isinstance(error, StopAsked):
@@ -168,13 +170,12 @@ def invalid_value(problem: Mapping[str, Any]) -> str:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, as every other error, and whose flags take ``_`` or ``-``."""
+    """A parser that reports errors in one line like every other error, and accepts flags with ``_`` or ``-``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**({"formatter_class": HelpFormatter, "allow_abbrev": False} | settings))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, whichever of the two a flag is written with."""
         args = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._as_defined(argument) for argument in args], namespace)
 
@@ -187,7 +188,6 @@ class OneLineParser(argparse.ArgumentParser):
         return name + equals + value
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the flags."""
         raise UserError(f"{message} (see --help)", code="usage")
 
 
@@ -199,7 +199,7 @@ def positive(text: str) -> int:
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main function and turn its foreseen errors into one line and an exit code."""
+    """Run a command's main function; foreseen errors become one line and an exit code."""
     try:
         code = main() or 0
     except ForeseenError as error:

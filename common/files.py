@@ -1,8 +1,9 @@
-"""Files and folders that are written whole or not at all, and the lock on a run folder."""
+"""Files and folders that are written whole or not at all, their hashes, and the lock on a run folder."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -17,12 +18,11 @@ from common.errors import UserError
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself or the nearest parent that exists."""
     return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
 def sync_folder(folder: Path) -> None:
-    """Ask the system to put a folder's entries on the disk, so that a rename survives a power cut."""
+    """Sync a folder's entries to disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,8 +38,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[BinaryIO]:
-    """As :func:`write_whole`, for what is too large to be made in memory first."""
-    # The pid alone does not tell two writers on a shared folder apart: each container counts its processes from 1.
+    """Like :func:`write_whole`, for files too large to be built in memory first."""
+    # The pid alone does not identify a writer on a shared folder: every container counts its processes from 1.
     aside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("wb") as file:
@@ -53,12 +53,11 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as readable JSON, whole or not at all."""
     write_whole(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def replace_folder(aside: Path, target: Path) -> None:
-    """Put a finished folder in the place of ``target``; an older one is removed once the new one stands."""
+    """Put a finished folder in place of ``target``; an older one is removed once the new one is there."""
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -83,12 +82,18 @@ def move_aside(folder: Path) -> Path:
     return target
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's contents in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextmanager
 def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
-    """Hold the folder that ``flag`` names for this process; the system lets go of it even when the process is killed.
+    """Lock the folder that ``flag`` names for this process; the lock ends with the process, even if that is killed.
 
     Raises:
-        UserError: another process holds it, it cannot be written, or its file system has no locks.
+        UserError: another process has locked it, it cannot be written, or its file system has no locks.
     """
     try:
         file = (folder / ".lock").open("w")

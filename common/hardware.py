@@ -1,4 +1,4 @@
-"""What this process may use of the machine: threads from the container's limits, and what its cores can do."""
+"""What this process may use of the machine: threads within the container's limits, and what its cores can do."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Literal
 
 _ROOT = Path("/")
-# Instructions that multiply int8 several times faster than float32: x86 and ARM names.
+# Instructions that multiply int8 several times faster than float32, by their x86 and ARM names.
 _FAST_INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
 
 
 def usable_cpus(root: Path = _ROOT) -> int:
-    """Count the cores that this process may keep busy, at least 1.
+    """The cores that this process may keep busy, at least 1.
 
-    The smallest of its affinity and of every CPU quota above it (cgroup v1 or v2), not the host's core count. A quota
-    of 1.5 cores counts as 1: a second thread would have the kernel stop the whole process for a quarter of the
-    time, event loop and all, while one thread leaves the half core to them.
+    The minimum of its affinity and every CPU quota above it (cgroup v1 or v2), not the host's core count. A quota of
+    1.5 cores counts as 1: with a second thread the kernel would stop the whole process for a quarter of the time, event
+    loop included, while one thread leaves the remaining half core to it.
 
     Args:
-        root: Where ``proc`` and ``sys`` are looked for.
+        root: where ``proc`` and ``sys`` are.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
@@ -32,9 +32,8 @@ def usable_cpus(root: Path = _ROOT) -> int:
 class Hardware:
     """What a model may run on.
 
-    Attributes:
-        threads: Processors, 0 for all that this process may use.
-        device: ``cuda`` insists on a GPU, ``cpu`` takes none, ``auto`` takes one that PyTorch can use.
+    ``threads``: processors, 0 for all that this process may use. ``device``: ``cuda`` requires a GPU, ``cpu`` uses
+    none, ``auto`` uses one that PyTorch supports.
     """
 
     threads: int = 0
@@ -42,24 +41,24 @@ class Hardware:
 
     @property
     def num_threads(self) -> int:
-        """Threads for the model, no more than this process may use: others would only take turns with them."""
+        """Threads for the model; more than this process's cores would only take turns."""
         usable = usable_cpus()
         return min(self.threads or usable, usable)
 
 
 def cpu_flags(root: Path = _ROOT) -> frozenset[str]:
-    """Return what the cores can do, in the kernel's words (``avx512_vnni`` on x86, ``asimddp`` on ARM)."""
+    """What the cores can do, in the kernel's words (``avx512_vnni`` on x86, ``asimddp`` on ARM)."""
     return frozenset((_cpuinfo(root, "flags") or _cpuinfo(root, "Features")).split())
 
 
 def has_fast_int8(root: Path = _ROOT) -> bool:
-    """Whether the cores have instructions (VNNI, AMX, ARM dot product) that make int8 pay."""
-    # Apple's ARM has no /proc/cpuinfo; all of its processors since 2018 have the dot product.
+    """Whether the cores have instructions that make int8 worthwhile: VNNI, AMX, or ARM's dot product."""
+    # Apple's ARM has no /proc/cpuinfo, but all of its processors since 2018 have the dot product.
     return bool(cpu_flags(root) & _FAST_INT8) or (platform.system(), platform.machine()) == ("Darwin", "arm64")
 
 
 def cpu_name(root: Path = _ROOT) -> str:
-    """Return the processor's name, for logs and tables."""
+    """The processor's name, for logs and tables."""
     return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
 
 
@@ -81,7 +80,8 @@ def _quotas(root: Path) -> Iterator[float]:
         else:
             continue
         for mount in mounts:
-            # Limits above hold too. Inside a container the path is the host's and only the mount itself exists.
+            # Limits of parent groups apply too. Inside a container the path is the host's, and only the mount itself
+            # exists.
             inside = Path(group.lstrip("/"))
             for level in (mount / inside, *(mount / parent for parent in inside.parents), mount):
                 yield from _quota(level)
@@ -92,7 +92,7 @@ def _quota(level: Path) -> Iterator[float]:
     if not limit:
         limit = _read(level / "cpu.cfs_quota_us").strip()
         period = _read(level / "cpu.cfs_period_us").strip()
-    # No limit reads "max" in version 2 and -1 in version 1.
+    # "No limit" is "max" in version 2 and -1 in version 1.
     if limit.isdecimal() and period.isdecimal() and int(period):
         yield int(limit) / int(period)
 

@@ -1,16 +1,19 @@
-"""Reads a model as it lies on disk, a model folder, one .pt file or an artefact folder, into one `SavedModel`."""
+"""What a model on disk holds: a model folder, one .pt file, or an artefact folder with its manifest.
+
+Training writes the first two. An export writes an artefact: the same model for one engine, in its own folder inside the
+model folder, with a manifest that says what it was made from and what was measured.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from common import manifest
+from common.encoders import max_positions
 from common.errors import ModelLoadError
-from common.manifest import REMEDY, Manifest, is_from, read_manifest, sha256_of, verify_files
+from common.files import sha256_of
 from common.text import CLEANINGS, TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -23,7 +26,7 @@ CHECKPOINT_CONFIG_KEYS: dict[str, type] = {
     "encoder_config": dict,
     "tokenizer_json": str,
 }
-# Through these a config.json makes transformers run code that is not its own: modules beside the model or on the hub,
+# With these keys a config.json makes transformers run code from elsewhere: modules next to the model or on the hub,
 # kernels from the hub, packages for quantised weights.
 _CODE_KEYS = frozenset(
     (
@@ -40,45 +43,35 @@ _CODE_KEYS = frozenset(
         "use_kernels",
     )
 )
-# Where training writes into config.json how texts were cleaned, one of `CLEANINGS`.
+# The key of config.json in which training notes how texts were cleaned.
 CLEANING_KEY = "text_cleaning"
 # The .pt file holds the trainer's module, which keeps the classifier in an attribute of this name.
 _TRAINER_PREFIX = "network."
-# They count positions from behind the padding id (`create_position_ids_from_input_ids` in transformers).
-_POSITIONS_AFTER_PADDING = (
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
-    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
+MANIFEST_FILE = "manifest.json"
+MANIFEST_FORMAT = 1
+# The precisions that each engine's artefact may have.
+PRECISIONS = {"native": ("int8",), "openvino": ("int8",), "onnx": ("int8", "fp32")}
+EXPORT_AGAIN = "write it again with python -m inference.export"
 _UNLIMITED = 1_000_000  # tokenizers that know no limit are saved with 1e30
 _RIGHT_FILE = "give the .pt file that training wrote beside its model folder, or write it again"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model as it lies on disk.
+    """A model on disk, before any of it is built."""
 
-    Attributes:
-        path: Where it was read.
-        config: The contents of the transformers ``config.json``.
-        weights: The safetensors file, the state dict of a .pt file, or None for an artefact folder.
-        tokenizer_json: The contents of ``tokenizer.json``.
-        labels: Class names, by class id.
-        max_length: Token ids a text may have, special tokens included.
-        metadata: The contents of ``metrics.json``, empty where there is none.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    weights: Path | dict[str, Any] | None
+    path: Path  # the folder or file that was read
+    config: dict[str, Any]  # the transformers config.json
+    weights: Path | dict[str, Any] | None  # a safetensors file, the state dict of a .pt file, None for an artefact
     tokenizer_json: str
-    labels: list[str]
-    max_length: int
-    metadata: dict[str, Any]
+    labels: list[str]  # by class id
+    max_length: int  # token ids per text, special tokens included
+    metadata: dict[str, Any]  # metrics.json, empty if there is none
 
     @property
     def cleaning(self) -> str:
-        """What the model's texts went through in training and go through before every answer, one of `CLEANINGS`."""
-        # Until it was a choice, training always cleaned as for news; a model from elsewhere takes texts as they are.
+        """How texts were cleaned in training, and have to be before every answer; one of `CLEANINGS`."""
+        # Older models do not say. Training cleaned all texts as news then; a model from elsewhere takes texts as is.
         written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
         return self.config.get(CLEANING_KEY, "news" if written_here else "none")
 
@@ -100,17 +93,16 @@ class SavedModel:
 
 
 def is_artefact(path: Path) -> bool:
-    """Whether this is the folder that an export wrote, rather than a model."""
-    return (path / manifest.FILE_NAME).is_file()
+    """Whether this is a folder that an export wrote, and not a model."""
+    return (path / MANIFEST_FILE).is_file()
 
 
 def artefact_folder(model: Path, engine: str) -> Path:
-    """Return where a model's artefact for an engine lies: ``MODEL/onnx``, and ``X.onnx`` for ``X.pt``."""
+    """Return the folder of a model's artefact for an engine: ``MODEL/onnx``, and ``X.onnx`` for ``X.pt``."""
     return model.with_suffix(f".{engine}") if model.is_file() else model / engine
 
 
 def weights_file(model: Path) -> Path:
-    """Return the file that holds the weights of a model folder or a .pt file."""
     return model if model.is_file() else model / WEIGHTS_FILE
 
 
@@ -118,8 +110,8 @@ def read_saved_model(path: Path) -> SavedModel:
     """Read a model folder, a .pt file or an artefact folder.
 
     Raises:
-        ModelLoadError: Nothing is there, something is missing or damaged, or the model does not choose one label of
-            several for a text.
+        ModelLoadError: It does not exist, something is missing or damaged, or the model is not one that chooses one of
+            several labels for a text.
     """
     if path.is_dir():
         return _checked(_read_folder(path))
@@ -153,7 +145,7 @@ def _read_folder(folder: Path) -> SavedModel:
 
 
 def without_code(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a configuration, at any depth, what would make transformers run code from elsewhere."""
+    """Drop from a configuration, at any depth, the keys that make transformers run code from elsewhere."""
     return {
         key: without_code(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -185,14 +177,6 @@ def _max_length(path: Path) -> int:
     return max_length
 
 
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
-    positions = config.get("max_position_embeddings", config.get("n_positions"))
-    if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
-        positions -= config.get("pad_token_id", 1) + 1
-    return positions
-
-
 def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> int:
     max_length = min(max_length, max_positions(config) or max_length)
     if max_length > _UNLIMITED:
@@ -202,18 +186,18 @@ def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> in
 
 
 def _checked(saved: SavedModel) -> SavedModel:
-    # Softmax over the labels is what every answer here is made of: for these it would be wrong without a word.
+    # Every answer is a softmax over the labels. For other kinds of model that would be silently wrong.
     problem_type = saved.config.get("problem_type")
     if problem_type not in (None, "single_label_classification"):
-        what = f"problem_type {problem_type!r}: only models that choose one label for a text are served"
+        what = f"problem_type {problem_type!r}: only models that choose one label per text are served"
         raise ModelLoadError(saved.path, what, "train it with single_label_classification")
     if len(saved.labels) < 2:
-        what = "a model with one label says the same of every text"
+        what = "a model with one label gives every text the same answer"
         raise ModelLoadError(saved.path, what, "train it with two labels or more")
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
     if twice is not None:
         what = f"two classes are named {twice!r}"
-        raise ModelLoadError(saved.path, what, "give each class a name of its own in id2label of config.json")
+        raise ModelLoadError(saved.path, what, "give each class its own name in id2label of config.json")
     if saved.cleaning not in CLEANINGS:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
@@ -246,7 +230,7 @@ def _load_tensors(path: Path) -> Any:
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the damaged byte happens to hit
+    except Exception as error:  # torch raises all kinds of errors, depending on which byte is damaged
         what = f"not a readable .pt file of tensors and plain values ({type(error).__name__})"
         raise ModelLoadError(path, what, _RIGHT_FILE) from error
 
@@ -267,7 +251,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelLoadError(path, f"not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(path, "holds no JSON object")
+        raise ModelLoadError(path, "is not a JSON object")
     return content
 
 
@@ -278,25 +262,118 @@ def _read_text(path: Path) -> str:
         raise ModelLoadError(path, f"cannot be read ({error})") from error
 
 
-def verified_manifest(folder: Path, model: Path | None) -> Manifest:
-    """Read an artefact's manifest and hold its files, and the model it should be made from, to it.
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of an artefact's ``manifest.json``, apart from the format number."""
+
+    engine: str  # a key of PRECISIONS
+    precision: str  # int8 or fp32
+    created: str  # ISO 8601, UTC
+    # `name` and `weights_sha256` of the model it was made from; also `bytes` and `modified_ns` of the weights file, by
+    # which an unchanged file is recognised without hashing it.
+    source: dict[str, Any]
+    # `sha256` and `bytes` of every other file in the folder, by name.
+    files: dict[str, dict[str, Any]]
+    versions: dict[str, str]  # of the packages that made it
+    options: dict[str, Any]  # how it was made
+    accuracy: dict[str, Any]  # of the reference and the artefact on the same rows, and how often they disagree
+    size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
+    speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
+    # Texts with the reference's `probabilities`, and how much the artefact's may differ when it is loaded. Another
+    # processor may round differently, but a kernel that computes wrong answers must not serve.
+    probes: list[dict[str, Any]]
+    probe_tolerance: float
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = json.dumps({"format": MANIFEST_FORMAT, **asdict(manifest)}, indent=2, ensure_ascii=False)
+    (folder / MANIFEST_FILE).write_text(content + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read an artefact's manifest.
 
     Raises:
-        ModelLoadError: A file is missing or another, or the artefact was made from other weights or another tokenizer.
+        ModelLoadError: It is missing, damaged, or of another format.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(path, f"cannot be read ({error})", EXPORT_AGAIN) from error
+    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
+        found = content.get("format") if isinstance(content, dict) else None
+        raise ModelLoadError(path, f"format {found!r}, this version reads format {MANIFEST_FORMAT}", EXPORT_AGAIN)
+    kinds = {"str": str, "float": float}
+    values: dict[str, Any] = {}
+    for field in fields(Manifest):
+        kind = kinds.get(str(field.type), list if str(field.type).startswith("list") else dict)
+        values[field.name] = content.get(field.name)
+        if not isinstance(values[field.name], kind):
+            raise ModelLoadError(path, f"{field.name} must be a {kind.__name__}", EXPORT_AGAIN)
+    return Manifest(**values)
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST_FILE
+    }
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare an artefact's files with its manifest.
+
+    Raises:
+        ModelLoadError: A file is missing or is not the one that was written.
+    """
+    for name, wanted in manifest.files.items():
+        path = folder / name
+        if Path(name).name != name:
+            raise ModelLoadError(folder / MANIFEST_FILE, f"{name!r} is not a plain file name", EXPORT_AGAIN)
+        if not path.is_file():
+            raise ModelLoadError(path, "is missing", EXPORT_AGAIN)
+        if sha256_of(path) != wanted.get("sha256"):
+            raise ModelLoadError(path, "is not the file that was exported, its SHA-256 differs", EXPORT_AGAIN)
+
+
+def describe_source(name: str, weights: Path) -> dict[str, Any]:
+    status = weights.stat()
+    return {
+        "name": name,
+        "weights_sha256": sha256_of(weights),
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+    }
+
+
+def is_from(manifest: Manifest, weights: Path) -> bool:
+    """Whether an artefact was made from the weights that are now in this file."""
+    status = weights.stat()
+    if status.st_size != manifest.source.get("bytes"):
+        return False
+    # An unchanged file is not hashed again: hundreds of MB would slow a start by up to a second.
+    untouched = status.st_mtime_ns == manifest.source.get("modified_ns")
+    return untouched or sha256_of(weights) == manifest.source.get("weights_sha256")
+
+
+def verified_manifest(folder: Path, model: Path | None) -> Manifest:
+    """Read an artefact's manifest, and check its files and that it belongs to the model.
+
+    Raises:
+        ModelLoadError: A file is missing or has changed, or the artefact was made from other weights or another
+            tokenizer than ``model`` has.
     """
     manifest = read_manifest(folder)
     verify_files(folder, manifest)
-    if model is not None:
-        _refuse_stale(folder, manifest, model)
-    return manifest
-
-
-def _refuse_stale(folder: Path, manifest: Manifest, model: Path) -> None:
+    if model is None:
+        return manifest
     weights = weights_file(model)
     if weights.is_file() and not is_from(manifest, weights):
-        raise ModelLoadError(folder, f"was made from other weights than {weights.name}", REMEDY)
-    if model.is_dir():
-        for name in DESCRIPTION_FILES:
-            file = model / name
-            if file.is_file() and sha256_of(file) != manifest.files.get(name, {}).get("sha256"):
-                raise ModelLoadError(folder, f"was made when {name} was another", REMEDY)
+        raise ModelLoadError(folder, f"was made from other weights than {weights.name}", EXPORT_AGAIN)
+    for name in DESCRIPTION_FILES:
+        file = model / name  # not there if the model is a .pt file
+        if file.is_file() and sha256_of(file) != manifest.files.get(name, {}).get("sha256"):
+            raise ModelLoadError(folder, f"was made before {name} changed", EXPORT_AGAIN)
+    return manifest

@@ -1,8 +1,7 @@
-"""Rows of text and label from CSV, TSV, JSON lines and Parquet; a row that cannot be used is named by file and line.
+"""Rows of text and label from CSV, TSV, JSON lines and Parquet; an unusable row is reported with file and line.
 
-Training reads its data here, and serving the rows that an exported model is measured on. From top to bottom: which
-columns hold the text and the label, what happens to rows that cannot be used, the file formats, and last labelled rows
-for a model that is there already.
+Training reads its data here, and serving reads the rows that an exported model is measured on. From top to bottom: the
+columns of text and label, what happens to unusable rows, the file formats, and labelled rows for an existing model.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ _LONGEST_NAME = 30
 # A long document is one field; csv's own limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
-# A row before its label is known to be one of the classes: where it stands, its text, its label as found.
+# A row before its label is known to be a class: its position, its text, its label as found.
 FoundRow = tuple[str, str, Any]
 UsableRow = tuple[str, str]  # text, label
 
 
-class UnusableRow(ValueError):
-    """Why a row cannot be used."""
+class UnusableRow(ValueError): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Columns:
     label: str = "label"
 
     def missing(self, found: Sequence[str]) -> str:
-        """Which of the two are not among the names that were found, whatever their case; empty if both are."""
+        """Which of the two are missing from the names found, ignoring case; empty if both are there."""
         names = [name.strip().lower() for name in found]
         missing = [name for name in (self.text, self.label) if name.lower() not in names]
         if not missing:
@@ -54,10 +52,10 @@ class Columns:
         return f"no column {' and no column '.join(missing)} among {named}"
 
     def among(self, found: Sequence[str]) -> tuple[int, int]:
-        """The places of the two among the names that were found, whatever their case.
+        """The positions of the two among the names found, ignoring case.
 
         Raises:
-            ValueError: one is not there.
+            ValueError: one is missing.
         """
         if missing := self.missing(found):
             raise ValueError(missing)
@@ -70,7 +68,7 @@ TEXT_AND_LABEL = Columns()
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a file of delimited text is laid out.
+    """How a delimited text file is laid out.
 
     ``places``: the positions of text and label in a row, or None for AG News' layout (class, title, description), which
     has no header. ``unused``: the names of the other columns.
@@ -82,10 +80,10 @@ class Layout:
 
 
 def find_layout(first_line: str, columns: Columns) -> Layout:
-    """Tell the separator and the columns from a file's first line.
+    """Find the separator and the columns from a file's first line.
 
     Raises:
-        ValueError: it names no such columns, and is no row of AG News' layout.
+        ValueError: it has no such columns, and is not a row in AG News' layout.
     """
     rows = {separator: next(csv.reader([first_line], delimiter=separator), []) for separator in SEPARATORS}
     for separator, fields in rows.items():
@@ -101,10 +99,10 @@ def find_layout(first_line: str, columns: Columns) -> Layout:
 
 
 def utf8_bytes(data: bytes) -> bytes:
-    """A file's text in UTF-8 without a byte order mark; UTF-16 is recognised by its own.
+    """A file's text in UTF-8 without a byte order mark; UTF-16 is recognized by its mark.
 
     Raises:
-        ValueError: it is in UTF-16 without a mark, or a torn one.
+        ValueError: it is UTF-16 without a mark, or truncated UTF-16.
     """
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         try:
@@ -117,10 +115,10 @@ def utf8_bytes(data: bytes) -> bytes:
 
 
 def check_utf8(text: str) -> None:
-    """Refuse text whose bytes were decoded with ``surrogateescape`` because they are not UTF-8.
+    """Refuse text that was decoded with ``surrogateescape`` because its bytes are not UTF-8.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is such text.
     """
     try:
         text.encode()
@@ -129,14 +127,14 @@ def check_utf8(text: str) -> None:
 
 
 class Reading:
-    """Which columns are read, and what becomes of rows that cannot be used: the first ends the reading, or all are left
-    out and counted.
+    """Which columns are read, and what happens to unusable rows: the first one ends the reading, or all of them are
+    left out and counted.
 
     Args:
-        columns: of the text and the label.
-        skip: leave out rows that cannot be used.
-        flag: that names the file, for the error message.
-        remedy: if the columns are not there.
+        columns: of text and label.
+        skip: leave out unusable rows.
+        flag: the flag that names the file, for error messages.
+        remedy: what to do if the columns are missing.
     """
 
     def __init__(
@@ -159,7 +157,7 @@ class Reading:
         """Leave rows out.
 
         Raises:
-            UserError: none may be.
+            UserError: if no row may be left out.
         """
         if not self.skip:
             raise UserError(f"{where}: {why}", code="row-unusable")
@@ -168,15 +166,15 @@ class Reading:
             self.named.append(f"{where}: {why}")
 
     def usable(self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = ()) -> list[UsableRow]:
-        """The rows that can be used.
+        """The usable rows.
 
         Args:
             what: the file or split they are from.
-            rows: as they are read; whoever reads them rejects what is no row.
-            labels: of which each label must be one; none given, any may be.
+            rows: as they are read; the format's reader has already rejected what is not a row.
+            labels: the allowed labels; empty to allow any.
 
         Raises:
-            UserError: there are none, or those left out are more than those that remain.
+            UserError: there are none, or more were left out than remain.
         """
         before, usable = self.count, []
         for where, text, label in rows:
@@ -196,10 +194,10 @@ class Reading:
         return usable
 
     def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
-        """The names of the text's and the label's column as they are written here.
+        """The names of the text and label columns as written in this file.
 
         Raises:
-            UserError: one is not there.
+            UserError: one is missing.
         """
         try:
             text, label = self.columns.among(found)
@@ -210,7 +208,7 @@ class Reading:
 
     @property
     def notes(self) -> list[str]:
-        """Columns that were not read; last how many rows were left out, and which came first."""
+        """Which columns were not read; the last note says how many rows were left out, and names the first."""
         unused = [f"columns that are not used: {', '.join(self.unused)}"] if self.unused else []
         more = "" if self.count <= len(self.named) else " ..."
         left_out = f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
@@ -235,8 +233,8 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
 
     Args:
         path: ends in one of :data:`FORMATS`.
-        reading: which columns are read; told what is no row.
-        label_names: what the numbers of AG News' layout stand for.
+        reading: which columns are read, and what happens to unusable rows.
+        label_names: what the class numbers of AG News' layout mean.
 
     Raises:
         UserError: the file cannot be read.
@@ -257,7 +255,7 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
 
 
 def _lines(path: Path) -> list[str]:
-    """A file's lines with their ends; what is not UTF-8 stands in them as surrogates."""
+    """A file's lines with their ends; bytes that are not UTF-8 become surrogates."""
     try:
         data = utf8_bytes(path.read_bytes())
     except ValueError as error:
@@ -300,9 +298,10 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
 def _records(
     path: Path, lines: Sequence[str], start: int, separator: str, reading: Reading
 ) -> Iterator[tuple[int, list[str]]]:
-    """The number of each record's last line, and its fields.
+    """The line number at which each record ends, and its fields.
 
-    A record that cannot be parsed costs its first line alone: a stray quote would take good rows after it along.
+    A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
+    it.
     """
     while start < len(lines):
         rest = (lines[i] for i in range(start, len(lines)))
@@ -318,7 +317,7 @@ def _records(
 
 
 def in_ag_news_layout(path: Path) -> bool:
-    """Whether a file begins as AG News' own do: no header, but a class number and what it belongs to."""
+    """Whether a file begins like AG News' own: no header, but a class number and two texts."""
     if path.suffix != ".csv":
         return False
     try:
@@ -406,11 +405,8 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
 class LabelledRows:
     """Texts with the class id of each.
 
-    Attributes:
-        name: The file they are from, for the record.
-        texts: As found, not yet cleaned.
-        class_ids: The right class of each text.
-        calibration_texts: Texts that no accuracy is measured on, if there are any: a folder's training rows.
+    ``name``: the file they are from. ``texts``: as found, not cleaned. ``class_ids``: the correct class of each text.
+    ``calibration_texts``: texts that accuracy is not measured on, if any, such as a folder's training rows.
     """
 
     name: str
@@ -420,13 +416,13 @@ class LabelledRows:
 
 
 def find_rows(model_dataset: str | None) -> Path:
-    """The rows to measure on if none are named: the model's own dataset if it is here, else the sample news.
+    """The rows to measure on if none are given: the model's own dataset if it is here, otherwise the sample news.
 
     Args:
-        model_dataset: What the model's ``metrics.json`` names as its dataset.
+        model_dataset: the dataset named in the model's ``metrics.json``.
 
     Raises:
-        UserError: Neither is there.
+        UserError: neither is available.
     """
     for path in ([Path(model_dataset)] if model_dataset else []) + [SAMPLE_NEWS]:
         if (path.is_file() and path.suffix in FORMATS) or _split_file(path, "test"):

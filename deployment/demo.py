@@ -46,7 +46,7 @@ def main() -> int:
 
 def _ask(server: subprocess.Popen[bytes], model: Path, address: str) -> int:
     if problem := _wait_until_healthy(server, address):
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {problem} [demo-failed]", file=sys.stderr)
         return 2
     for headline in HEADLINES:
         answer = _post(f"{address}/predict", {"text": headline})

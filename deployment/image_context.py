@@ -7,8 +7,7 @@ import tomllib
 from pathlib import Path
 
 from common.errors import ModelLoadError, UserError
-from common.manifest import FILE_NAME, Manifest
-from common.model_folder import DESCRIPTION_FILES, is_artefact, verified_manifest
+from common.model_folder import DESCRIPTION_FILES, MANIFEST_FILE, Manifest, is_artefact, verified_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "deployment" / "Dockerfile"
@@ -43,7 +42,7 @@ def image_files(model: Path) -> dict[str, Path]:
     artefacts = exported_artefacts(model)
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
     for engine, manifest in artefacts.items():
-        names += [f"{engine}/{name}" for name in sorted({*manifest.files, FILE_NAME})]
+        names += [f"{engine}/{name}" for name in sorted({*manifest.files, MANIFEST_FILE})]
     files = {
         name: ROOT / name
         for name in ("deployment/requirements.txt", *_KERNEL_FILES, *_sources("common"), *_sources("inference"))

@@ -125,5 +125,5 @@ try:
     app = create_app()
 except SettingsError as error:
     # uvicorn imports this module: one line says more than the traceback of an import.
-    print(f"error: {error}", file=sys.stderr)
+    error.say()
     sys.exit(2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from common.errors import UserError
+import sys
+from collections.abc import Sequence
+
+from common.errors import ForeseenError, UserError
 
 
 class RefusedTextError(ValueError):
@@ -63,13 +66,21 @@ class WorkerDownError(Exception):
     """Nothing takes texts from the queue: it was closed, or its workers fail again and again."""
 
 
-class ExportRefusedError(Exception):
-    """An artefact answers too differently from its reference to be written.
+class ExportRefusedError(ForeseenError):
+    """An artefact answers too differently from its reference to be kept.
 
-    Attributes:
+    Args:
         changed: One line for each of the first texts whose label changed.
     """
 
-    def __init__(self, message: str, changed: list[str]) -> None:
+    code = "export-refused"
+
+    def __init__(self, message: str, changed: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.changed = changed
+
+    def say(self) -> None:
+        """Print the error, then the texts."""
+        super().say()
+        for line in self.changed:
+            print(f"  {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Classify from the terminal: `python -m inference.predict "text"`, or `--file FILE` with one text a line."""
+"""Classify from the terminal: `python -m inference.predict "text"`, or `--file FILE` with one text per line."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import ValidationError
-
-from common.errors import ModelLoadError, OneLineParser, UserError, invalid_value, run_command
+from common.errors import OneLineParser, UserError, run_command
 from inference.engines.model_loader import ModelLoader, Prediction
 from inference.engines.selection import ENGINES
 from inference.errors import ForwardError
 from inference.settings import Settings
 
 _BAR_WIDTH = 30
-# Texts classified before their answers are printed: enough to fill batches of like length.
+# Texts classified before their answers are printed: enough for batches of similar length.
 _LINES_AT_ONCE = 256
 
 
@@ -29,15 +27,15 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("text", nargs="?", help="the text to classify")
-    what.add_argument("--file", help="classify a file, one text a line; - reads standard input")
+    what.add_argument("--file", help="classify a file with one text per line; - reads standard input")
     parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
     parser.add_argument(
         "--engine",
         choices=ENGINES,
         metavar="NAME",
-        help=f"{', '.join(ENGINES)}; default: ENGINE, else the fastest that works here",
+        help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for a file one object a line")
+    parser.add_argument("--json", action="store_true", help="print JSON; for a file, one object per line")
     return parser.parse_args(arguments)
 
 
@@ -48,27 +46,29 @@ def main(arguments: list[str] | None = None) -> None:
         UserError: A text cannot be classified.
     """
     options = _parse_arguments(arguments)
-    sys.stdout.reconfigure(errors="replace")  # a terminal without block characters must not end in a traceback
+    sys.stdout.reconfigure(errors="replace")  # for terminals without block characters
     try:
         if options.file is None:
             _predict_text(options)
         else:
             _predict_file(options)
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); without this Python complains when it flushes at exit.
+        # The reader stopped early (`| head`). Without this, Python complains when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ForwardError, ModelLoadError, OSError, ValueError) as error:
-        raise UserError(_one_line(error), code=getattr(error, "code", "prediction-failed")) from error
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}", code="prediction-failed") from error
+    except (ForwardError, ValueError) as error:
+        raise UserError(str(error), code="prediction-failed") from error
 
 
 def _load_model(options: argparse.Namespace) -> ModelLoader:
-    settings = Settings()
+    settings = Settings.from_environment()
     return ModelLoader(options.model or settings.model_checkpoint, options.engine or settings.engine, settings.hardware)
 
 
 def _predict_text(options: argparse.Namespace) -> None:
-    if not options.text.strip():  # what cleaning leaves nothing of is known when the model is loaded
-        raise ValueError("the text is blank: there is nothing to classify")
+    if not options.text.strip():  # before the model is loaded, which takes seconds
+        raise UserError("the text is blank: there is nothing to classify", code="prediction-failed")
     prediction = _load_model(options).predict(options.text)
     print(json.dumps(prediction) if options.json else _chart(prediction))
 
@@ -84,12 +84,11 @@ def _chart(prediction: Prediction) -> str:
 
 
 def _predict_file(options: argparse.Namespace) -> None:
-    from_stdin = options.file == "-"
-    with nullcontext(sys.stdin.buffer) if from_stdin else Path(options.file).open("rb") as source:
+    with nullcontext(sys.stdin.buffer) if options.file == "-" else Path(options.file).open("rb") as source:
         texts = _texts(source)
         chunk = list(islice(texts, _LINES_AT_ONCE))
         if not chunk:
-            raise ValueError(f"{options.file}: holds no text to classify")
+            raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
         model = _load_model(options)
         while chunk:
             readable = [text for text in chunk if model.tokenizer.clean(text)]
@@ -110,15 +109,6 @@ def _print_lines(answers: Iterable[tuple[str, Prediction]], *, as_json: bool) ->
         else:
             print(f"{prediction['label']}\t{prediction['confidence']:.4f}\t{text}")
     sys.stdout.flush()
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        return f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}"
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class Settings(BaseSettings):
             return cls()
         except ValidationError as error:
             problems = (f"{str(problem['loc'][0]).upper()}: {invalid_value(problem)}" for problem in error.errors())
-            raise SettingsError("; ".join(problems), code="setting-value") from None
+            raise SettingsError("; ".join(problems)) from None
 
     @property
     def hardware(self) -> Hardware:

@@ -24,9 +24,9 @@ TINY = "tiny"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
-# What a field may be when a run resumes from a checkpoint. "any": where things are kept and how the model is distributed
-# over the ranks change no row and no update. "same global batch": the global batch decides the order of the rows, not
-# its factors batch_size, data ranks and gradient_accumulation.
+# What may change about a field when a run resumes. "any": it changes neither rows nor updates, such as paths, or how
+# the model is distributed over ranks. "same global batch": the product batch_size x data ranks x gradient_accumulation
+# decides the row order, so its factors may change but not their product.
 OnResume = Literal["same", "any", "same global batch"]
 
 
@@ -35,7 +35,7 @@ def _field(default: Any, group: str, help: str, on_resume: OnResume = "same", **
     return Field(default, description=help, json_schema_extra=about, validate_default=True, **limits)
 
 
-# The strategies that each of these flags is for; with another one it is refused, not ignored.
+# The strategies that each of these flags is for; with any other it is refused instead of ignored.
 FLAGS_OF_STRATEGIES = {
     "dp": ("zero2", "zero3", "tp", "pp", "3d"),
     "dp_shard": ("zero2", "zero3", "3d"),
@@ -52,7 +52,7 @@ FLAGS_OF_STRATEGIES = {
 }
 
 
-# What other trainers call our flags: not taken, but pointed at.
+# What other trainers call our flags. They are not accepted, but the error names ours.
 OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -84,72 +84,72 @@ class TrainConfig(BaseModel):
 
     # fmt: off
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
-    text_column: str = _field("text", "data", "column of the text, in data whose columns have names; in any case of letters", min_length=1, on_resume="any")
+    text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
-    max_length: int = _field(128, "data", "tokens a text may have; longer ones are cut, which the report counts", ge=8, le=8192)
-    clean: Literal["auto", "news", "none"] = _field("auto", "data", "what texts go through before they are tokenised, in training and in serving: news = character references decoded, HTML tags and backslashes dropped, white space collapsed; none = nothing; auto = news for AG News (by its name, its CSV layout or its four labels) and sample, else none; a resumed run keeps its own")
+    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many", ge=8, le=8192)
+    clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
-    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenised data is kept", on_resume="any")
+    cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small DistilBERT made here from nothing, with no download")
-    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only what enters each block (a third more work), selective also what matrix products gave (little more work)", on_resume="any")
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small, randomly initialized DistilBERT that needs no download")
+    activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
-    batch_size: int = _field(32, "optimization", "rows a rank takes in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
-    gradient_accumulation: int = _field(1, "optimization", "micro-batches before an optimizer step; 1 = off", ge=1, on_resume="same global batch")
+    batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
+    gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
-    schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate falls to 0 after the warm-up")
+    schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate decays to 0 after the warm-up")
     warmup: float = _field(0.06, "optimization", "share of all steps over which the learning rate rises; 0 = off", ge=0, lt=1)
-    weight_decay: float = _field(0.01, "optimization", "AdamW's decay, not on biases and LayerNorm; 0 = off", ge=0, lt=1)
+    weight_decay: float = _field(0.01, "optimization", "AdamW's weight decay, except for biases and LayerNorm; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 where the processor computes it faster, fp16 with a loss scale on older GPUs, else fp32")
-    tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the last test: faster, 10 bits of precision instead of 23; off = exact", on_resume="any")
-    seed: int = _field(42, "optimization", "seed of the split, the order of rows, the weights and the dropout", ge=0, lt=2**32)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs, otherwise fp32")
+    tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the final test: faster, with 10 instead of 23 bits of precision; off = exact", on_resume="any")
+    seed: int = _field(42, "optimization", "seed of the validation split, the row order, new weights and dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
 
-    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 = the optimizer's state, also the gradients, also the weights are sharded; deepspeed = the same by DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all together", on_resume="any")
-    dp: int = _field(0, "processes", "data-parallel degree; 0 = the ranks that tp and pp leave", ge=0, on_resume="any")
-    dp_shard: int = _field(0, "processes", "how many of the dp ranks share one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a copy on each", ge=0, on_resume="any")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 = sharded optimizer state, then also gradients, then also weights; deepspeed = the same with DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined", on_resume="any")
+    dp: int = _field(0, "processes", "data-parallel degree; 0 = all ranks not used by tp and pp", ge=0, on_resume="any")
+    dp_shard: int = _field(0, "processes", "how many of the dp ranks shard one copy of the state (zero2, zero3, 3d); 0 = all of them, 1 = a full copy on each", ge=0, on_resume="any")
     tp: int = _field(0, "processes", "tensor-parallel degree, a divisor of the ranks of one machine; 0 = 1, or for tp all ranks of a machine", ge=0, on_resume="any")
-    pp: int = _field(0, "processes", "pipeline stages, in ranks; 0 = 1, or for pp all ranks", ge=0, on_resume="any")
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (gradient_accumulation counts them) in the pipeline; the last three give each rank two stages", on_resume="any")
+    pp: int = _field(0, "processes", "ranks per pipeline; 0 = 1, or for pp all ranks", ge=0, on_resume="any")
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = _field("1f1b", "processes", "order of the micro-batches (their number is gradient_accumulation) in the pipeline; the last three give each rank two stages", on_resume="any")
     sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts", on_resume="any")
-    compress: str = _field("none", "processes", "gradients on the wire (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4", on_resume="any")
+    compress: str = _field("none", "processes", "compress gradients for the all-reduce (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4", on_resume="any")
     cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
-    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the ranks in the first steps and now and then, and give slower ones fewer rows and faster ones more (ddp, zero1)", on_resume="any")
+    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks now and then, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
     deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
-    deepspeed_config: Path | None = _field(None, "processes", "DeepSpeed's own JSON file, for what has no flag here", on_resume="any")
+    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here", on_resume="any")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
 
-    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are beside it", on_resume="any")
+    output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
     resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
-    metrics_port: int = _field(0, "output", "port of a rank's metrics for Prometheus, plus its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
-    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; a scheduler that starts again what failed wants another than 0, such as 75", ge=0, le=255, on_resume="any")
+    metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
+    stopped_exit_code: int = _field(0, "output", "exit code of a run that was asked to stop and has saved; for schedulers that restart what failed, use a number such as 75", ge=0, le=255, on_resume="any")
 
     checkpoint_dir: str = _field("", "fault tolerance", "where checkpoints are kept: a folder that all machines share, or an address such as s3://bucket/run; unset = OUTPUT_DIR.run/checkpoints", on_resume="any")
-    save_every: int = _field(500, "fault tolerance", "optimizer steps between checkpoints, beside the one at each epoch's end; 0 = only those", ge=0, on_resume="any")
-    save_minutes: float = _field(0, "fault tolerance", "minutes between checkpoints, beside those by steps; 0 = off", ge=0, on_resume="any")
-    keep_last: int = _field(2, "fault tolerance", "checkpoints kept beside the best one", ge=1, on_resume="any")
+    save_every: int = _field(500, "fault tolerance", "optimizer steps between checkpoints, in addition to one at the end of each epoch; 0 = only those", ge=0, on_resume="any")
+    save_minutes: float = _field(0, "fault tolerance", "minutes between checkpoints, in addition to those by steps; 0 = off", ge=0, on_resume="any")
+    keep_last: int = _field(2, "fault tolerance", "newest checkpoints to keep, in addition to the best one", ge=1, on_resume="any")
     keep_every: int = _field(0, "fault tolerance", "keep the checkpoint of every Nth step permanently; 0 = off", ge=0, on_resume="any")
 
-    bad_steps: int = _field(5, "fault tolerance", "steps in a row that may be skipped because the loss or the gradient norm is not finite; one more, and the run goes back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0, on_resume="any")
-    collective_timeout: float = _field(1800, "fault tolerance", "seconds without progress after which a rank ends the run and names the ranks that did not come; longer than whatever one rank does while others wait; an hour at least until the first steps are done", ge=1, on_resume="any")
-    bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", "malformed rows (truncated line, empty text, unknown label ...): stop = name the first and do not start; skip = leave them out, count and name them", on_resume="any")
+    bad_steps: int = _field(5, "fault tolerance", "consecutive steps that may be skipped because loss or gradient norm is not finite; after one more, the run is rolled back to its newest checkpoint and leaves the bad rows out; 0 = stop at the first", ge=0, on_resume="any")
+    collective_timeout: float = _field(1800, "fault tolerance", "seconds without progress after which a rank ends the run and names the missing ranks; must exceed anything that one rank does while others wait; at least an hour until the first steps are done", ge=1, on_resume="any")
+    bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", "malformed rows (truncated line, empty text, unknown label ...): stop = report the first one and do not start; skip = leave them out and report them", on_resume="any")
 
-    check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of what several ranks hold copies of, made at the start and before each checkpoint too; 0 = off", ge=0, on_resume="any")
-    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all copies in this many first steps, where a model's own code may spoil them; 0 = off", ge=0, on_resume="any")
-    record_collectives_every: int = _field(20, "monitoring", "optimizer steps between two recordings, by PyTorch's profiler, of what a step sends, for the metrics collective_*; 0 = off, as beside another profiler such as nsys", ge=0, on_resume="any")
-    one_rank_rate: float = _field(0, "monitoring", "rows per second that one rank trains alone, for the metric scaling_efficiency; 0 = unknown", ge=0, on_resume="any")
-    trackers: str = _field("", "monitoring", "where curves go beside metrics.jsonl and TensorBoard: wandb, mlflow, trackio, several with commas, each an extra of the same name; unset = nowhere", on_resume="any")
-    profile: int = _field(0, "monitoring", "optimizer steps that PyTorch's profiler records, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
-    profile_start: int = _field(0, "monitoring", "the first of them; 0 = ten steps after this process's first, or fewer in a short run", ge=0, on_resume="any")
-    profile_ranks: str = _field("0", "monitoring", "ranks that are recorded: all, or their numbers, such as 0,3", on_resume="any")
+    check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of all replicas, which are also compared at the start and before each checkpoint; 0 = off", ge=0, on_resume="any")
+    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all replicas in this many first steps, in case a model's own code breaks their synchronization; 0 = off", ge=0, on_resume="any")
+    record_collectives_every: int = _field(20, "monitoring", "optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the metrics collective_*; 0 = off, needed with another profiler such as nsys", ge=0, on_resume="any")
+    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, for the metric scaling_efficiency; 0 = unknown", ge=0, on_resume="any")
+    trackers: str = _field("", "monitoring", "also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the extra of that name; unset = none", on_resume="any")
+    profile: int = _field(0, "monitoring", "optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
+    profile_start: int = _field(0, "monitoring", "the first step to record; 0 = ten steps after the first one of this process, or fewer in a short run", ge=0, on_resume="any")
+    profile_ranks: str = _field("0", "monitoring", "ranks to record: all, or their numbers, such as 0,3", on_resume="any")
     # fmt: on
 
     @field_validator("compress")
@@ -204,7 +204,6 @@ class TrainConfig(BaseModel):
 
     @property
     def columns(self) -> Columns:
-        """Which columns of the data are read."""
         return Columns(self.text_column, self.label_column)
 
     @property
@@ -214,12 +213,11 @@ class TrainConfig(BaseModel):
 
     @property
     def checkpoint_file(self) -> Path:
-        """The one-file model beside the model folder."""
         return self.output_dir.with_name(self.output_dir.name + ".pt")
 
     @property
     def not_saved_exit_code(self) -> int:
-        """Of a run that was asked to stop and had nothing to save, or could not; never that of one that finished."""
+        """The exit code of a run that was asked to stop and had nothing to save; never that of a finished run."""
         return self.stopped_exit_code or os.EX_TEMPFAIL
 
     @property
@@ -231,7 +229,6 @@ class TrainConfig(BaseModel):
 
     @property
     def tracker_names(self) -> tuple[str, ...]:
-        """The trackers, each once."""
         return _names(self.trackers)
 
     def to_yaml(self) -> str:
@@ -335,7 +332,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
                 f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}",
                 code="flag-unknown",
             )
-    # YAML 1.1 reads 2e-5 as text; pydantic reads that text as the number that was meant.
+    # YAML 1.1 reads 2e-5 as text; pydantic then reads the text as the number that was meant.
     return values
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
-    # PyTorch takes seconds to import: not before the flags are known to be good.
+    # PyTorch takes seconds to import, so check the flags first.
     from training.evaluation.evaluator import evaluate_saved
     from training.parallelism.distributed import ranks
 

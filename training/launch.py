@@ -1,4 +1,4 @@
-"""What training/run_ddp.sh starts: torchrun, without its own report on ranks that have said their error themselves."""
+"""What training/run_ddp.sh starts: torchrun without its own report about ranks that have printed their error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.distributed.run import main
 
 
 def launch() -> int:
-    """Run torchrun with this process's flags; returns the exit code of the rank that failed first."""
+    """Run torchrun with this process's flags; returns the exit code of the first rank that failed."""
     if "LOGLEVEL" not in os.environ:  # torchrun's variable: whoever sets it wants to read its log
         logging.disable(logging.ERROR)
     try:
         main()
     except ChildFailedError as failed:
-        # A rank prints why it leaves, unless it was killed.
+        # A rank prints why it exits, unless it was killed.
         for rank, failure in failed.failures.items():
             if failure.exitcode < 0 and failure.signal_name() != "SIGTERM":  # that one torchrun sends itself
                 print(

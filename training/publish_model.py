@@ -15,7 +15,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 from huggingface_hub import ModelCard
 
 from common.errors import run_command
-from common.manifest import PRECISIONS
+from common.model_folder import PRECISIONS
 from training.publishing.hub_upload import Target, full_name, lay_out, publishing_parser, show, sign_in, upload
 from training.publishing.published_files import model_files, named
 

@@ -29,15 +29,15 @@ from training.fault_tolerance.interruption import run_rank
 
 def main() -> int:
     """Parse, join the process group, train; returns the exit code."""
-    # DeepSpeed's launcher adds a flag for what the environment says too.
+    # DeepSpeed's launcher adds a flag that repeats the environment.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with settled():
         with rank0_only_output():
             config = parse_config(arguments, description=__doc__)
-        # PyTorch takes seconds to import: not before the flags are known to be good.
+        # PyTorch takes seconds to import, so check the flags first.
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        # Under torchrun, which shows the error that `record` writes down for it.
+        # torchrun shows the error that `record` writes for it.
         is_finished = record(train)(config)
     return 0 if is_finished else stopped_exit_code(config.stopped_exit_code)
 

@@ -16,8 +16,7 @@ from inference.batching.cache import Probabilities
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
-from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
-from inference.engines.forward import softmax
+from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch, softmax
 from inference.errors import ForwardError, WorkerDownError
 
 logger = logging.getLogger(__name__)

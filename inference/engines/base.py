@@ -1,4 +1,4 @@
-"""The small interface that every runtime fulfils: token ids in, logits out, numpy on both sides."""
+"""The interface of every runtime, token ids in and logits out in numpy, and how many texts are run through one."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Where the measured curve of a processor is flat (benchmarks/batching_curve.md).
+# A CPU gains no more speed from larger batches (benchmarks/batching_curve.md).
 CPU_BATCH_TOKENS = 512
-# Passes that run at the same time: on a machine of many processors each gets several of them, since more passes at once
-# would wait for the interpreter's lock instead.
+# Forward passes that run at the same time. On a machine with more processors each pass gets several of them, because
+# more passes would only wait for the interpreter's lock.
 PASSES_AT_ONCE = 6
-# A thread with fewer tokens reads all weights for almost no work (the tile of kernels.c has six rows); two threads
-# always pay.
+# A thread with fewer tokens would read all weights for almost no work (a tile in kernels.c has six rows). Two threads
+# pay off even so.
 TOKENS_PER_THREAD = 6
+# Padded batches: texts of similar length waste little, and eight short ones already keep the cores busy.
+PADDED_TEXTS = 8
+# Batches without padding: more tokens gain nothing, and the buffers stay small.
+RAGGED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The texts of one forward pass, laid end to end without padding.
+    """The texts of one forward pass, one after another without padding."""
 
-    Attributes:
-        ids: Token ids of all texts, (tokens,).
-        lengths: Token ids of each text, (texts,).
-    """
-
-    ids: NDArray[np.int32]
-    lengths: NDArray[np.int32]
+    ids: NDArray[np.int32]  # of all texts, (tokens,)
+    lengths: NDArray[np.int32]  # token ids of each text, (texts,)
 
     @classmethod
     def of(cls, token_ids: Sequence[Sequence[int]]) -> TokenBatch:
-        """Join the token ids of texts, in order."""
         return cls(
             ids=np.concatenate([np.asarray(ids, dtype=np.int32) for ids in token_ids]),
             lengths=np.array([len(ids) for ids in token_ids], dtype=np.int32),
@@ -48,28 +46,54 @@ class TokenBatch:
 
 
 class Engine(Protocol):
-    """A loaded classifier.
+    """A loaded classifier."""
 
-    Attributes:
-        name: Runtime and precision, such as ``onnx int8``.
-        num_slots: Threads that all forward passes at a time may take together; of the passes `PASSES_AT_ONCE` at most.
-        batch_tokens: Tokens of a forward pass beyond which it gains no more speed.
-        pads: Whether a batch costs its longest text times its texts, rather than the sum of its tokens.
-    """
-
-    name: str
-    num_slots: int
-    batch_tokens: int
-    pads: bool
+    name: str  # runtime and precision, such as `onnx int8`
+    num_slots: int  # threads shared by all forward passes that run at the same time, at most PASSES_AT_ONCE of them
+    batch_tokens: int  # tokens per forward pass beyond which it gains no more speed
+    pads: bool  # a batch costs its longest text times the number of texts, rather than the sum of its tokens
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass.
+        """Return one score per label before softmax, (texts, labels), of at least one text with at least one token.
 
-        Args:
-            batch: At least one text; every text has at least one token.
-            threads: Slots that this pass may take, 1 to ``num_slots``; an engine of one slot ignores it.
-
-        Returns:
-            One score a label before softmax, (texts, labels).
+        The pass may take ``threads`` slots, 1 to ``num_slots``; an engine with one slot ignores it.
         """
         ...
+
+
+def probabilities_of(engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return the probability of every label for every text, (texts, labels), in the order of the texts.
+
+    For files, exports and the library: nobody waits for a single text, so all are divided into passes at once.
+    """
+    found: NDArray[np.float64] | None = None
+    for chosen in forward_passes([len(ids) for ids in token_ids], pads=engine.pads):
+        batch = TokenBatch.of([token_ids[i] for i in chosen])
+        probabilities = softmax(engine.logits(batch, engine.num_slots))
+        if found is None:
+            found = np.empty((len(token_ids), probabilities.shape[1]))
+        found[chosen] = probabilities
+    return found if found is not None else np.empty((0, 0))
+
+
+def forward_passes(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
+    """Divide texts of these lengths into forward passes: the positions of the texts in each."""
+    if pads:
+        # Texts of similar length go together. Without padding, texts stay in order and fill a budget of tokens.
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+        return [by_length[start : start + PADDED_TEXTS] for start in range(0, len(lengths), PADDED_TEXTS)]
+    passes: list[list[int]] = []
+    num_tokens = RAGGED_TOKENS
+    for position, length in enumerate(lengths):
+        if num_tokens + length > RAGGED_TOKENS:
+            passes.append([])
+            num_tokens = 0
+        passes[-1].append(position)
+        num_tokens += length
+    return passes
+
+
+def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    scores = logits.astype(np.float64)
+    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""From a saved model to answers: loads engine, tokenizer and labels, and classifies texts."""
+"""Loads a saved model with its engine, tokenizer and labels, and classifies texts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.hardware import Hardware
-from common.manifest import read_manifest
-from common.model_folder import is_artefact
-from inference.engines.forward import probabilities_of
+from common.model_folder import is_artefact, read_manifest
+from inference.engines.base import probabilities_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 
@@ -28,15 +27,15 @@ class Prediction(TypedDict):
 
 
 class ModelLoader:
-    """A loaded classifier; may be shared by threads.
+    """A loaded classifier, which threads may share.
 
     Attributes:
         labels: Class names, by class id.
-        max_length: Token ids that the model reads of a text, special tokens included.
-        metadata: The contents of the model's ``metrics.json``, empty where there is none.
+        max_length: The most token ids that the model reads per text, special tokens included.
+        metadata: The contents of the model's ``metrics.json``, empty if there is none.
         tokenizer: Cleans and tokenises texts for this model.
         engine: What runs the model.
-        tokens_per_second: How fast it ran when it was loaded; None where that was not measured.
+        tokens_per_second: How fast it ran when it was loaded; None if that was not measured.
         info: ``name`` (of the folder or file that training wrote), ``engine`` (its name), ``reason`` (why it was
             picked), ``precision``, ``revision`` (12 hex digits of the SHA-256 of the weights that training wrote) and
             ``path``.
@@ -47,16 +46,13 @@ class ModelLoader:
     def __init__(self, path: str | Path, engine: str = "auto", hardware: Hardware = _ANY_DEVICE) -> None:
         """Load a model folder, a .pt file or an artefact folder.
 
-        Args:
-            path: Where it lies.
-            engine: One of `inference.engines.selection.ENGINES`; ``auto`` measures what is there and takes the fastest.
-            hardware: What it may run on.
+        ``engine`` is one of `inference.engines.selection.ENGINES`; ``auto`` measures what exists and takes the fastest.
 
         Raises:
-            ModelLoadError: It is missing, incomplete or damaged, answers with no numbers, or the engine cannot be used.
+            ModelLoadError: The model is missing, incomplete, damaged or answers with NaN, or the engine cannot be used.
         """
         path = Path(path)
-        # A link may be pointed elsewhere while its files are read one after another: all are to be of one model.
+        # A symbolic link may change while files are read one after another; all have to come from the same model.
         loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
         self.labels = loaded.saved.labels
         self.max_length = loaded.saved.max_length
@@ -75,12 +71,7 @@ class ModelLoader:
         }
 
     def predict(self, text: str) -> Prediction:
-        """Classify one text.
-
-        Raises:
-            ForwardError: The model answers with NaN.
-            ValueError: The text is blank.
-        """
+        """Classify one text; raises as `predict_batch`."""
         self._refuse_blank("text", text)
         return self._classify([text])[0]
 
@@ -89,7 +80,7 @@ class ModelLoader:
 
         Raises:
             ForwardError: The model answers one of them with NaN.
-            ValueError: A text is blank; the line names its place.
+            ValueError: A text is blank; the message gives its position.
         """
         for position, text in enumerate(texts):
             self._refuse_blank(f"texts[{position}]", text)

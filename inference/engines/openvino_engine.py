@@ -1,4 +1,4 @@
-"""OpenVINO as the runtime: static int8 on x86, fast where our own kernels do not run."""
+"""OpenVINO as the runtime: static int8 on x86, fast on processors that our own kernels do not support."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 
 FILE_NAME = "model.xml"
-# The plugin keeps memory for every shape that it ever met: at any length DistilBERT-base grows from 190 to 780 MB
-# within minutes, at lengths rounded up to 16 tokens it stays at 330 MB.
+# The plugin keeps memory for every shape it has seen. With arbitrary lengths, DistilBERT-base grows from 190 to 780 MB
+# within minutes; with lengths rounded up to 16 tokens it stays at 330 MB.
 LENGTH_STEP = 16
 
 
@@ -28,12 +28,7 @@ class OpenVinoEngine:
     pads = True
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
-        """Read and compile the graph.
-
-        Args:
-            folder: Holds `FILE_NAME` and the weights beside it.
-            config: The contents of the model's ``config.json``.
-            threads: Processors that the engine may use.
+        """Read `FILE_NAME` from a folder and compile it, to run on so many threads.
 
         Raises:
             RuntimeError: The files are damaged or need a newer runtime.
@@ -43,16 +38,15 @@ class OpenVinoEngine:
         options = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 where the processor has it
+            "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 if the processor has it
         }
         core = openvino.Core()
-        # Weights are mapped otherwise: overwriting the file would change the answers, and cutting it end the process.
+        # By default weights are mapped: overwriting the file would change answers, and truncating it kill the process.
         core.set_property({"ENABLE_MMAP": False})
         self._request = core.compile_model(folder / FILE_NAME, "CPU", options).create_infer_request()
         self._lock = threading.Lock()
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass; see `inference.engines.base.Engine`."""
         input_ids, attention_mask = batch.padded(self._pad_id)
         length = input_ids.shape[1]
         missing = min(-length % LENGTH_STEP, max(0, self._longest - length))

@@ -1,4 +1,4 @@
-"""Picks the engine: what runs a model fastest here, by measurement, with the reason in one line."""
+"""Picks the engine that runs a model fastest here, by measurement, and says why in one line."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ from typing import Any
 import numpy as np
 
 from common.errors import ModelLoadError, first_line
+from common.files import sha256_of
 from common.hardware import Hardware, has_fast_int8
-from common.manifest import REMEDY, Manifest, read_manifest, sha256_of
 from common.model_folder import (
+    EXPORT_AGAIN,
+    Manifest,
     SavedModel,
     artefact_folder,
     is_artefact,
+    read_manifest,
     read_saved_model,
     verified_manifest,
     weights_file,
 )
 from common.text import TextTokenizer
-from inference.engines.base import Engine
-from inference.engines.forward import probabilities_of
-from inference.engines.probe import measure_speed, recall_speeds, remember_speeds, speeds_key
-from inference.engines.self_test import FLOAT_TOLERANCE, HALF_TOLERANCE, check_engine
+from inference.engines.base import Engine, probabilities_of
+from inference.engines.self_test import (
+    FLOAT_TOLERANCE,
+    HALF_TOLERANCE,
+    check_engine,
+    measure_speed,
+    recall_speeds,
+    remember_speeds,
+    speeds_key,
+)
 
-# The order in which they are tried where nothing was measured.
+# In the order in which they are tried if nothing was measured.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")
 _TORCH_ENGINES = ("torch", "torch_compiled")
 ENGINES = ("auto", *ARTEFACT_ENGINES, *_TORCH_ENGINES)
@@ -38,23 +47,15 @@ _ANY_DEVICE = Hardware()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to answer.
+    """A model that is ready to answer."""
 
-    Attributes:
-        saved: Its description, from the artefact where one was picked.
-        precision: Of the arithmetic: ``int8``, ``fp32``, ``bf16`` or ``fp16``.
-        revision: The first 12 hex digits of the SHA-256 of the weights that training wrote.
-        reason: Why this engine was picked, in one line.
-        tokens_per_second: How fast it runs here; None for a compiled model, whose first passes say nothing.
-    """
-
-    saved: SavedModel
+    saved: SavedModel  # its description, from the artefact if one was picked
     tokenizer: TextTokenizer
     engine: Engine
-    precision: str
-    revision: str
-    reason: str
-    tokens_per_second: float | None = None
+    precision: str  # of the arithmetic: int8, fp32, bf16 or fp16
+    revision: str  # the first 12 hex digits of the SHA-256 of the weights that training wrote
+    reason: str  # why this engine was picked, in one line
+    tokens_per_second: float | None = None  # None for a compiled model, whose first passes are not typical
 
 
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
@@ -62,7 +63,7 @@ def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVIC
 
     Args:
         path: A model folder, a .pt file, or an artefact folder.
-        wanted: ``auto``, or the one engine to use.
+        wanted: One of `ENGINES`.
         hardware: What it may run on.
 
     Raises:
@@ -107,10 +108,14 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     engines = [name for name in ARTEFACT_ENGINES if is_artefact(artefact_folder(path, name))]
     skipped: list[str] = []
     if not engines:
-        reason = "no artefact beside the model, python -m inference.export writes a faster one"
+        reason = "the model has no artefact; python -m inference.export writes a faster one"
         return _load_torch(path, reason, hardware)
-    if _is_torch_worth_a_try(path, hardware):
+    # PyTorch may be faster than int8 artefacts, but never on a processor that multiplies int8 fast. To import it there
+    # would cost every start seconds and hundreds of megabytes.
+    has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
+    if has_torch and (not has_fast_int8() or _has_cuda(hardware)):
         engines.append("torch")
+    # Measuring loads every candidate once, so the speeds are remembered for the next start.
     speeds: dict[str, float] = {}
     when = "at an earlier start"
     if len(engines) > 1:
@@ -121,6 +126,7 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
             engines = list(speeds)
             if len(speeds) > 1:
                 remember_speeds(key, speeds)
+    # The fastest that loads; those that do not are named in the reason.
     for name in sorted(engines, key=lambda name: -speeds.get(name, 0.0)):
         reason = _comparison(name, speeds, when) if len(speeds) > 1 else f"{name} is the only artefact that works here"
         try:
@@ -130,25 +136,14 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
             speeds.pop(name, None)
         else:
             return replace(loaded, tokens_per_second=speeds.get(name))
+    # Without a working artefact, PyTorch runs the model itself, if its weights are here.
     if not weights_file(path).is_file():
         what = f"none of its artefacts works here: {'; '.join(skipped)}"
         raise ModelLoadError(path, what, "export the model for another engine")
     return _load_torch(path, "; ".join(skipped), hardware)
 
 
-def _is_torch_worth_a_try(path: Path, hardware: Hardware) -> bool:
-    """Whether the model itself may be faster than its artefacts.
-
-    On a processor that multiplies int8 fast it never is, and to import PyTorch for that would cost every start seconds
-    and hundreds of megabytes.
-    """
-    if not weights_file(path).is_file() or importlib.util.find_spec("torch") is None:
-        return False
-    return not has_fast_int8() or _has_cuda(hardware)
-
-
 def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: list[str]) -> dict[str, float]:
-    """Measure engines one after another, so that only one model is in memory at a time."""
     speeds = {}
     for name in engines:
         try:
@@ -156,9 +151,9 @@ def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: li
             speeds[name] = measure_speed(loaded.engine, loaded.tokenizer, loaded.saved.max_length)
         except ModelLoadError as error:
             skipped.append(f"skipped {name} ({error})")
-        except Exception as error:  # every runtime has its own errors for what it cannot compute
+        except Exception as error:  # every runtime has its own errors
             skipped.append(f"skipped {name} (fails on its first passes: {first_line(error)})")
-        loaded = None
+        loaded = None  # free this model before the next one is loaded
     return speeds
 
 
@@ -193,8 +188,8 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
     except ImportError as error:
         remedy = f"install it (pip install {error.name}) or serve the model with another engine"
         raise ModelLoadError(folder, f"the {manifest.engine} engine needs {error.name}", remedy) from error
-    except Exception as error:  # every runtime has its own errors for what it cannot read
-        raise ModelLoadError(folder, f"does not load ({first_line(error)})", REMEDY) from error
+    except Exception as error:  # every runtime has its own errors for files it cannot read
+        raise ModelLoadError(folder, f"does not load ({first_line(error)})", EXPORT_AGAIN) from error
 
 
 def build_engine(
@@ -204,7 +199,7 @@ def build_engine(
 
     Raises:
         ImportError: Its runtime is not installed.
-        Exception: Whatever the runtime raises for files that it cannot read.
+        Exception: Any error of the runtime, for files that it cannot read.
     """
     threads = hardware.num_threads
     if name == "native":
@@ -231,15 +226,14 @@ def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, en
     expected = np.array([probe["probabilities"] for probe in manifest.probes])
     found = probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode(texts)])
     difference = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
-    # NaN is no number below the tolerance either.
-    if not difference <= manifest.probe_tolerance:
-        what = f"answers {difference:.2f} beside the reference, more than {manifest.probe_tolerance:.2f}"
-        raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", REMEDY)
+    if not difference <= manifest.probe_tolerance:  # written so that NaN fails too
+        what = f"its answers differ by {difference:.2f} from the reference, more than {manifest.probe_tolerance:.2f}"
+        raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", EXPORT_AGAIN)
 
 
 def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
     weights = weights_file(path)
-    before = _version_of(weights)
+    before = _version_of(weights)  # to notice if the file is replaced while it is read
     saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
@@ -250,22 +244,23 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
 
         if hardware.device == "cuda" and not torch.cuda.is_available():
             raise ModelLoadError(
-                path, f"DEVICE is cuda, and {_why_no_cuda()}", "set DEVICE to auto or cpu, or mend that"
+                path, f"DEVICE is cuda, and {_why_no_cuda()}", "set DEVICE to auto or cpu, or fix that"
             )
         torch.set_num_threads(hardware.num_threads)
         engine = TorchEngine(saved.config, saved.weights, compiled=compiled, device=hardware.device)
     except ImportError as error:
         what = f"the torch engine needs {error.name or 'PyTorch and transformers'}, which is not installed"
-        raise ModelLoadError(path, f"{what} ({reason})", "install it, or export the model where it is") from error
+        remedy = "install it, or export the model on a machine that has it"
+        raise ModelLoadError(path, f"{what} ({reason})", remedy) from error
     except ModelLoadError:
         raise
-    except Exception as error:  # every library below has its own error for damaged bytes
+    except Exception as error:  # every library has its own errors for damaged files
         what = f"the weights do not load into the model of its configuration ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
     check_engine(saved.path, engine, tokenizer, saved.labels, tolerance)
     revision = sha256_of(weights)[:12]
-    if _version_of(weights) != before:  # else the bytes that were hashed are not those that answer
+    if _version_of(weights) != before:  # then the bytes that were hashed may not be the ones that were loaded
         raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")
     if hardware.device == "auto" and engine.device.type == "cpu":
         reason += f"; it runs on the processor, since {_why_no_cuda()}"
@@ -282,14 +277,14 @@ def _version_of(file: Path) -> tuple[int, int, int] | None:
 
 def _has_cuda(hardware: Hardware) -> bool:
     if hardware.device == "cpu" or not _has_gpu_files():
-        return False  # and PyTorch, which takes seconds, need not be imported to hear the same
+        return False  # without importing PyTorch, which takes seconds
     import torch
 
     return torch.cuda.is_available()
 
 
 def _has_gpu_files(folder: Path = _DEVICES) -> bool:
-    """Whether there is an NVIDIA GPU: of any number, since a container may get the sixth alone; dxg is WSL's."""
+    # A container may be given only the sixth GPU, so any number will do; dxg is WSL's.
     return any(re.fullmatch(r"nvidia\d+|dxg", file.name) for file in folder.iterdir())
 
 

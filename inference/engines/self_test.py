@@ -1,8 +1,15 @@
-"""What every model is tried on when it is loaded: texts alone, together, and as long as it takes them."""
+"""What an engine goes through when a model is loaded: does it answer texts of every length, and how fast is it here?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -10,48 +17,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ModelLoadError, first_line
+from common.files import sha256_of
+from common.hardware import cpu_flags, cpu_name
+from common.model_folder import MANIFEST_FILE, artefact_folder, weights_file
 from common.text import TextTokenizer
-from inference.engines.base import Engine, TokenBatch
-from inference.engines.forward import softmax
+from inference.engines.base import Engine, TokenBatch, softmax
+from inference.engines.native.library import library_path
 
 _NEWS = "The report says that oil prices rose again and that markets in Europe fell"
-# Three texts of the first length pad to a pass that is still cheap; the longest text is tried alone. A pass beyond the
-# second length would take minutes.
+# Three texts of up to the first length are also tried in one pass, which padding then makes as long as the longest; the
+# longest text is tried alone. Passes beyond the second length would take minutes.
 _LONGEST_TOGETHER, _LONGEST = 512, 8192
-# Float sums in another order differ by far less; half precision keeps two to three digits.
+# In float32, sums in another order differ by far less; half precision keeps two to three digits.
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
+_SPEED_TEXT = "Shares rose on Wall Street after the makers of chips said that demand had doubled within a year."
+# A typical batch of news: similar lengths, some padding.
+_SPEED_LENGTHS = (40, 44, 48, 52)
+_PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime", "torch": "torch"}
 
 
 def check_engine(
     place: Path, engine: Engine, tokenizer: TextTokenizer, labels: Sequence[str], tolerance: float
 ) -> NDArray[np.float64]:
-    """Classify texts of a few, some and ``max_length`` tokens, each alone and all together.
+    """Classify texts of one, some and ``max_length`` tokens, each alone and several together.
 
     Args:
-        place: Of the model, for errors.
-        engine: What is to be tried.
+        place: The model, for errors.
+        engine: What is tested.
         tokenizer: The model's own.
         labels: The model's class names.
-        tolerance: How far a probability may move when other texts are in the same forward pass.
+        tolerance: How much a probability may change when other texts are in the same forward pass.
 
     Returns:
-        What each text was answered alone, (texts, labels).
+        The probabilities of each text alone, (texts, labels).
 
     Raises:
-        ModelLoadError: It fails on one of them, answers with another number of classes or with NaN, or a text's answer
-            depends on its neighbours, because the model does not mask its padding.
+        ModelLoadError: The engine fails on one of them, returns another number of classes or NaN, or a text's answer
+            depends on its neighbours because the model does not mask padding.
     """
     longest = min(tokenizer.max_length, _LONGEST)
-    num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has a token or more
+    num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has at least one token
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
     token_ids = [encoded.ids for encoded in tokenizer.encode(texts)]
     alone = np.concatenate([_classify(place, engine, [ids]) for ids in token_ids])
     if alone.shape[1] != len(labels):
         raise ModelLoadError(place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels")
     if not np.isfinite(alone).all():
-        raise ModelLoadError(
-            place, "the model answers with NaN, its training diverged", "train with a lower learning rate"
-        )
+        what = "the model answers with NaN because its training diverged"
+        raise ModelLoadError(place, what, "train with a lower learning rate")
     together = _classify(place, engine, token_ids[:3])
     difference = np.abs(together - alone[:3]).max()
     if not difference <= tolerance:
@@ -66,10 +79,78 @@ def check_engine(
 
 def _classify(place: Path, engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     try:
-        with np.errstate(invalid="ignore"):  # NaN is looked for afterwards
+        with np.errstate(invalid="ignore"):  # the caller looks for NaN
             return softmax(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
-    except Exception as error:  # a graph that was traced for one shape, positions that run out, no memory, no compiler
+    except Exception as error:  # a graph traced for one shape, too few positions, no memory, no compiler
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"
         what = f"the {engine.name} engine fails on {lengths} tokens ({first_line(error)})"
         raise ModelLoadError(place, what, "serve it with another engine") from error
+
+
+def measure_speed(engine: Engine, tokenizer: TextTokenizer, max_length: int, seconds: float = 0.15) -> float:
+    """Return tokens per second in the fastest of a few passes.
+
+    Args:
+        engine: What is measured. A first pass is not counted, since many runtimes prepare themselves in it.
+        tokenizer: The model's own.
+        max_length: The most tokens per text.
+        seconds: No pass begins after this time, but one is always measured.
+    """
+    ids = tokenizer.encode([_SPEED_TEXT])[0].ids
+    batch = TokenBatch.of([np.resize(ids, min(length, max_length)) for length in _SPEED_LENGTHS])
+    engine.logits(batch, engine.num_slots)
+    took = []
+    until = time.perf_counter() + seconds
+    while not took or time.perf_counter() < until:
+        started = time.perf_counter()
+        engine.logits(batch, engine.num_slots)
+        took.append(time.perf_counter() - started)
+    return len(batch.ids) / max(min(took), 1e-9)
+
+
+def speeds_key(path: Path, engines: list[str], threads: int) -> str:
+    """Return a key for what measured speeds depend on: processor, threads, runtimes and artefacts."""
+
+    def runtime(engine: str) -> str | None:
+        if engine == "native":
+            library = library_path()
+            return sha256_of(library) if library else None
+        try:
+            return metadata.version(_PACKAGES[engine])
+        except metadata.PackageNotFoundError:
+            return None
+
+    def model(engine: str) -> str | list[int]:
+        if engine != "torch":
+            # The manifest has the hashes of all other files.
+            return sha256_of(artefact_folder(path, engine) / MANIFEST_FILE)
+        status = weights_file(path).stat()
+        return [status.st_size, status.st_mtime_ns]
+
+    facts = [cpu_name(), sorted(cpu_flags()), threads, [(name, runtime(name), model(name)) for name in engines]]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+def recall_speeds(key: str) -> dict[str, float]:
+    """Return tokens per second by engine as an earlier start measured them; empty if none did."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: there is no home directory
+        content = json.loads(_speeds_file(key).read_text(encoding="utf-8"))
+        if isinstance(content, dict) and all(isinstance(speed, float) for speed in content.values()):
+            return content
+    return {}
+
+
+def remember_speeds(key: str, speeds: Mapping[str, float]) -> None:
+    """Write what `recall_speeds` reads. If the folder is not writable, the next start measures again."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _speeds_file(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(speeds, file)
+        Path(file.name).replace(path)
+
+
+def _speeds_file(key: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "distrinews" / "engine_speeds" / f"{key}.json"

@@ -1,4 +1,4 @@
-"""PyTorch as the runtime: a transformers classifier on CUDA where there is one, else on the CPU."""
+"""PyTorch as the runtime: a transformers classifier on a GPU if there is one, else on the CPU."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from transformers.utils import logging as transformers_logging
 
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 
-# What goes wrong here is raised as an error of one line; progress bars and reports have no place in a log.
+# Errors are raised as one line. Progress bars and loading reports do not belong in a server's log.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
-
-# A GPU is idle most of the time in passes of 512 tokens: it reads all weights for each.
+# In passes of 512 tokens a GPU spends most of its time reading the weights.
 _GPU_BATCH_TOKENS = 8192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TorchEngine:
-    """Runs a transformers ``*ForSequenceClassification``.
-
-    Attributes:
-        precision: Of the arithmetic: ``fp32``, ``bf16`` or ``fp16``.
-    """
+    """Runs a transformers ``*ForSequenceClassification``."""
 
     num_slots = 1
     pads = True
@@ -48,13 +43,13 @@ class TorchEngine:
 
         Args:
             config: The contents of a transformers ``config.json``.
-            weights: A safetensors file, or the state dict itself; names as transformers gives them.
-            precision: A key of `_DTYPES`; without it half precision on a GPU and float32 on the CPU.
-            compiled: Whether torch.compile fuses the model; the first passes then take a minute.
+            weights: A safetensors file, or the state dict itself, with transformers' names.
+            precision: A key of `_DTYPES`; by default half precision on a GPU and float32 on the CPU.
+            compiled: Whether to use torch.compile; the first passes then take a minute.
             device: ``cpu``, ``cuda``, or ``auto`` for CUDA if PyTorch can use it.
 
         Raises:
-            ValueError: No classifier of this configuration is known, or the weights do not fit it.
+            ValueError: transformers has no classifier for this configuration, or the weights do not fit it.
         """
         state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
         found = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,10 +64,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass; see `inference.engines.base.Engine`."""
         pad_id = self._pad_id
         if pad_id is None:
-            # A decoder reads the last token that is not padding, so padding must be an id that no text here has.
+            # A decoder reads the last token that is not padding, so padding must be an id that no text has.
             unused = np.setdiff1d(np.arange(len(batch.ids) + 1), batch.ids)[0]
             pad_id = self._config.pad_token_id = min(int(unused), self._config.vocab_size - 1)
         input_ids, attention_mask = batch.padded(pad_id)
@@ -86,7 +80,7 @@ class TorchEngine:
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file into memory.
 
-    `load_file` only maps it: overwriting the file would then change the answers, and cutting it end the process.
+    `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill the process.
     """
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
@@ -98,11 +92,7 @@ def _fast_precision(device: torch.device) -> str:
 
 
 def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """Build the transformers classifier of a ``config.json`` and fill in its weights.
-
-    Raises:
-        ValueError: No classifier of this configuration is known, or the weights do not fit it.
-    """
+    """Build the transformers classifier of a ``config.json`` with these weights; raises as `TorchEngine`."""
     model_config = AutoConfig.for_model(**config)
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(model_config)]
     model, report = model_class.from_pretrained(
@@ -113,7 +103,7 @@ def build_model(config: Mapping[str, Any], state_dict: dict[str, torch.Tensor]) 
         ignore_mismatched_sizes=True,  # reported below with the rest, in one line
         output_loading_info=True,
     )
-    # transformers fills what is missing with random numbers: a server must not answer from those.
+    # transformers fills what is missing with random numbers, which a server must not answer from.
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report[kind]:
             names = sorted(key[0] if isinstance(key, tuple) else key for key in report[kind])

@@ -1,36 +1,54 @@
-"""The export itself: write aside, compare with the reference, then put in place or refuse."""
+"""The export: write an artefact into a temporary folder, compare it with the reference, then keep it or refuse it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import ctypes
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from common.errors import UserError
+from common.files import write_json
 from common.hardware import cpu_name, usable_cpus
-from common.manifest import Manifest, describe_files, describe_source, write_manifest
-from common.model_folder import SavedModel, artefact_folder, weights_file
+from common.model_folder import (
+    CLEANING_KEY,
+    DESCRIPTION_FILES,
+    Manifest,
+    SavedModel,
+    artefact_folder,
+    describe_files,
+    describe_source,
+    is_artefact,
+    weights_file,
+    write_manifest,
+)
 from common.rows import LabelledRows, evenly_spread
 from common.text import TextTokenizer
-from inference.engines.base import Engine
-from inference.engines.forward import probabilities_of
+from inference.engines.base import probabilities_of
+from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine, read_weights
 from inference.errors import ExportRefusedError
-from inference.exporting.artefact import replaced_whole, write_description
-from inference.exporting.comparison import Comparison, compare
-from inference.exporting.engine_files import package_versions, write_engine_files
+from inference.exporting.comparison import compare
 
 SHOWN_CHANGES = 10
 _CALIBRATION_TEXTS = 300
-# The reference's answers to these are kept, and compared whenever the artefact is loaded.
+# The manifest keeps the reference's answers to these, and the artefact has to repeat them whenever it is loaded.
 _PROBES = (
     "Oil prices rise again as stocks fall on Wall Street.",
     "The home side won the cup final after extra time and penalties.",
@@ -38,22 +56,17 @@ _PROBES = (
     "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides within the week.",
     "Goal!",
 )
-# Added to what the probes differ by where the artefact is written: another processor may round otherwise.
+# Allowed on top of how much the probes differ on this processor: another one may round differently.
 _PROBE_MARGIN = 0.1
-# An artefact that answers further from its reference is another model, whatever its accuracy.
+# An artefact whose probabilities differ more from the reference is another model, whatever its accuracy.
 MAX_TOLERANCE = 0.25
-
-
-class Progress(Protocol):
-    """Where an export says how far it is."""
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Name what the block does, and how long it took."""
-        ...
-
-    def advance(self, rows: int) -> None:
-        """Count rows that were compared."""
-        ...
+_PACKAGES = {
+    "native": ("torch", "transformers", "numpy"),
+    "openvino": ("torch", "transformers", "openvino", "nncf"),
+    "onnx": ("torch", "transformers", "onnx", "onnxruntime"),
+}
+# From linux/fcntl.h and linux/fs.h; Python has no function for it.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,113 +78,197 @@ class Exported:
 
 
 def export(
-    saved: SavedModel, engine: str, precision: str, rows: LabelledRows, max_drop: float, progress: Progress
+    saved: SavedModel, engine: str, precision: str, rows: LabelledRows, max_drop: float, console: Console
 ) -> Exported:
-    """Write a model's artefact for an engine beside it.
+    """Write a model's artefact for an engine into a folder next to the weights.
 
     Args:
         saved: The model, with its weights.
-        engine: A key of `inference.exporting.engine_files.PRECISIONS`.
+        engine: A key of `common.model_folder.PRECISIONS`.
         precision: One of the engine's.
         rows: What to measure on.
         max_drop: Percentage points of accuracy that it may lose.
-        progress: Told of stages and rows.
+        console: Shows the progress.
 
     Raises:
-        ExportRefusedError: It loses more, or a probability lies too far from the reference's; whatever artefact was
-            there stays.
+        ExportRefusedError: It loses more, or a probability differs too much from the reference's. An older artefact
+            stays as it is.
         ImportError: A package that the engine needs is not installed.
-        ModelLoadError: The model or the artefact fails what every model is tried on when it is loaded.
-        ValueError: The engine does not run this model, or something is in the way.
+        ModelLoadError: The model or the artefact fails the tests of every model that is loaded.
+        UserError: Something else is where the artefact belongs.
+        ValueError: The engine cannot run this model.
     """
     torch.set_num_threads(usable_cpus())
     tokenizer = saved.tokenizer()
-    with progress.stage("Load the reference (PyTorch, float32)"):
-        weights = _load_weights(saved)
-        reference = TorchEngine(saved.config, weights, "fp32")
-        expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE)
+    stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
-    with replaced_whole(target) as folder:
-        with progress.stage(f"Write the {engine} {precision} files"):
+    # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
+    with stages.bars, replaced_whole(target) as folder:
+        with stages.stage("Load the reference (PyTorch, float32)"):
+            weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
+            weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
+            reference = TorchEngine(saved.config, weights, "fp32")
+            expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE)
+
+        with stages.stage(f"Write the {engine} {precision} files"):
             chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
             calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
-            options = write_engine_files(engine, precision, saved.config, weights, calibration, folder)
+            options = _write_engine_files(engine, precision, saved.config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
             found = check_engine(target, artefact, tokenizer, saved.labels, MAX_TOLERANCE)
             _refuse_distance(float(np.abs(found - expected).max()))
+
         token_ids = _encode(tokenizer, rows.texts)
-        with progress.stage(f"Compare both on {len(token_ids)} rows"):
-            comparison = compare(reference, artefact, token_ids, rows.class_ids, progress.advance)
-        _refuse_drop(comparison, rows, saved.labels, max_drop)
-        with progress.stage("Write the manifest, load the artefact as a server will"):
-            write_description(saved, folder)
+        with stages.stage(f"Compare both on {len(token_ids)} rows"):
+            comparison = compare(reference, artefact, token_ids, rows.class_ids, stages.advance)
+        accuracy = comparison.accuracy(rows.name)
+        if comparison.drop_points > max_drop:
+            raise ExportRefusedError(
+                f"accuracy drops by {comparison.drop_points:.2f} points ({accuracy['before']:.2%} to "
+                f"{accuracy['after']:.2%} on {accuracy['rows']} rows), more than --max_drop {max_drop:g}; nothing was "
+                "written",
+                comparison.changed_lines(rows.texts, saved.labels, SHOWN_CHANGES),
+            )
+
+        with stages.stage("Write the manifest, load the artefact as a server will"):
+            _write_description(saved, folder)
+            probe_ids = _encode(tokenizer, _PROBES)
+            answers = probabilities_of(reference, probe_ids)
+            difference = float(np.abs(probabilities_of(artefact, probe_ids) - answers).max())
+            _refuse_distance(difference)
+            before_speed, after_speed = comparison.texts_per_second
             weights_path = weights_file(saved.path)
-            probes, tolerance = _probes(tokenizer, reference, artefact)
             manifest = Manifest(
                 engine=engine,
                 precision=precision,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 source=describe_source(saved.path.name, weights_path),
                 files=describe_files(folder),
-                versions=package_versions(engine),
+                versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
-                accuracy=comparison.accuracy(rows.name),
+                accuracy=accuracy,
                 size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
-                speed=_speed(comparison),
-                probes=probes,
-                probe_tolerance=tolerance,
+                speed={
+                    "before_texts_per_second": round(before_speed, 1),
+                    "after_texts_per_second": round(after_speed, 1),
+                    "processor": cpu_name(),
+                    "threads": usable_cpus(),
+                },
+                probes=[
+                    {"text": text, "probabilities": row.round(6).tolist()}
+                    for text, row in zip(_PROBES, answers, strict=True)
+                ],
+                probe_tolerance=round(min(difference + _PROBE_MARGIN, MAX_TOLERANCE), 3),
             )
             write_manifest(folder, manifest)
-            load_model(folder)
+            load_model(folder)  # the same checks as at every later start
     return Exported(target, manifest)
 
 
-def _load_weights(saved: SavedModel) -> dict[str, Tensor]:
-    weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+class _Stages:
+    """A bar for the stage in progress, and a line for each that is finished."""
+
+    def __init__(self, console: Console, num_rows: int) -> None:
+        columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.bars = Progress(*columns, console=console, transient=True)
+        self._num_rows = num_rows
+        self._running: TaskID | None = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        self._running = self.bars.add_task(name, total=None)
+        yield
+        self.bars.remove_task(self._running)
+        self.bars.console.print(f"  {name}: {time.perf_counter() - began:.1f} s")
+
+    def advance(self, rows: int) -> None:
+        self.bars.update(self._running, advance=rows, total=self._num_rows)
+
+
+@contextmanager
+def replaced_whole(target: Path) -> Iterator[Path]:
+    """Give an empty folder that replaces the target if the block succeeds, and is removed if it does not.
+
+    Raises:
+        UserError: The target exists, and no export wrote it.
+    """
+    if target.exists() and not is_artefact(target):
+        raise UserError(f"{target}: is in the way and not an artefact; move it elsewhere", code="export-failed")
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    previous = aside.with_name(f"{aside.name}.previous")
+    try:
+        yield aside
+        aside.chmod(0o755)  # a temporary folder is private, but servers often run as another user
+        # Swapping the two folders in one step means that a server which loads now finds one or the other. If the file
+        # system cannot do that, there is no artefact for the moment between two renames.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not (
+            target.exists()
+            and hasattr(libc, "renameat2")
+            and libc.renameat2(_AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
+        ):
+            if target.exists():
+                target.rename(previous)
+            aside.rename(target)
+    except BaseException:
+        if previous.exists() and not target.exists():
+            previous.rename(target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
 
 
 def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [encoded.ids for encoded in tokenizer.encode(texts)]
 
 
-def _refuse_drop(comparison: Comparison, rows: LabelledRows, labels: Sequence[str], max_drop: float) -> None:
-    if comparison.drop_points <= max_drop:
-        return
-    accuracy = comparison.accuracy(rows.name)
-    raise ExportRefusedError(
-        f"accuracy falls by {comparison.drop_points:.2f} points ({accuracy['before']:.2%} to {accuracy['after']:.2%} "
-        f"on {accuracy['rows']} rows), more than --max_drop {max_drop:g}; nothing was written",
-        comparison.changed_lines(rows.texts, labels, SHOWN_CHANGES),
-    )
+def _write_engine_files(
+    engine: str,
+    precision: str,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    calibration: Sequence[Sequence[int]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Write a model for an engine, and return how it was done, for the manifest.
 
+    ``calibration`` has the token ids of texts that an engine may use to see how large activations become.
+    """
+    if engine == "native":
+        write_native(config, {name: tensor.numpy() for name, tensor in weights.items()}, folder)
+        return {"weights": "int8 per channel", "activations": "int8 per token", "embeddings": "float16"}
+    # The packages that write the others are optional.
+    if engine == "onnx":
+        from inference.exporting.onnx_writer import write_onnx
 
-def _probes(tokenizer: TextTokenizer, reference: Engine, artefact: Engine) -> tuple[list[dict[str, Any]], float]:
-    token_ids = _encode(tokenizer, _PROBES)
-    expected = probabilities_of(reference, token_ids)
-    difference = float(np.abs(probabilities_of(artefact, token_ids) - expected).max())
-    _refuse_distance(difference)
-    probes = [
-        {"text": text, "probabilities": row.round(6).tolist()} for text, row in zip(_PROBES, expected, strict=True)
-    ]
-    return probes, round(min(difference + _PROBE_MARGIN, MAX_TOLERANCE), 3)
+        return write_onnx(config, weights, folder, precision)
+    from inference.exporting.openvino_writer import write_openvino
+
+    return write_openvino(config, weights, calibration, folder)
 
 
 def _refuse_distance(difference: float) -> None:
-    if not difference <= MAX_TOLERANCE:
+    if not difference <= MAX_TOLERANCE:  # written so that NaN is refused too
         raise ExportRefusedError(
-            f"a probability of the artefact lies {difference:.2f} from the reference's, more than {MAX_TOLERANCE:.2f}; "
-            "nothing was written, export for another engine",
-            [],
+            f"a probability of the artefact differs by {difference:.2f} from the reference's, more than "
+            f"{MAX_TOLERANCE:.2f}; nothing was written, export for another engine"
         )
 
 
-def _speed(comparison: Comparison) -> dict[str, Any]:
-    before, after = comparison.texts_per_second
-    return {
-        "before_texts_per_second": round(before, 1),
-        "after_texts_per_second": round(after, 1),
-        "processor": cpu_name(),
-        "threads": usable_cpus(),
-    }
+def _write_description(saved: SavedModel, folder: Path) -> None:
+    """Copy what serving needs besides weights: configuration, tokenizer, metrics."""
+    if saved.path.is_dir():
+        for name in (*DESCRIPTION_FILES, "metrics.json"):
+            if (saved.path / name).is_file():
+                shutil.copyfile(saved.path / name, folder / name)
+        return
+    # A .pt file has the same facts in a dict.
+    names = {str(class_id): label for class_id, label in enumerate(saved.labels)}
+    write_json(folder / "config.json", {**saved.config, "id2label": names, CLEANING_KEY: saved.cleaning})
+    (folder / "tokenizer.json").write_text(saved.tokenizer_json, encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", {"model_max_length": saved.max_length})
+    if saved.metadata:
+        write_json(folder / "metrics.json", saved.metadata)

@@ -1,4 +1,4 @@
-"""Runs the reference and an artefact over the same rows, in turns, and says what changed and how fast each was."""
+"""Runs the reference and an artefact on the same rows, in turns: which answers changed, and how fast each was."""
 
 from __future__ import annotations
 
@@ -10,27 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.engines.base import Engine
-from inference.engines.forward import probabilities_of
+from inference.engines.base import Engine, probabilities_of
 
-# Long enough that a turn is more than warming up, short enough that both engines meet the same weather.
+# Long enough that a turn is more than warming up, short enough that both engines see the same machine load.
 TURN_TEXTS = 64
 _SHOWN_CHARS = 70
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two engines answered on the same rows.
+    """The classes that the reference (before) and the artefact (after) gave the same rows, and the time they took."""
 
-    Attributes:
-        class_ids: The right class of each row.
-        before: The reference's class of each row.
-        after: The artefact's class of each row.
-        before_seconds: Time that the reference spent on all rows.
-        after_seconds: Time that the artefact spent on all rows.
-    """
-
-    class_ids: NDArray[np.int64]
+    class_ids: NDArray[np.int64]  # the right ones
     before: NDArray[np.int64]
     after: NDArray[np.int64]
     before_seconds: float
@@ -38,12 +29,12 @@ class Comparison:
 
     @property
     def drop_points(self) -> float:
-        """Percentage points of accuracy that the artefact loses; negative where it gains."""
+        """Percentage points of accuracy that the artefact loses; negative if it gains."""
         lost = int((self.before == self.class_ids).sum()) - int((self.after == self.class_ids).sum())
         return 100 * lost / len(self.class_ids)
 
     def accuracy(self, dataset: str) -> dict[str, Any]:
-        """Return what the manifest says of the accuracy on these rows."""
+        """Return what the manifest notes about the accuracy on these rows."""
         was_right, is_right = self.before == self.class_ids, self.after == self.class_ids
         changed = self.before != self.after
         return {
@@ -62,11 +53,11 @@ class Comparison:
 
     @property
     def texts_per_second(self) -> tuple[float, float]:
-        """Texts a second of the reference and of the artefact."""
+        """Of the reference and of the artefact."""
         return len(self.before) / self.before_seconds, len(self.after) / self.after_seconds
 
     def changed_lines(self, texts: Sequence[str], labels: Sequence[str], limit: int) -> list[str]:
-        """Return one line for each of the first texts whose label changed, those that were right before first."""
+        """Return one line for each of the first texts whose label changed, beginning with those that were right."""
         changed = np.flatnonzero(self.before != self.after)
         worst_first = sorted(changed, key=lambda i: self.before[i] != self.class_ids[i])
         return [
@@ -83,22 +74,15 @@ def compare(
     class_ids: Sequence[int],
     advance: Callable[[int], None],
 ) -> Comparison:
-    """Classify all rows with both engines.
-
-    Args:
-        reference: The engine to compare with.
-        artefact: The engine to compare.
-        token_ids: The rows' texts.
-        class_ids: The rows' right classes.
-        advance: Called with the number of rows done since the last call.
-    """
+    """Classify all rows with both engines; ``advance`` is called with the number of rows done since its last call."""
     engines = {"before": reference, "after": artefact}
     answers: dict[str, list[NDArray[np.int64]]] = {"before": [], "after": []}
     seconds = {"before": 0.0, "after": 0.0}
     for engine in engines.values():
-        probabilities_of(engine, token_ids[:TURN_TEXTS])  # the first pass pays for what later ones do not
+        probabilities_of(engine, token_ids[:TURN_TEXTS])  # the first pass prepares what later ones reuse
     for turn, start in enumerate(range(0, len(token_ids), TURN_TEXTS)):
         texts = token_ids[start : start + TURN_TEXTS]
+        # Alternate which engine goes first, so that neither always finds the caches warm.
         for name in sorted(engines, reverse=bool(turn % 2)):
             began = time.perf_counter()
             answers[name].append(probabilities_of(engines[name], texts).argmax(axis=1))

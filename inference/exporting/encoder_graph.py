@@ -1,57 +1,78 @@
-"""BERT and DistilBERT classifiers as one plain torch module that computes only what the answer needs."""
+"""BERT and DistilBERT classifiers as a plain torch module that computes only what the answer needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
+from inference.engines.torch_engine import build_model
 
-# Softmax turns it into exactly 0 in float32, and unlike infinity it survives a text that is all padding.
+# Softmax makes it exactly 0 in float32. Unlike infinity, it gives no NaN for a text that is all padding.
 _MASKED = -1e9
-_ACTIVATIONS = (nn.GELU, nn.ReLU)  # by `Architecture.activation`
+_ACTIVATIONS = {ACTIVATIONS["gelu"]: nn.GELU, ACTIVATIONS["relu"]: nn.ReLU}
 _INT8_MAX = 127
 
+Config = Mapping[str, Any]
 Weights = Mapping[str, Tensor]
 
 
-class EncoderGraph(nn.Module):
-    """The classifier with a last block that computes the first token only.
+def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Module, str]:
+    """Return the module to export and the kind of graph: ``lean`` if `EncoderGraph` can compute it, else ``whole``."""
+    try:
+        shape = EncoderShape.of(config)
+    except ValueError:
+        return _WholeModel(config, weights).eval(), "whole"
+    return EncoderGraph(shape, weights, small_embeddings=int8).eval(), "lean"
 
-    The head reads nothing but the first token. So the last block needs keys and values of all tokens, but query,
-    output projection and feed-forward of that one alone: a seventh of a six-block encoder saved, the logits the same.
+
+class _WholeModel(nn.Module):
+    """The transformers classifier itself, for architectures that `EncoderGraph` cannot compute."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        super().__init__()
+        self.model = build_model({**config, "attn_implementation": "eager"}, dict(weights))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+class EncoderGraph(nn.Module):
+    """The classifier, with a last block that computes the first token only.
+
+    The head reads nothing but the first token. So the last block computes keys and values for all tokens, but the
+    query, the output projection and the feed-forward layers for that one. The logits stay the same, and an encoder of
+    six blocks saves a seventh of its work.
+
+    With ``small_embeddings``, word embeddings are int8 with one scale per word, a quarter of their size.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights, *, small_embeddings: bool) -> None:
-        """Lay the weights out.
-
-        Args:
-            architecture: Sizes, and the names of the weights.
-            weights: The state dict, names as transformers gives them.
-            small_embeddings: Keep word embeddings as int8 with one scale a word, a quarter of their size.
-        """
+    def __init__(self, shape: EncoderShape, weights: Weights, *, small_embeddings: bool) -> None:
         super().__init__()
-        names = architecture.names
-        words = weights[names.words].float()
-        self.words = _SmallEmbedding(words) if small_embeddings else nn.Embedding.from_pretrained(words)
-        positions = weights[names.positions].float()
-        # Every token of a lone text has type 0: its embedding may as well be part of the position.
-        types = weights[names.token_types].float()[0] if names.token_types else 0
-        self.register_buffer("positions", positions + types)
-        self.embedding_norm = _norm(architecture, weights, names.embedding_norm)
-        last = architecture.num_blocks - 1
+        family = shape.family
+        words = weights[f"{family.word_embeddings}.weight"].float()
+        self.word_embeddings = _SmallEmbedding(words) if small_embeddings else nn.Embedding.from_pretrained(words)
+        positions = weights[f"{family.position_embeddings}.weight"].float()
+        if family.token_type_embeddings:
+            # A single text is given, not a pair, so every token has type 0: add that embedding to the positions.
+            positions = positions + weights[f"{family.token_type_embeddings}.weight"].float()[0]
+        self.register_buffer("position_embeddings", positions)
+        self.embedding_norm = _norm(shape, weights, family.embedding_norm)
+        last = shape.num_layers - 1
         self.blocks = nn.ModuleList(
-            _Block(architecture, weights, i, first_token_only=i == last) for i in range(architecture.num_blocks)
+            _Block(shape, weights, i, first_token_only=i == last) for i in range(shape.num_layers)
         )
-        self.pooler = _linear(weights, names.pooler)
-        self.pooler_activation = nn.Tanh() if architecture.head_is_tanh else nn.ReLU()
-        self.classifier = _linear(weights, names.classifier)
+        self.pooler = _linear(weights, family.pooler)
+        self.pooler_activation = nn.Tanh() if shape.head_is_tanh else nn.ReLU()
+        self.classifier = _linear(weights, family.classifier)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits (texts, labels) from token ids and mask, both int64 (texts, tokens)."""
-        hidden = self.embedding_norm(self.words(input_ids) + self.positions[: input_ids.shape[1]])
+        positions = self.position_embeddings[: input_ids.shape[1]]
+        hidden = self.embedding_norm(self.word_embeddings(input_ids) + positions)  # (texts, tokens, hidden)
         # Added to the scores of every head and query: (texts, 1, 1, tokens).
         mask = ((1 - attention_mask) * _MASKED)[:, None, None, :].to(hidden.dtype)
         for block in self.blocks:
@@ -60,43 +81,39 @@ class EncoderGraph(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, architecture: Architecture, weights: Weights, index: int, *, first_token_only: bool) -> None:
+    def __init__(self, shape: EncoderShape, weights: Weights, index: int, *, first_token_only: bool) -> None:
         super().__init__()
-        names = architecture.names
-        prefix = names.block.format(index)
-        self.width, self.num_heads, self.head_width = (
-            architecture.width,
-            architecture.num_heads,
-            architecture.head_width,
-        )
-        self.first_token_only = first_token_only
-        # What reads the same input is one product; the first token's query does not.
-        reads_all = [names.key, names.value] if first_token_only else [names.query, names.key, names.value]
-        self.query = _linear(weights, prefix + names.query) if first_token_only else None
-        self.projection = _linear(weights, *(prefix + name for name in reads_all))
-        self.attention_out = _linear(weights, prefix + names.attention_out)
-        self.attention_norm = _norm(architecture, weights, prefix + names.attention_norm)
-        self.wide = _linear(weights, prefix + names.wide)
-        self.activation = _ACTIVATIONS[architecture.activation]()
-        self.narrow = _linear(weights, prefix + names.narrow)
-        self.output_norm = _norm(architecture, weights, prefix + names.output_norm)
+        family, prefix = shape.family, shape.block_prefix(index)
+        self.hidden_size, self.num_heads, self.head_size = shape.hidden_size, shape.num_heads, shape.head_size
+        # Layers with the same input become one matrix product. In the last block the query reads another input than
+        # keys and values: the first token.
+        self.query = _linear(weights, prefix + family.query) if first_token_only else None
+        joined = [family.key, family.value] if first_token_only else [family.query, family.key, family.value]
+        self.projection = _linear(weights, *(prefix + name for name in joined))
+        self.attention_output = _linear(weights, prefix + family.attention_output)
+        self.attention_norm = _norm(shape, weights, prefix + family.attention_norm)
+        self.intermediate = _linear(weights, prefix + family.intermediate)
+        self.activation = _ACTIVATIONS[shape.activation]()
+        self.output = _linear(weights, prefix + family.output)
+        self.output_norm = _norm(shape, weights, prefix + family.output_norm)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         if self.query is None:
-            query, key, value = self.projection(hidden).split(self.width, dim=-1)
+            query, key, value = self.projection(hidden).split(self.hidden_size, dim=-1)
         else:
-            key, value = self.projection(hidden).split(self.width, dim=-1)
+            key, value = self.projection(hidden).split(self.hidden_size, dim=-1)
             hidden = hidden[:, :1]
             query = self.query(hidden)
         query, key, value = (self._by_head(part) for part in (query, key, value))
-        scores = query @ key.transpose(-1, -2) * self.head_width**-0.5 + mask
+        scores = query @ key.transpose(-1, -2) * self.head_size**-0.5 + mask
         context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(hidden.shape)
-        hidden = self.attention_norm(hidden + self.attention_out(context))
-        return self.output_norm(hidden + self.narrow(self.activation(self.wide(hidden))))
+        hidden = self.attention_norm(hidden + self.attention_output(context))
+        return self.output_norm(hidden + self.output(self.activation(self.intermediate(hidden))))
 
     def _by_head(self, part: Tensor) -> Tensor:
-        # In this form ONNX Runtime sees that only the last size changes, and fuses what lies around it.
-        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_width).transpose(1, 2)
+        # (texts, tokens, hidden) -> (texts, heads, tokens, head size). ONNX Runtime recognises this form, in which only
+        # the last size is split, and fuses the operators around it.
+        return part.view(part.shape[0], part.shape[1], self.num_heads, self.head_size).transpose(1, 2)
 
 
 class _SmallEmbedding(nn.Module):
@@ -117,7 +134,7 @@ def _linear(weights: Weights, *names: str) -> nn.Linear:
     return linear
 
 
-def _norm(architecture: Architecture, weights: Weights, name: str) -> nn.LayerNorm:
-    norm = nn.LayerNorm(architecture.width, eps=architecture.norm_epsilon)
+def _norm(shape: EncoderShape, weights: Weights, name: str) -> nn.LayerNorm:
+    norm = nn.LayerNorm(shape.hidden_size, eps=shape.norm_epsilon)
     norm.load_state_dict({kind: weights[f"{name}.{kind}"].float() for kind in ("weight", "bias")})
     return norm

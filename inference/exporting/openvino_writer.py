@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +12,36 @@ import nncf
 import numpy as np
 import openvino
 import torch
-from torch import Tensor
 
 from inference.engines.openvino_engine import FILE_NAME
-from inference.exporting.onnx_writer import build_module
+from inference.exporting.encoder_graph import Config, Weights, build_module
 
-_EXAMPLE_SHAPE = (2, 5)  # any: both sizes stay open in the graph
+_EXAMPLE_SHAPE = (2, 5)  # any shape will do: both sizes are symbols in the graph
 _OPEN_SHAPE = [-1, -1]
 
 
 def write_openvino(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor], calibration: Sequence[Sequence[int]], folder: Path
+    config: Config, weights: Weights, calibration: Sequence[Sequence[int]], folder: Path
 ) -> dict[str, Any]:
-    """Write `FILE_NAME` and its weights into a folder.
+    """Write `FILE_NAME` and its weights into a folder, and return how it was done, for the manifest.
 
-    Args:
-        config: The contents of a transformers ``config.json``.
-        weights: The state dict, names as transformers gives them.
-        calibration: Token ids of texts that show how large activations become.
-        folder: An existing folder.
-
-    Returns:
-        How it was done, for the manifest.
+    ``calibration`` has the token ids of texts that show how large activations become.
     """
-    # Embeddings are int8 already: the plugin would unpack what NNCF makes of them, 90 MB for DistilBERT-base.
+    # The module makes embeddings int8, because the plugin would unpack those that NNCF quantises (90 MB for
+    # DistilBERT-base).
     module, graph = build_module(config, weights, int8=True)
     example = torch.ones(_EXAMPLE_SHAPE, dtype=torch.int64)
     inputs = [(name, _OPEN_SHAPE, np.int64) for name in ("input_ids", "attention_mask")]
     logging.getLogger("nncf").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of traced shapes, which are open all the same
+        warnings.simplefilter("ignore")  # that traced shapes are constants, which `input` makes them not
         model = openvino.convert_model(module, example_input=(example, example), input=inputs)
         quantised = nncf.quantize(
             model,
             nncf.Dataset(calibration, _as_inputs),
             subset_size=len(calibration),
             model_type=nncf.ModelType.TRANSFORMER,
-            # Weights in 7 bits: on processors without VNNI the sums of 8 would overflow 16-bit registers.
+            # 7 bits: without VNNI, processors sum products in 16 bits, which 8-bit weights could overflow.
             advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE),
         )
     openvino.save_model(quantised, folder / FILE_NAME, compress_to_fp16=False)

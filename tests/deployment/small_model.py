@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from common import manifest
+from common.model_folder import Manifest, describe_files, describe_source, write_manifest
 
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 # Where the data lay when the model was trained: nobody else's business.
@@ -42,12 +42,12 @@ def _write_artefact(model: Path, folder: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "metrics.json"):
         shutil.copy(model / name, folder / name)
     (folder / "model.onnx").write_bytes(bytes(range(256)) * 8)
-    made = manifest.Manifest(
+    made = Manifest(
         engine="onnx",
         precision="int8",
         created="2025-01-01T00:00:00+00:00",
-        source=manifest.describe_source(model.name, model / "model.safetensors"),
-        files=manifest.describe_files(folder),
+        source=describe_source(model.name, model / "model.safetensors"),
+        files=describe_files(folder),
         versions={},
         options={},
         accuracy={"dataset": f"{DATASET}/test.csv", "rows": 40},
@@ -56,4 +56,4 @@ def _write_artefact(model: Path, folder: Path) -> None:
         probes=[],
         probe_tolerance=0.1,
     )
-    manifest.write_manifest(folder, made)
+    write_manifest(folder, made)

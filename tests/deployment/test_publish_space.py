@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import containers
-from common.manifest import sha256_of
+from common.files import sha256_of
 from deployment.image_context import DOCKERFILE, image_files
 from deployment.running_space import Expected, ask
 from tests.deployment.card_rules import card_errors, front_matter

@@ -21,7 +21,7 @@ _ROOMS = ("common", "training", "inference", "learn", "deployment")
 _FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<address>[^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
-# [base.py](../training/parallelism/base.py): `BaseStrategy.step`, `BaseStrategy.run`
+# [step.py](../training/run/step.py): `train_step`, `StepLog.sync`
 _NAMES = re.compile(r"\]\((?P<address>[^()\s]+\.py)\): (?P<names>`[\w.]+`(?:, `[\w.]+`)*)")
 _FIGURE = re.compile(r"\*\*(-?\d[\d.,]*%?)\*\*")
 _BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -70,29 +70,6 @@ def _pattern(line: str) -> str:
     return f"({ROUNDED.pattern})".join(parts) + r"\n"
 
 
-@pytest.mark.parametrize(
-    "shown", ["one 3.4e-08\n…\nthree 0.0e+00", "…\ntwo …\nthree 0.0e+00", "one 1.2e-09\n…", "one 9.9e-08\n…"]
-)
-def test_an_excerpt_is_what_was_printed_but_for_what_it_says_it_leaves_out(shown: str) -> None:
-    assert is_excerpt(shown, "one 1.2e-08\ntwo 2.5s \nthree 0.0e+00\n")
-
-
-@pytest.mark.parametrize(
-    "shown",
-    [
-        "three 0.0e+00\n…\none 1.2e-08",
-        "one 1.2e-08\nthree 0.0e+00",
-        "…\nthree 0.0e+00\n…\ntwo 2.5s",
-        "one 1.2e-08\n…\ntwo 2.5s",
-        "one 1.2e-08\ntwo\nthree 0.0e+00",
-        "one 1.1e-09\n…",
-        "one 0.0e+00\n…",
-    ],
-)
-def test_what_was_printed_otherwise_is_no_excerpt(shown: str) -> None:
-    assert not is_excerpt(shown, "one 1.2e-08\ntwo 2.5s \nthree 0.0e+00\n")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_command_of_the_guide_prints_what_the_guide_shows(name: str, run: Run) -> None:

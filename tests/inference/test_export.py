@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.errors import UserError
-from common.manifest import read_manifest, sha256_of, verify_files
+from common.errors import UserError, run_command
+from common.files import sha256_of
+from common.model_folder import read_manifest, verify_files
 from inference import export
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
@@ -31,15 +32,22 @@ def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
+def _refused(arguments: list[str]) -> bool:
+    """Whether the command ends in exit code 1; a mistake of the user would be 2."""
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: export.main(arguments))
+    return end.value.code == 1
+
+
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_command_writes_a_whole_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
+def test_the_command_writes_a_complete_artefact_and_shows_what_it_gains(folder_copy: Path, rows_file: Path) -> None:
     run = _run(folder_copy, "--engine", "onnx", "--rows", rows_file, "--max_drop", "100", "--limit", "30")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
-    for part in ("Compare both on 30 rows", "accuracy", "texts a second", "MODEL_CHECKPOINT="):
+    for part in ("Compare both on 30 rows", "accuracy", "texts per second", "MODEL_CHECKPOINT="):
         assert part in run.stdout
     manifest = read_manifest(folder_copy / "onnx")
     verify_files(folder_copy / "onnx", manifest)
@@ -56,9 +64,9 @@ def test_a_loss_of_accuracy_is_refused_with_the_texts_that_changed(
     folder_copy: Path, rows_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = _names(folder_copy)
-    assert export.main([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "0"]) == 1
+    assert _refused([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "0"])
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("error: accuracy falls by ")
+    assert lines[0].startswith("error: accuracy drops by ")
     assert "more than --max_drop 0" in lines[0]
     assert 1 <= len(lines[1:]) <= 10
     assert all(" -> " in line and "(right: " in line for line in lines[1:])
@@ -68,18 +76,18 @@ def test_a_loss_of_accuracy_is_refused_with_the_texts_that_changed(
 def test_a_refused_export_leaves_the_older_artefact_in_place(exported_copy: Path, rows_file: Path) -> None:
     before = (exported_copy / "onnx" / "manifest.json").read_text()
     arguments = [str(exported_copy), "--engine", "onnx", "--rows", str(rows_file), "--limit", "5"]
-    assert export.main([*arguments, "--max_drop", "-100"]) == 1
+    assert _refused([*arguments, "--max_drop", "-100"])
     assert (exported_copy / "onnx" / "manifest.json").read_text() == before
-    assert export.main([*arguments, "--max_drop", "100"]) == 0
+    export.main([*arguments, "--max_drop", "100"])
     assert read_manifest(exported_copy / "onnx").accuracy["rows"] == 5
 
 
-def test_a_pt_file_is_exported_beside_itself(
+def test_a_pt_file_is_exported_into_a_folder_next_to_it(
     checkpoint: Path, rows_file: Path, tmp_path: Path, texts: list[str], labels: list[str]
 ) -> None:
     model = Path(shutil.copy(checkpoint, tmp_path / "model.pt"))
     arguments = ["--engine", "onnx", "--rows", str(rows_file), "--limit", "20", "--max_drop", "100"]
-    assert export.main([str(model), *arguments]) == 0
+    export.main([str(model), *arguments])
     exported, reference = ModelLoader(model), ModelLoader(model, "torch")
     assert exported.info["engine"] == "onnx int8"
     assert exported.info["revision"] == reference.info["revision"]
@@ -92,16 +100,16 @@ def test_a_pt_file_is_exported_beside_itself(
 def test_a_folder_that_no_export_wrote_is_left_alone(folder_copy: Path, rows_file: Path) -> None:
     (folder_copy / "onnx").mkdir()
     (folder_copy / "onnx" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="is in the way and no artefact"):
+    with pytest.raises(UserError, match="is in the way and not an artefact"):
         export.main([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file)])
     assert _names(folder_copy / "onnx") == {"mine.txt"}
 
 
-def test_without_rows_of_its_own_the_sample_is_used_and_said(
+def test_without_its_own_rows_the_sample_is_used_and_the_output_says_so(
     folder_copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main([str(folder_copy), "--engine", "onnx", "--limit", "5", "--max_drop", "100"]) == 0
-    assert "Measuring on the sample news (5 rows): --rows names" in capfd.readouterr().out
+    export.main([str(folder_copy), "--engine", "onnx", "--limit", "5", "--max_drop", "100"])
+    assert "Measuring on the sample news (5 rows); --rows takes" in capfd.readouterr().out
     accuracy = json.loads((folder_copy / "onnx" / "manifest.json").read_text())["accuracy"]
     assert accuracy["dataset"].endswith("sample_news/test.csv")
 
@@ -113,8 +121,8 @@ def test_without_rows_of_its_own_the_sample_is_used_and_said(
         (["MODEL", "--rows", "none"], "none: no such file or folder"),
         (["MODEL", "--engine", "tensorflow"], "invalid choice"),
         (["MODEL", "--limit", "0"], "--limit: 0: must be a whole number, at least 1"),
-        (["MODEL", "--engine", "native", "--precision", "fp32"], "the native engine has int8 only"),
-        (["MODEL/onnx"], "is an artefact already"),
+        (["MODEL", "--engine", "native", "--precision", "fp32"], "the native engine supports int8 only"),
+        (["MODEL/onnx"], "is already an artefact"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(exported_folder: Path, arguments: list[str], message: str) -> None:
@@ -160,7 +168,7 @@ def test_an_artefact_far_from_its_reference_is_refused_whatever_its_accuracy(
     right = OnnxEngine.logits
     monkeypatch.setattr(OnnxEngine, "logits", faulty)
     arguments = ["--engine", "onnx", "--rows", str(rows_file), "--limit", "3", "--max_drop", "100"]
-    assert export.main([str(folder_copy), *arguments]) == 1
+    assert _refused([str(folder_copy), *arguments])
     (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(r"a probability of the artefact lies 0\.\d\d from the reference's, more than 0\.25", line)
+    assert re.search(r"a probability of the artefact differs by 0\.\d\d from the reference's, more than 0\.25", line)
     assert not (folder_copy / "onnx").exists()

@@ -68,7 +68,7 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
 
 
 @pytest.mark.slow
-def test_input_and_terminal_that_are_not_utf8_are_no_error(model_folder: Path, labels: list[str]) -> None:
+def test_input_and_terminal_need_not_be_utf8(model_folder: Path, labels: list[str]) -> None:
     news = b"Goal!\tby \xff\nOil\n" * 300
     run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")
     answers = [json.loads(line) for line in run.stdout.decode().splitlines()]
@@ -78,7 +78,7 @@ def test_input_and_terminal_that_are_not_utf8_are_no_error(model_folder: Path, l
     assert set(answers[0]["probabilities"]) == set(labels)
 
 
-def test_a_reader_that_stops_early_is_no_error(model_folder: Path, tmp_path: Path) -> None:
+def test_a_reader_may_stop_early(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "news.txt"
     file.write_text("Oil prices rise\n" * 5000, encoding="utf-8")
     command = f"{sys.executable} -m inference.predict --file {file} --model {model_folder} | head -n 1"
@@ -100,7 +100,7 @@ def test_a_blank_text_is_one_line_and_exit_code_2() -> None:
 
 
 def test_a_file_without_text_is_one_line_and_exit_code_2() -> None:
-    _assert_refused(_run("--file", "-", stdin=b"\n \n"), "-: holds no text")
+    _assert_refused(_run("--file", "-", stdin=b"\n \n"), "--file -: has no text")
 
 
 def test_a_bad_setting_is_one_line_and_exit_code_2() -> None:

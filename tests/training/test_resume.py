@@ -130,7 +130,7 @@ def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
     assert run.wait() == 0
     stopped_at = metrics_of(tmp_path / "model.run")[-1]["step"]
     assert stopped_at < LAST_STEP
-    assert f"Stopped at step {stopped_at}, all saved. To go on, start the same command again." in run.out
+    assert f"Stopped at step {stopped_at}; everything is saved. To resume, rerun the same command." in run.out
     assert _checkpoint(output, stopped_at).exists()
     assert run.err == ""
     assert train_here(*_flags(1, output)) == 0
@@ -153,7 +153,7 @@ def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Pat
     output, run = stopped_on_two
 
     assert run.process.returncode == 0, run.err
-    assert "all saved. To go on, start the same command again." in run.out
+    assert "everything is saved. To resume, rerun the same command." in run.out
     assert not (output / "model.safetensors").exists()
     assert list(_checkpoint(output, 0).parent.glob("step_*"))
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def check_output(model_folder: Path) -> None:
-    """Refuse an output folder that holds something else than a model, or that cannot be written.
+    """Refuse an output folder that holds something other than a model, or that cannot be written.
 
     Raises:
-        UserError: with the reason.
+        UserError: says which.
     """
     if model_folder.is_file():
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
@@ -50,10 +50,10 @@ def check_output(model_folder: Path) -> None:
 
 
 def check_shared(model_folder: Path, ranks: Ranks) -> None:
-    """Refuse a run on machines that do not share the output folder: after a restart rank 0 may be on another one.
+    """Refuse a run whose machines do not share the output folder: after a restart, rank 0 may be on another machine.
 
     Raises:
-        UserError: a rank does not see what rank 0 writes there.
+        UserError: a rank does not see what rank 0 wrote there.
     """
     if ranks.world_size == ranks.local_world_size:
         return
@@ -84,19 +84,19 @@ def write_model(
     checkpoint_file: Path,
     cleaning: str = "news",
 ) -> None:
-    """Write the model folder and, beside it, the same model as one ``.pt`` file; each whole or not at all.
+    """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
 
     Args:
-        architecture: of the network, with its labels.
+        architecture: the network's configuration, with its labels.
         weights: the classifier's state dict on the CPU.
         tokenizer: saved with the model.
         metrics: the contents of ``metrics.json``.
         model_folder: replaced if it exists.
         checkpoint_file: replaced if it exists.
-        cleaning: what texts went through in training, and serving is to do with them: ``news`` or ``none``.
+        cleaning: how texts were cleaned in training, so that serving does the same: ``news`` or ``none``.
 
     Raises:
-        OSError: there is no room, or the place cannot be written.
+        OSError: the disk is full, or the folder cannot be written.
     """
     aside = model_folder.with_name(f".{model_folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -133,7 +133,7 @@ def write_model(
 
 @contextlib.contextmanager
 def _system_errors() -> Iterator[None]:
-    """Turn what the system refuses to safetensors, tokenizers and torch, each in its own words, into OSError."""
+    """safetensors, tokenizers and torch each report a failed write in their own way; turn all of them into OSError."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: files synced to the disk, then one rename."""
+"""Checkpoints in a folder: files are synced to disk, then the folder is renamed."""
 
 from __future__ import annotations
 
@@ -18,55 +18,40 @@ from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name,
 
 
 class LocalStorage(Storage):
-    """The checkpoints of one run in a folder that all its machines share.
-
-    Args:
-        folder: made at the first save.
-    """
+    """The checkpoints of one run in a folder that all its machines share; it is created by the first save."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.location = str(folder)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Hold the folder for this run.
-
-        Raises:
-            UserError: another run holds it.
-        """
         _make_folder(self.folder)
         return only_run_in(self.folder, "--checkpoint_dir")
 
     def begin(self, step: int) -> None:
-        """Make an empty place for the files of ``step``."""
         self.discard(step)
         _make_folder(self._aside(step))
 
     def writer(self, step: int) -> StorageWriter:
-        """Write tensors to the place of ``step``, one file a rank."""
         return FileSystemWriter(self._aside(step), single_file_per_rank=True, sync_files=True)
 
     def reader(self, path: str) -> StorageReader:
-        """Read tensors of a checkpoint; no code in it is run."""
         return SafeReader(path)
 
     def write_json(self, step: int, name: str, value: Any) -> None:
-        """Write plain values to the place of ``step``."""
         write_json(self._aside(step) / name, value)
 
     def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
-        """Sync and hash the files of the place of ``step`` whose names begin so: ``bytes`` and ``sha256``."""
         found = {}
         for path in sorted(self._aside(step).glob(f"{prefix}*")):
             with path.open("rb") as file:
-                # Again for .metadata: DCP syncs that one before its last bytes have left Python's buffer.
+                # Needed for .metadata: DCP syncs that file before Python has flushed its last bytes.
                 os.fsync(file.fileno())
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 found[path.name] = {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
         return found
 
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
-        """Make a checkpoint of these files: the manifest, then one rename, then ``latest``; returns its path."""
         aside = self._aside(step)
         write_json(aside / MANIFEST, manifest_of(step, files, self._sizes(str(aside))))
         target = self.folder / free_name(step, self._folders())
@@ -76,12 +61,10 @@ class LocalStorage(Storage):
         return str(target)
 
     def discard(self, step: int) -> None:
-        """Remove what was written to the place of ``step``."""
         if self._aside(step).exists():
             shutil.rmtree(self._aside(step))
 
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
-        """Remove what need not stay, and what writers that were killed have left."""
         super().prune(keep_last, keep_every, best_step)
         with contextlib.suppress(OSError):
             for leftover in self.folder.glob(".step_*.tmp"):
@@ -90,19 +73,15 @@ class LocalStorage(Storage):
                 leftover.unlink(missing_ok=True)
 
     def move_aside(self, path: str) -> str:
-        """Rename a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
         return str(move_aside(Path(path)))
 
     def put_probe(self, name: str) -> None:
-        """Write a small file into the folder, or its nearest parent while there is none."""
         (nearest_folder(self.folder) / name).touch()
 
     def sees_probe(self, name: str) -> bool:
-        """Whether another rank's small file is seen from here."""
         return (nearest_folder(self.folder) / name).exists()
 
     def remove_probe(self, name: str) -> None:
-        """Remove it again."""
         (nearest_folder(self.folder) / name).unlink()
 
     def _aside(self, step: int) -> Path:
@@ -130,7 +109,7 @@ class LocalStorage(Storage):
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents, each entry on the disk before the next."""
+    """Create a folder and its parents; each directory entry is on disk before the next is made."""
     for missing in reversed([level for level in [folder, *folder.absolute().parents] if not level.exists()]):
         missing.mkdir(exist_ok=True)
         sync_folder(missing.parent)

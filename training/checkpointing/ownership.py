@@ -1,7 +1,7 @@
-"""Ownership: which rank writes which part of a state, so that each part is written once and all write alike much.
+"""Which rank writes which part of a state, so that each part is written once and all ranks write about equally much.
 
-A part that lies on several ranks (a copy of the model, the copies of hybrid sharding) is cut into pieces, and the
-pieces are shared out over the ranks that hold it. Every rank finds the same answer on its own.
+A part that several ranks hold (a DDP replica, the replicas of hybrid sharding) is cut into pieces, which are divided
+among the ranks that hold it. Every rank computes the same assignment on its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECE_BYTES = 16 * 1024**2
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it begins in the whole one, whose shape is ``whole``, and its own shape."""
+    """A box inside a tensor: its offsets, its own shape, and the shape of the whole tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -31,7 +31,6 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self) -> list[Chunk]:
@@ -49,7 +48,7 @@ class Chunk:
         ]
 
     def cut_from(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its numbers, without a copy, out of a tensor of which this rank holds at least these."""
+        """The numbers of this chunk as a view of a tensor that holds at least them."""
         held = chunk_of(self.name, tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if held.shape == self.shape:
@@ -58,7 +57,7 @@ class Chunk:
 
 
 def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
-    """The part of a tensor that lies on this rank; of a plain tensor, all of it."""
+    """The part of a tensor that this rank holds: all of a plain tensor, the local shard of a DTensor."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -66,7 +65,7 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
 
 
 def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Give every piece to one of the ranks that hold it, the largest first, to the one with the least so far.
+    """Assign every piece to one of the ranks that hold it: the largest first, to the rank that has the least so far.
 
     Args:
         held: the chunks of each rank.
@@ -89,12 +88,12 @@ def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
 
 
 def _urgency(chunk: Chunk, num_holders: int) -> tuple[object, ...]:
-    """What only one rank can write comes first: the others make up for it; then what is large."""
+    """Chunks that only one rank can write come first, so that the others can make up for them; then by size."""
     return num_holders > 1, -chunk.num_bytes, chunk.name, chunk.offsets
 
 
 class Ownership:
-    """This rank's pieces of a state, agreed upon once and again whenever a rank holds something else."""
+    """This rank's pieces of a state. The assignment is kept until any rank holds something else than before."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -102,7 +101,7 @@ class Ownership:
         self._owned: list[Chunk] = []
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
-        """What this rank writes of ``tensors``; every rank calls it with what it holds."""
+        """What this rank writes of ``tensors``; a collective call."""
         held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
         if self.ranks.any(held != self._held):
             self._held = held

@@ -42,10 +42,10 @@ def open_location(address: str) -> Storage:
 
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
-    """See that rank 0 can write there and every rank reads it: at the start, not after the first epoch.
+    """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it.
 
     Raises:
-        UserError: which rank cannot, and why.
+        UserError: says which rank cannot, and why.
     """
     probe = ".distrinews-write-test"
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` writes to and reads from an fsspec file system."""
+"""How ``torch.distributed.checkpoint`` writes to and reads from an fsspec file system."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.futures import Future
 
 from training.checkpointing.safe_reading import SafeReader
 
-# Read ahead this far: tensors are read in the order in which they lie.
+# Bytes to read ahead: tensors are read in the order in which they are stored.
 BLOCK_BYTES = 8 * 2**20
 
 
 class HashedFiles(FileSystem):
-    """DCP's view of the remote files: what it writes is hashed on its way."""
+    """DCP's view of the remote files, which hashes everything while it is written."""
 
     def __init__(self, files: Any, written: dict[str, dict[str, Any]]) -> None:
         super().__init__()
@@ -29,7 +29,6 @@ class HashedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        """Open a file, and keep size and hash of what was written."""
         options = {"block_size": BLOCK_BYTES} if "r" in mode else {}
         with self.fs.open(path, mode, **options) as stream:
             if "r" in mode:
@@ -40,17 +39,14 @@ class HashedFiles(FileSystem):
             self.written[path] = {"bytes": hashed.size, "sha256": hashed.sha256.hexdigest()}
 
     def mkdir(self, path: str) -> None:
-        """Do nothing: there are no folders, and a bucket is not for us to make."""
+        """Object stores have no folders, and creating a bucket is not our business."""
 
     def rename(self, path: str, new_path: str) -> None:
-        """Rename a file, and what is known of it."""
         super().rename(path, new_path)
         self.written[new_path] = self.written.pop(path)
 
 
 class _HashedStream:
-    """A stream that is written from front to back."""
-
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.sha256 = hashlib.sha256()
@@ -70,14 +66,13 @@ class _HashedStream:
 
 
 class RemoteReader(SafeReader):
-    """DCP's reader, in the order in which tensors lie, each in one piece: every jump would be another request."""
+    """DCP's reader, reading tensors in file order and each in one piece: every seek would be another request."""
 
     def __init__(self, path: str, files: Any) -> None:
         super().__init__(path)
         self.fs, self.path = HashedFiles(files, {}), path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors of a plan."""
 
         def place(item: Any) -> tuple[str, int]:
             stored = self.storage_data[item.storage_index]

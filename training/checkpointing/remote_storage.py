@@ -1,4 +1,4 @@
-"""Checkpoints at an fsspec address, such as an S3 bucket: nothing is renamed, the manifest put last is what counts."""
+"""Checkpoints at an fsspec address such as S3. Nothing is renamed; the manifest, uploaded last, commits one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter, StorageReader, Storag
 from training.checkpointing.remote_files import BLOCK_BYTES, HashedFiles, RemoteReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, Unreachable, free_name, is_of_step, manifest_of
 
-# Marks a folder that is being written, or was when its writer died: it is no checkpoint, not even a damaged one.
+# Marks a folder that is being written, or whose writer died. It is not a checkpoint, not even a damaged one.
 UNFINISHED = "unfinished"
 
 
@@ -22,7 +22,7 @@ class RemoteStorage(Storage):
     """The checkpoints of one run at an address.
 
     Args:
-        address: protocol, bucket and prefix; the driver takes credentials and endpoint from its usual variables.
+        address: protocol, bucket and prefix; the driver finds credentials and endpoint in its usual variables.
 
     Raises:
         ImportError: the driver of this protocol is not installed.
@@ -31,44 +31,38 @@ class RemoteStorage(Storage):
 
     def __init__(self, address: str) -> None:
         self.location = address.rstrip("/")
-        # Other ranks write here too, so a remembered listing would be wrong.
+        # Other ranks write here too, so a cached listing would be wrong.
         self.files, _ = url_to_fs(self.location, use_listings_cache=False)
         self.place = ""
         self.written: dict[str, dict[str, Any]] = {}
 
     def begin(self, step: int) -> None:
-        """Mark the place of ``step`` as one that is being written, and remove earlier tries."""
         self.discard(step)
         self._put(f"{self.location}/{free_name(step, self._folders())}/{UNFINISHED}", b"")
 
     def writer(self, step: int) -> StorageWriter:
-        """Write tensors to the place of ``step``, one file a rank, each hashed while it is sent."""
         (name,) = (name for name in self._unfinished() if is_of_step(name, step))
         self.place = f"{self.location}/{name}"
         self.written = {}
-        # There is nothing to sync: without a file descriptor DCP would sync the whole machine.
+        # There is nothing to sync, and without a file descriptor DCP would sync the whole machine.
         writer = FileSystemWriter(self.place, single_file_per_rank=True, sync_files=False)
         writer.fs, writer.path = HashedFiles(self.files, self.written), self.place
         return writer
 
     def reader(self, path: str) -> StorageReader:
-        """Read tensors of a checkpoint; no code in it is run."""
         return RemoteReader(path, self.files)
 
     def write_json(self, step: int, name: str, value: Any) -> None:
-        """Write plain values to the place of ``step``."""
         data = json.dumps(value, indent=2, ensure_ascii=False).encode()
         self._put(f"{self.place}/{name}", data)
         self.written[f"{self.place}/{name}"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
-        """The files that this rank wrote and whose names begin so: ``bytes`` and ``sha256`` of what was sent."""
         start = len(self.place) + 1
         names = [path[start:] for path in self.written if path.startswith(f"{self.place}/{prefix}")]
         return {name: self.written[f"{self.place}/{name}"] for name in names}
 
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
-        """Make a checkpoint of these files by putting their manifest, then ``latest``; returns its path."""
         manifest = manifest_of(step, files, self._sizes(self.place))
         self._put_whole(f"{self.place}/{MANIFEST}", json.dumps(manifest, indent=2).encode())
         self._delete(f"{self.place}/{UNFINISHED}")
@@ -76,20 +70,18 @@ class RemoteStorage(Storage):
         return self.place
 
     def discard(self, step: int) -> None:
-        """Remove what was written for ``step`` and not committed."""
         for name in self._unfinished():
             if is_of_step(name, step):
                 self._remove(name)
 
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
-        """Remove what need not stay, and what writers that were killed have left."""
         super().prune(keep_last, keep_every, best_step)
         with contextlib.suppress(OSError):
             for name in self._unfinished():
                 self._remove(name)
 
     def move_aside(self, path: str) -> str:
-        """Copy a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ..., then remove it; returns the new name."""
+        """An object store cannot rename, so the checkpoint is copied and then removed."""
         number, sizes = 1, self._sizes(path)
         with self._answering():
             while self.files.exists(target := f"{path}.{number}"):
@@ -100,16 +92,13 @@ class RemoteStorage(Storage):
         return target
 
     def put_probe(self, name: str) -> None:
-        """Write a small file."""
         self._put(f"{self.location}/{name}", b"\n")
 
     def sees_probe(self, name: str) -> bool:
-        """Whether another rank's small file is seen from here."""
         with self._answering():
             return self.files.exists(f"{self.location}/{name}")
 
     def remove_probe(self, name: str) -> None:
-        """Remove it again."""
         self._delete(f"{self.location}/{name}")
 
     def _folders(self) -> dict[str, bool]:
@@ -148,7 +137,7 @@ class RemoteStorage(Storage):
             self.files.pipe_file(path, data)
 
     def _put_whole(self, path: str, data: bytes) -> None:
-        """Put a file so that readers see all of it or none: not every driver sends a file in one piece."""
+        """Upload so that readers see all of a file or nothing; some drivers send a file in several pieces."""
         aside = f"{path}.tmp"
         self._put(aside, data)
         with self._answering():
@@ -156,7 +145,7 @@ class RemoteStorage(Storage):
 
     def _remove(self, name: str) -> None:
         path = f"{self.location}/{name}"
-        # Cut short, an unfinished one stays marked as such.
+        # If this is interrupted, a folder without a manifest keeps its mark.
         for file in sorted(self._sizes(path), key=lambda file: (file != MANIFEST, file == UNFINISHED)):
             self._delete(f"{path}/{file}")
 
@@ -166,7 +155,7 @@ class RemoteStorage(Storage):
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Turn what drivers raise, each its own kind, into errors of the system."""
+        """Turn the exceptions of drivers, which all have their own, into OSError."""
         try:
             yield
         except (FileNotFoundError, PermissionError):

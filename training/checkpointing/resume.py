@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest whole checkpoint of its place, if it is of the same run."""
+"""Where a run resumes: at its newest complete checkpoint, if that belongs to the same run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.parallelism.distributed import Ranks
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to go on from: its plain values, and its tensors, which are still where they lie."""
+    """A checkpoint to resume from: its plain values, and its tensors, which have not been read yet."""
 
     path: str
     state: dict[str, Any]
@@ -38,16 +38,19 @@ def find_resume_point(
     data_key: str,
     say: Callable[[str], None],
 ) -> Resumed | None:
-    """Find, check and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
+    """Find, verify and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
 
-    Once a run has begun as asked, the attempts that its launchers make with the same flags go on with it.
+    Once a run has begun as asked, restarts by its launcher with the same flags resume that run.
 
     Raises:
-        UserError: it is damaged, or of another configuration, other data or another global batch.
+        UserError: it is damaged, or from another configuration, other data or another global batch size.
     """
     with contextlib.ExitStack() as stack:
+        # Locked while checkpoints are verified and moved, and given back at the end: the run takes its own lock later.
         ranks.run_on_all_ranks(lambda: _hold(config, storage, stack) if ranks.is_first else None)
-        begun = ranks.any(has_begun())  # each launcher knows of its own attempts alone
+        # torchrun restarts ranks with the same flags. The first attempt may have started from scratch because of
+        # `--resume none`; the second must not throw away what the first has trained.
+        begun = ranks.any(has_begun())  # each launcher only knows its own attempts
         if config.resume == "none" and not begun:
             ranks.run_on_all_ranks(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
             return None
@@ -63,7 +66,7 @@ def find_resume_point(
 
 
 def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
-    """What ``--clean`` means: ``auto`` is how the run that is resumed was begun, and stays ``auto`` for a new one."""
+    """Resolve ``--clean auto``: a resumed run cleans as it did when it began; for a new run it stays ``auto``."""
     begun = ranks.any(has_begun())
     if config.clean != "auto" or (config.resume == "none" and not begun):
         return config.clean
@@ -73,7 +76,7 @@ def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
 
     def read() -> str:
         for path in paths if ranks.is_first else ():
-            # One that cannot be read is passed over, or refused with its reason, when all of it is looked at.
+            # A checkpoint that cannot be read is skipped or refused later, when all of it is verified.
             with contextlib.suppress(OSError, ValueError, KeyError):
                 return _cleaning(_storage_of(path).read_json(path, STATE_FILE)["config"])
         return "auto"
@@ -82,21 +85,21 @@ def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
 
 
 def _cleaning(config: Mapping[str, Any]) -> str:
-    """Of a checkpoint's configuration; until it was a choice, all texts were cleaned as news."""
+    """Before cleaning was a choice, all texts were cleaned as news."""
     return config.get("clean", "news")
 
 
 def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1) -> str | None:
-    """The newest whole checkpoint, or None where there is none at all.
+    """The newest complete checkpoint, or None if there is no checkpoint at all; a collective call.
 
     Args:
-        ranks: all of them call it.
+        ranks: all of them.
         storage: where to look.
-        say: told in one line which checkpoint was passed over and why.
-        after: only those of later steps count.
+        say: prints which damaged checkpoint was skipped, and why.
+        after: only checkpoints of later steps count.
 
     Raises:
-        UserError: there are checkpoints, and none is whole.
+        UserError: there are checkpoints, but none is complete.
     """
     found = {step: path for step, path in list_checkpoints(ranks, storage).items() if step > after}
     for step in sorted(found, reverse=True):
@@ -115,10 +118,10 @@ def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]
 
 
 def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
-    """The path of each step's checkpoint, whole or not, as rank 0 sees them.
+    """The path of each step's checkpoint, complete or not, as rank 0 sees them.
 
     Raises:
-        UserError: the storage does not answer.
+        UserError: the storage does not respond.
     """
 
     def look() -> dict[int, str]:
@@ -129,12 +132,12 @@ def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
 
 
 def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[str], None]) -> None:
-    """Move aside what lies beyond ``step``: it belongs to a future that this run will not have.
+    """Move aside the checkpoints after ``step``: this run will train those steps again, differently.
 
-    Left there it would count as newest, for those that are removed after the next save and for the next start.
+    If they stayed, they would count as the newest ones, for pruning after the next save and for the next start.
 
     Raises:
-        UserError: the storage does not answer.
+        UserError: the storage does not respond.
     """
 
     def move() -> None:
@@ -169,7 +172,7 @@ def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
 
 
 def find_shared_damage(path: str, ranks: Ranks) -> str | None:
-    """What keeps a checkpoint from being whole, or None; every rank hashes its share of the files."""
+    """Why a checkpoint is not complete, or None if it is; every rank hashes its share of the files."""
     found = ranks.gather(
         ranks.run_on_all_ranks(lambda: _storage_of(path).find_damage(path, ranks.rank, ranks.world_size))
     )
@@ -177,10 +180,10 @@ def find_shared_damage(path: str, ranks: Ranks) -> str | None:
 
 
 def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | None) -> tuple[int, int]:
-    """Rows of a global batch, and into how many micro-batches a share of it is cut.
+    """Rows per global batch, and the micro-batches per rank and step.
 
-    A resumed run keeps its global batch on any number of ranks; the micro-batches stay at most ``batch_size`` rows,
-    and a pipeline has as many as it is asked to have, or a multiple of its ranks, which every schedule takes.
+    A resumed run keeps its global batch size on any number of ranks. Micro-batches stay at ``batch_size`` rows or less;
+    a pipeline keeps their number, or takes a multiple of its ranks, which every schedule accepts.
     """
     if resumed is None:
         return config.batch_size * place.size * config.gradient_accumulation, config.gradient_accumulation
@@ -207,7 +210,7 @@ def _answering(storage: Storage) -> Iterator[None]:
 
 
 def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) -> None:
-    """Nothing may be moved from under a run that is still writing."""
+    """Lock the run, so that nothing is moved while another process still writes it."""
     if config.run_dir.is_dir():
         stack.enter_context(only_run_in(config.run_dir))
     with _answering(storage):
@@ -218,14 +221,14 @@ def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) ->
 def _start_anew(config: TrainConfig, storage: Storage, say: Callable[[str], None]) -> None:
     if config.run_dir.exists():
         say(f"Moved the earlier run to {move_aside(config.run_dir)}")
-    # Those that lie elsewhere: a later run must not take them for this one's.
+    # Checkpoints in another folder must go too, or a later run would take them for its own.
     with _answering(storage):
         for path in storage.steps().values():
             say(f"Moved the earlier checkpoint {path} to {storage.move_aside(path)}")
 
 
 def _choose(asked: str, begun: bool, ranks: Ranks, storage: Storage, say: Callable[[str], None]) -> Resumed | None:
-    """The checkpoint that was named, until the run that began there has saved a later one; else the newest."""
+    """The checkpoint that was named, until the run resumed from it has saved a later one; otherwise the newest."""
     named = None if asked in ("auto", "none") else open_checkpoint(_named(asked, ranks), ranks)
     if named and not begun:
         return named
@@ -266,7 +269,7 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
     same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
-    # Keys once had no version and changed with every edit of the code that made them: such data is taken for the same.
+    # The key of cached tokens once had no version and changed with every edit of that code: accept such data.
     if not differing and state["data_key"].startswith("v") and state["data_key"] != data_key:
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
     if differing:

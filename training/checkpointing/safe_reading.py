@@ -1,6 +1,7 @@
-"""Reading a checkpoint runs no code from it.
+"""Reading a checkpoint must not run code from it.
 
-Tensors are read with ``weights_only``; the list of them, ``.metadata``, is a pickle, which can name any function.
+Tensors are read with ``weights_only``. Their list, ``.metadata``, is a pickle, which could name any function, so only
+the classes below are unpickled.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-# What a list of tensors is made of. BytesStorageMetadata is not: such entries would be unpickled freely.
+# What a list of tensors consists of. BytesStorageMetadata is not allowed: such entries would be unpickled freely.
 _ALLOWED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -36,14 +37,10 @@ class _ListOfTensors(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """The reader of ``torch.distributed.checkpoint`` for a folder, which unpickles lists of tensors only."""
+    """DCP's reader for a folder, restricted to unpickling lists of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the list of tensors.
-
-        Raises:
-            pickle.UnpicklingError: it names something else.
-        """
+        """Raises pickle.UnpicklingError if the list names anything else."""
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _ListOfTensors(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()

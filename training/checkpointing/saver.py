@@ -1,7 +1,7 @@
-"""Saver: checkpoints written while training goes on.
+"""Checkpoints that are written in the background.
 
-Training waits for one copy of what this rank writes. A thread then writes it and talks to the other ranks' threads
-through a process group of its own: what one rank meets with, all of them know.
+Training only waits for one copy of what this rank writes. A thread then writes that copy, and coordinates with the
+threads of the other ranks over a process group of its own. Read :meth:`Saver.save`, then :meth:`Saver._write`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SaveFailed(Exception):
 
 @dataclass(frozen=True)
 class _Order:
-    """A checkpoint to write; its tensors are staged. ``began``: when the main thread was asked for it."""
+    """A checkpoint to write, whose tensors are staged. ``began``: when the main thread asked for it."""
 
     step: int
     run_state: dict[str, Any]
@@ -56,14 +56,14 @@ class _Order:
 
 
 class Saver:
-    """Saves checkpoints, one at a time; all ranks call its methods at the same places of the run.
+    """Saves checkpoints, one at a time; all ranks call its methods in the same order.
 
     Args:
-        config: what stays when a new one stands.
+        config: which checkpoints to keep.
         ranks: all of them.
-        storage: where checkpoints lie.
-        say: takes a line for the user.
-        stop_agreed: whether any rank was asked to stop; all ranks ask together.
+        storage: where checkpoints are written.
+        say: prints a line for the user.
+        stop_agreed: whether any rank was asked to stop; a collective call.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class Saver:
         if error is None:
             self.close()
         elif self._thread:
-            # The save may wait for ranks that wait for this one; the group goes with the process.
+            # The save may be waiting for ranks that wait for this one. The process group goes when the process does.
             self._thread.join(SECONDS_TO_CLOSE_FAILED)
 
     @property
     def done(self) -> bool:
-        """Whether this rank's thread has ended: once all have, :meth:`collect` says how."""
+        """Whether this rank's thread has finished; once it has on all ranks, :meth:`collect` returns the outcome."""
         return self._thread is not None and not self._thread.is_alive()
 
     @property
     def retry_due(self) -> bool:
-        """On rank 0, whose clock counts, whether to try again what failed."""
+        """Whether it is time to retry a failed save; only rank 0's clock counts."""
         return self._pause_is_over(RETRY_SECONDS)
 
     def _pause_is_over(self, seconds: float) -> bool:
@@ -121,20 +121,22 @@ class Saver:
         run_state: dict[str, Any],
         best_step: int | None,
     ) -> list[SavedCheckpoint]:
-        """Copy the state and have it written; a save that is still under way, and a failed one of the best step,
-        is waited for first.
+        """Copy the state and write it in the background.
+
+        A save that is still running is waited for first. So is a failed one, if it holds the best weights, since this
+        copy replaces the only one left of them.
 
         Args:
             step: optimizer steps done.
-            state: gives what this rank holds.
-            run_state: plain values, of which rank 0's are written.
-            best_step: the step whose checkpoint must stay.
+            state: returns what this rank holds.
+            run_state: plain values; those of rank 0 are written.
+            best_step: the step whose checkpoint must be kept.
 
         Returns:
-            The checkpoints that stand since the last call.
+            The checkpoints completed since the last call.
 
         Raises:
-            TrainingFailure: the third in a row failed.
+            TrainingFailure: saving failed for the third time in a row.
         """
         finished = self._join()
         if self._failures and self._order.step == best_step:
@@ -148,12 +150,12 @@ class Saver:
         return finished
 
     def wait(self) -> list[SavedCheckpoint]:
-        """Wait until what was asked for stands, and try again what failed; returns and raises as :meth:`save`."""
+        """Wait until the last save is complete, retrying if it failed; returns and raises like :meth:`save`."""
         pause = min(RETRY_SECONDS, RETRY_SECONDS_AT_REST)
         finished = self._join(waits=pause)
         while self._failures:
             began = time.perf_counter()
-            # A short outage passes meanwhile; a scheduler that asks to stop gives half a minute.
+            # Wait in case it is a short outage; but a scheduler that asks to stop only gives half a minute.
             while not (self.ranks.any(self._pause_is_over(pause)) or self.stop_agreed()):
                 time.sleep(TICK)
             self.retry()
@@ -162,15 +164,15 @@ class Saver:
         return finished
 
     def retry(self) -> None:
-        """Have what failed written again: its copy is still there."""
+        """Write a failed checkpoint again; its copy is still in memory."""
         self._blocked = 0.0
         self._start()
 
     def collect(self, *, waits: float | None = None) -> list[SavedCheckpoint]:
-        """Take the outcome once every rank is :attr:`done`; returns and raises as :meth:`save`.
+        """Take the outcome, once every rank is :attr:`done`; returns and raises like :meth:`save`.
 
         Args:
-            waits: seconds that the run will wait before it tries again what failed; None if it trains meanwhile.
+            waits: seconds until the next try if the run waits for it; None if it keeps training.
         """
         outcome, self._outcome, self._thread = self._outcome, None, None
         if isinstance(outcome, SavedCheckpoint):
@@ -184,26 +186,26 @@ class Saver:
         where = f"the checkpoint of step {self._order.step} could not be written to {self.storage.location} ({outcome})"
         if self._failures == MOST_FAILURES:
             raise TrainingFailure(
-                f"{where}, for the {MOST_FAILURES}rd time in a row; {self._newest()}: free some space or fix the "
-                "storage, then rerun the same command",
+                f"{where}, {MOST_FAILURES} times in a row; {self._newest()}: free some space or fix the storage, then "
+                "rerun the same command",
                 quiet=not self.ranks.is_first,
                 code="checkpoint-not-saved",
             )
         attempt = f"attempt {self._failures} of {MOST_FAILURES}"
         if waits is None:
-            self.say(f"Training goes on, but {where}; {attempt}, the next within a minute")
+            self.say(f"Training continues, but {where}; {attempt}, the next within a minute")
         else:
-            self.say(f"The run waits, since {where}; {attempt}, the next in {waits:.0f} s")
+            self.say(f"Waiting, because {where}; {attempt}, the next in {waits:.0f} s")
         return []
 
     def _newest(self) -> str:
         with contextlib.suppress(OSError):
             if steps := self.storage.steps():
-                return f"the newest checkpoint there is that of step {max(steps)}"
-        return "there is no checkpoint before it"
+                return f"the newest checkpoint is that of step {max(steps)}"
+        return "there is no earlier checkpoint"
 
     def close(self) -> None:
-        """Let a save under way end, and leave the group."""
+        """Wait for a running save, then destroy the process group."""
         if self._thread:
             self._thread.join(SECONDS_TO_CLOSE)
         if self.group and not (self._thread and self._thread.is_alive()):
@@ -235,19 +237,32 @@ class Saver:
             self._outcome = error
 
     def _write(self, order: _Order) -> int:
-        """Write a checkpoint; returns its bytes."""
+        """Write a checkpoint so that it is complete or absent; runs in the thread of every rank. Returns its bytes."""
         storage, step = self.storage, order.step
+        # 1. Rank 0 creates an empty staging place: readers do not see what is in it.
         self._on_first(lambda: storage.begin(step))
-        made: list[StorageWriter] = []  # no result, which all ranks would be sent
-        self._together(lambda: made.append(writer_with_clear_errors(storage.writer(step))))
-        [writer], planner = made, StagedPlanner(self._staging.copies)
+        # A list instead of a result, because results are sent to all ranks, and a writer cannot be.
+        writers: list[StorageWriter] = []
+        self._together(lambda: writers.append(writer_with_clear_errors(storage.writer(step))))
+        # 2. Every rank writes its pieces into one file. DCP collects the plans of all ranks first, checks that together
+        # they cover every tensor exactly once, and writes that as .metadata.
         try:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=self.group is None)
+            dcp.save(
+                {},
+                storage_writer=writers[0],
+                planner=StagedPlanner(self._staging.copies),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
         except dcp.CheckpointException as error:
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             raise SaveFailed(rank, reason_of(cause)) from error
+        # 3. Every rank syncs and hashes its file, and all hashes reach rank 0.
         files = {name: entry for part in self._together(lambda: self._files(order)) for name, entry in part.items()}
+        # 4. Only now, with all files on disk, rank 0 writes the manifest and renames the folder: the commit. A process
+        # that dies before this line leaves no checkpoint; one that dies after it leaves a complete one.
         self._on_first(lambda: storage.commit(step, files))
+        # 5. The new checkpoint is safe, so older ones may go.
         self._on_first(lambda: storage.prune(self.config.keep_last, self.config.keep_every, order.best_step))
         return sum(entry["bytes"] for entry in files.values())
 
@@ -268,11 +283,11 @@ class Saver:
         self._together(on_first)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result of ``work``; if it fails on any, all raise that."""
+        """Run ``work`` on all ranks and return every rank's result; if it fails on any rank, all of them raise."""
         result, reason = None, None
         try:
             result = work()
-        except Exception as error:  # whatever it is, the others wait to hear of it
+        except Exception as error:  # of any kind: the other ranks are waiting for an answer
             reason = reason_of(error)
         answers = [(result, reason)]
         if self.group:

@@ -1,4 +1,4 @@
-"""Sharded: a rank's pieces of a state, copied aside, and written and read by ``torch.distributed.checkpoint``."""
+"""A rank's pieces of a state: staged in host memory, written and read with DCP (``torch.distributed.checkpoint``)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from training.checkpointing.ownership import Chunk
 
 
 class Staging:
-    """Copies of a rank's pieces in the machine's memory, which training does not touch; the room is used again."""
+    """Copies of a rank's pieces in host memory, which training does not touch; the next save reuses it."""
 
     def __init__(self) -> None:
         self.copies: dict[Chunk, torch.Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> None:
-        """Copy ``pieces`` out of ``tensors``; what was copied before is gone."""
+        """Copy ``pieces`` out of ``tensors``, replacing what was copied before."""
         self.copies = {piece: self.copies[piece] for piece in pieces if piece in self.copies}
         for piece in pieces:
             source = piece.cut_from(tensors[piece.name])
             if piece not in self.copies:
-                # Pinned memory is filled while the host goes on.
+                # Pinned memory, so that the host does not wait for each copy from the GPU.
                 self.copies[piece] = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=source.is_cuda)
             self.copies[piece].copy_(source, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -47,7 +47,7 @@ class Staging:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Writes what was staged; that no piece overlaps another, and that none is missing, is checked over all ranks."""
+    """Gives DCP the staged copies; DCP checks over all ranks that no piece overlaps another and none is missing."""
 
     def __init__(self, copies: Mapping[Chunk, torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -57,16 +57,14 @@ class StagedPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """See :class:`torch.distributed.checkpoint.SavePlanner`; the state is known already."""
+        """DCP's hook; the state is already known."""
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's pieces."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The copy of a piece."""
         return self._copies[index.fqn, tuple(index.offset or ())]
 
 
@@ -78,10 +76,10 @@ def _write_item(chunk: Chunk) -> WriteItem:
 
 
 def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
-    """A writer that says in one line why it could not write.
+    """A writer whose errors say in one line why it could not write.
 
-    torch.save hides a full disk behind an error of its own, and DCP sends errors to other ranks pickled: with one of a
-    driver that cannot be, this rank would fail alone, and the others wait for it.
+    torch.save hides a full disk behind an error of its own. DCP sends errors to the other ranks as pickles, and if a
+    driver's error cannot be pickled, this rank would fail while the others wait for it.
     """
 
     def telling(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,19 +98,18 @@ def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return first_line(error)
 
 
 class SavedShards:
-    """The tensors of a checkpoint, of which a rank reads what it wants; a ``SavedState``.
+    """The tensors of a checkpoint, from which each rank reads what it needs; a ``SavedState``.
 
     Args:
         reader: of the checkpoint.
-        location: where it lies, for the complaint.
-        plain: what was saved beside the tensors.
+        location: its path, for error messages.
+        plain: what was saved besides tensors.
 
     Raises:
         UserError: it cannot be read.
@@ -127,20 +124,19 @@ class SavedShards:
 
     @property
     def tensors(self) -> Collection[str]:
-        """Their names."""
         return self._metadata.state_dict_metadata.keys()
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole tensors."""
+        """The shapes of the whole tensors."""
         return {name: tensor.size for name, tensor in self._metadata.state_dict_metadata.items()}
 
     @torch.no_grad()
     def read(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors in place; of a DTensor, this rank's part.
+        """Fill tensors in place; of a DTensor, this rank's shard.
 
         Raises:
-            UserError: one is missing or of another shape, or cannot be read.
+            UserError: a tensor is missing, has another shape, or cannot be read.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(wanted), self._metadata, is_coordinator=True)

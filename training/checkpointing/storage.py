@@ -1,8 +1,9 @@
-"""Where checkpoints lie: a checkpoint is whole or absent, and the newest whole one is found, not configured.
+"""A place for checkpoints. A checkpoint is complete or absent, and the newest complete one is found, not configured.
 
-A checkpoint is a folder ``step_00000120``: files that every rank wrote, ``state.json``, and ``manifest.json`` with size
-and SHA-256 of each. The manifest is written last; a folder without it does not exist for readers. A step that is saved
-again gets the next free name, ``step_00000120-2``, so that the older one stands until the newer does.
+A checkpoint is a folder such as ``step_00000120`` with the files that every rank wrote, ``state.json``, and
+``manifest.json`` with size and SHA-256 of each. The manifest is written last, and readers ignore a folder without it.
+If a step is saved again, it gets the next free name, ``step_00000120-2``, so the older one stays valid until the newer
+one is.
 """
 
 from __future__ import annotations
@@ -26,72 +27,70 @@ _NAME = re.compile(r"step_(\d{8,})(?:-([1-9]\d*))?")
 
 
 class Unreachable(OSError):
-    """The storage does not answer: nothing can be said of what lies there."""
+    """The storage does not respond, so nothing is known about its contents."""
 
 
 class Storage(ABC):
-    """The checkpoints of one run, in one place.
+    """The checkpoints of one run in one place.
 
-    What is written goes to a place of its own until :meth:`commit`. Rank 0 begins, commits, discards and prunes; every
-    rank writes. Paths are text: a folder, or an address such as ``s3://bucket/run/step_00000120``.
+    Files are written to a staging place until :meth:`commit`. Rank 0 begins, commits, discards and prunes; every rank
+    writes. Paths are strings: a folder, or an address such as ``s3://bucket/run/step_00000120``.
 
     Raises:
-        OSError: by every method, when the storage cannot be read or written.
+        OSError: by every method, if the storage cannot be read or written.
     """
 
     location: str
 
     def alone(self) -> AbstractContextManager[None]:
-        """Hold the place for this run, where it can be held.
+        """Lock the storage for this run, if it can be locked.
 
         Raises:
-            UserError: another run holds it.
+            UserError: another run has locked it.
         """
         return contextlib.nullcontext()
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Make an empty place for the files of ``step``."""
+        """Create an empty staging place for ``step``."""
 
     @abstractmethod
     def writer(self, step: int) -> StorageWriter:
-        """Write tensors to the place of ``step``, one file a rank."""
+        """DCP's writer to the staging place of ``step``, one file per rank."""
 
     @abstractmethod
     def reader(self, path: str) -> StorageReader:
-        """Read tensors of a checkpoint; no code in it is run."""
+        """DCP's reader of a checkpoint, which runs no code from it."""
 
     @abstractmethod
-    def write_json(self, step: int, name: str, value: Any) -> None:
-        """Write plain values to the place of ``step``."""
+    def write_json(self, step: int, name: str, value: Any) -> None: ...
 
     @abstractmethod
     def hashes(self, step: int, prefix: str) -> dict[str, dict[str, Any]]:
-        """Files of the place of ``step`` that this rank wrote and whose names begin so: ``bytes`` and ``sha256``."""
+        """``bytes`` and ``sha256`` of the staged files that this rank wrote and whose names have this prefix."""
 
     @abstractmethod
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
-        """Make a checkpoint of these files: the manifest, then the name, then ``latest``; returns its path."""
+        """Turn the staged files into a checkpoint: the manifest, the final name, then ``latest``; returns its path."""
 
     @abstractmethod
     def discard(self, step: int) -> None:
-        """Remove what was written to the place of ``step``."""
+        """Remove the staged files of ``step``."""
 
     @abstractmethod
     def move_aside(self, path: str) -> str:
-        """Rename a checkpoint to the first free of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
+        """Rename a checkpoint to the first free name of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
 
     @abstractmethod
     def put_probe(self, name: str) -> None:
-        """Write a small file, to see whether one can."""
+        """Write a small file, to see whether that is possible."""
 
     @abstractmethod
     def sees_probe(self, name: str) -> bool:
-        """Whether another rank's small file is seen from here."""
+        """Whether the small file that rank 0 wrote is visible here."""
 
     @abstractmethod
-    def remove_probe(self, name: str) -> None:
-        """Remove it again."""
+    def remove_probe(self, name: str) -> None: ...
 
     @abstractmethod
     def _folders(self) -> dict[str, bool]:
@@ -109,22 +108,19 @@ class Storage(ABC):
 
     @abstractmethod
     def _remove(self, name: str) -> None:
-        """Remove a folder, its manifest first: cut short, the rest is no checkpoint."""
+        """Remove a folder, its manifest first, so that an interrupted removal leaves no checkpoint."""
 
     def steps(self) -> dict[int, str]:
-        """The path of each step's checkpoint, whole or not."""
+        """The path of each step's checkpoint, complete or not."""
         return {step: f"{self.location}/{name}" for step, name in _newest_names(self._folders()).items()}
 
     def read_json(self, path: str, name: str) -> Any:
-        """Read plain values of a checkpoint.
-
-        Raises:
-            ValueError: it is no JSON.
-        """
         return json.loads(self._read(path, name))
 
     def prune(self, keep_last: int, keep_every: int, best_step: int | None) -> None:
-        """Remove what need not stay; only after :meth:`commit`. What cannot be removed is left for the next time."""
+        """Remove the checkpoints that need not be kept, after a :meth:`commit`. What cannot be removed is tried again
+        later.
+        """
         with contextlib.suppress(OSError):
             folders = self._folders()
             whole = _newest_names({name: True for name, is_whole in folders.items() if is_whole})
@@ -134,10 +130,11 @@ class Storage(ABC):
                     self._remove(name)
 
     def find_damage(self, path: str, part: int = 0, parts: int = 1) -> str | None:
-        """What keeps a checkpoint from being whole, or None; of the contents, each ``parts``-th file from ``part`` on.
+        """Why a checkpoint is not complete, or None if it is; hashes every ``parts``-th file, starting with number
+        ``part``.
 
         Raises:
-            UserError: the storage does not answer.
+            UserError: the storage does not respond.
         """
         try:
             return self._find_damage(path, part, parts)
@@ -180,10 +177,10 @@ class Storage(ABC):
 
 
 def manifest_of(step: int, files: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
-    """The manifest, once every file that it names is seen to be there.
+    """The manifest, after checking that rank 0 sees every file in its full size.
 
     Raises:
-        OSError: one is not, or not of the size that was written.
+        OSError: a file is missing or has another size.
     """
     for name, expected in files.items():
         if sizes.get(name) != expected["bytes"]:
@@ -192,19 +189,18 @@ def manifest_of(step: int, files: dict[str, dict[str, Any]], sizes: dict[str, in
 
 
 def free_name(step: int, taken: dict[str, Any]) -> str:
-    """The name for a checkpoint of ``step``: above every one that is taken."""
+    """The name for a checkpoint of ``step``, with a number larger than any existing one."""
     tries = [int(match[2] or 1) for match in map(_NAME.fullmatch, taken) if match and int(match[1]) == step]
     return f"step_{step:08d}-{max(tries) + 1}" if tries else f"step_{step:08d}"
 
 
 def is_of_step(name: str, step: int) -> bool:
-    """Whether this is a name of a checkpoint of ``step``."""
     match = _NAME.fullmatch(name)
     return match is not None and int(match[1]) == step
 
 
 def _newest_names(folders: dict[str, bool]) -> dict[int, str]:
-    """Of each step the folder saved last, those with a manifest before those without."""
+    """For each step the folder that was saved last, preferring those with a manifest."""
     found: dict[int, tuple[bool, int, str]] = {}
     for name, is_whole in folders.items():
         if match := _NAME.fullmatch(name):

@@ -1,8 +1,8 @@
-"""Balance: slower ranks get fewer rows of each global batch, so that all finish a step together.
+"""Balance: slower ranks get fewer rows of each global batch, so that all finish a step at the same time.
 
-A step ends when its slowest rank does. With even shares N ranks of speeds s (rows a second) take batch / (N x min s);
-with shares in proportion to their speeds, batch / sum s. Each row keeps its weight in the global mean, so the gradient
-is the same whoever computes it.
+A step takes as long as its slowest rank. With equal shares, N ranks of speeds s (rows per second) take batch / (N x min
+s); with shares proportional to speed, batch / sum s. Each row keeps its weight in the global mean, so the gradient is
+the same whichever rank computes it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import nn
 from training.data.batching import DataPlace, MicroBatch
 from training.parallelism.distributed import Ranks
 
-# The first step after a start pays for what happens once; after a few the ranks agree, then look again now and then.
+# The first step pays for one-time work. After a few steps the ranks compare speeds, then again now and then.
 SKIPPED_STEPS = 1
 FIRST_LOOK = 4
 STEPS_BETWEEN_LOOKS = 20
-# Shares that promise less than this are not worth changing: measurements differ by as much.
+# A smaller gain is not worth changing shares for: measurements differ by as much.
 LEAST_GAIN = 0.05
 
 
 class Balance:
-    """The relative speeds of the data ranks, agreed upon by all of them.
+    """The relative speeds of the data-parallel ranks, the same on all of them.
 
-    Forward passes are timed, not steps: the all-reduce within the backward pass makes all ranks as slow as the slowest.
-    A rank gets at least one row a micro-batch, however slow: the stand-in that it would compute instead, to take part
-    in the all-reduce, costs as much.
+    Forward passes are timed instead of steps, because the all-reduce in the backward pass makes all ranks as slow as
+    the slowest. A rank gets at least one row per micro-batch, however slow it is: the dummy row that it would compute
+    instead, to take part in the all-reduce, costs as much.
 
     Args:
-        model: whose forward passes are timed on this rank while it trains; None leaves all shares even.
+        model: its forward passes are timed on this rank during training; None keeps all shares equal.
         ranks: all of them call :meth:`step_done` after the same steps.
         place: this rank's share.
         least_share: of a global batch, for the slowest rank.
@@ -51,7 +51,7 @@ class Balance:
         self.stopwatch = Stopwatch(model, ranks.device) if model is not None and place.size > 1 else None
 
     def step_done(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Learn what this rank computed in a step; now and then, agree with the others on new shares."""
+        """Record what this rank computed in a step; now and then, compute new shares with the other ranks."""
         if self.stopwatch is None:
             return
         self.steps += 1
@@ -67,14 +67,14 @@ class Balance:
         self.stopwatch.reset()
 
     def agree(self, cells: float, seconds: float) -> None:
-        """Set ``speeds`` from what each rank has measured since the last look.
+        """Set ``speeds`` from what each rank has measured since the last comparison.
 
-        Shares follow each rank's pace at its present share: once they stand still, all ranks take the same time,
-        whatever part of it does not depend on rows.
+        New shares are based on each rank's pace at its current share. Once they settle, all ranks take the same time,
+        including work that does not depend on rows.
 
         Args:
-            cells: rows times padded length that this rank computed, the same length on all.
-            seconds: its forward passes took.
+            cells: rows times padded length that this rank computed; the padded length is the same on all ranks.
+            seconds: time in its forward passes.
         """
         measured = self.ranks.gather((cells, seconds))
         paces = [cells / max(seconds, 1e-9) for cells, seconds in measured]
@@ -87,7 +87,7 @@ class Balance:
 
 
 class Stopwatch:
-    """Seconds in a model's forward passes while it trains; on a GPU its own time, read without stopping it."""
+    """Seconds in a model's forward passes during training; on a GPU measured with events, without synchronizing."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -111,12 +111,10 @@ class Stopwatch:
             self.laps.append((self._began, self._now()))
 
     def seconds(self) -> float:
-        """The sum since the last reset."""
         if not self.on_gpu:
             return sum(end - start for start, end in self.laps)
         torch.cuda.synchronize()
         return sum(start.elapsed_time(end) for start, end in self.laps) / 1000
 
     def reset(self) -> None:
-        """Begin at 0."""
         self.laps.clear()

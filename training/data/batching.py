@@ -1,11 +1,11 @@
-"""Who sees which rows and in which batches.
+"""Which rank sees which rows, and in which batches.
 
-The order of rows belongs to the data: an epoch's global batches are a function of the lengths, the seed, the epoch
-and the global batch size alone. Ranks only cut each global batch into shares, so 1, 2 or 4 ranks see the same
-global batches, and a resumed run goes on at the very next one on any number of ranks.
+The order of rows belongs to the data: the global batches of an epoch depend only on the lengths, the seed, the epoch
+and the global batch size. Ranks only divide each global batch, so 1, 2 or 4 ranks see the same global batches, and a
+resumed run continues with the next one on any number of ranks.
 
-Batches are cut from arrays that every rank maps into its memory, within the process that trains: there are no worker
-processes for data, so none can die or hang.
+Batches are cut from arrays that every rank maps into memory, in the training process itself. There are no data loader
+workers that could die or hang.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 
 from training.data.tokenized import TokenizedRows
 
-# Rows are sorted by length within groups of this many global batches. Measured on AG News: 2% of tokens are
-# padding at 50, against 49% in batches drawn at random.
+# Rows are sorted by length within groups of this many global batches. Measured on AG News: at 50, 2% of tokens are
+# padding, against 49% in random batches.
 BATCHES_PER_BUCKET = 50
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's padded share of a global batch.
+    """One rank's padded part of a global batch.
 
-    ``input_ids``, ``attention_mask``: int64, (rows, seq), the mask None where nothing is padded; ``labels``: int64,
-    (rows,); ``weights``: float32, (rows,), each row's share in the global mean, 0 for a stand-in; ``rows``: its row
-    numbers in the training split, -1 for one; ``first_row``: position of its first row in the global batch;
+    ``input_ids``, ``attention_mask``: int64, (rows, seq); the mask is None if nothing is padded. ``labels``: int64,
+    (rows,). ``weights``: float32, (rows,), each row's weight in the global mean, 0 for a dummy row. ``rows``: row
+    numbers in the training split, -1 for a dummy row. ``first_row``: position of the first row in the global batch.
     ``num_tokens``: tokens without padding.
     """
 
@@ -42,7 +42,6 @@ class MicroBatch:
     num_tokens: int
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on ``device``."""
         if device.type == "cpu":
             return self
         tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
@@ -54,8 +53,8 @@ class MicroBatch:
 class DataPlace:
     """Which of ``size`` shares of each global batch a rank works on.
 
-    Ranks that hold parts of one replica work on the same share; one of them ``leads`` and speaks for it. Where a
-    replica lies over ``stages`` ranks of a pipeline, all micro-batches of a share have as many rows.
+    Ranks that hold parts of the same replica work on the same share, and one of them is its leader. If a replica spans
+    the ``stages`` of a pipeline, all micro-batches of a share have the same number of rows.
     """
 
     rank: int
@@ -65,15 +64,15 @@ class DataPlace:
 
 
 class LengthBucketSampler:
-    """Global batches of rows of like length, each row once an epoch.
+    """Global batches of rows of similar length, each row once per epoch.
 
-    Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch by :meth:`set_epoch`; unlike it, no
-    row is repeated or dropped to even out the ranks.
+    Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch with :meth:`set_epoch`. Unlike that
+    one, it does not repeat or drop rows to give all ranks the same number.
 
     Args:
         lengths: tokens of each row, (rows,).
-        global_batch_size: rows of an optimizer step over all ranks; the last batch may have fewer.
-        seed: with the epoch, decides the order.
+        global_batch_size: rows per optimizer step over all ranks; the last batch may have fewer.
+        seed: decides the order, together with the epoch.
     """
 
     def __init__(self, lengths: np.ndarray, global_batch_size: int, seed: int) -> None:
@@ -86,7 +85,7 @@ class LengthBucketSampler:
         return -(-len(self.lengths) // self.global_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order :meth:`__iter__` gives, counted from 1."""
+        """Choose the epoch whose order :meth:`__iter__` gives, starting at 1."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -102,7 +101,7 @@ class LengthBucketSampler:
         yield from self._longest_first(batches, generator)
 
     def _longest_first(self, batches: list[np.ndarray], generator: np.random.Generator) -> list[np.ndarray]:
-        """Shuffled, but for the longest in front: what will not fit into memory fails at once."""
+        """Shuffled, except that the longest batch comes first: what does not fit into memory fails immediately."""
         longest = max(range(len(batches)), key=lambda i: self.lengths[batches[i]].max())
         others = [i for i in generator.permutation(len(batches)) if i != longest]
         return [batches[i] for i in [longest, *others]]
@@ -120,25 +119,30 @@ def rank_share(
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
-    A rank gets a run of the batch's rows, padded to the same length on all, so that all have the same work. A share
-    without rows becomes one stand-in row of weight 0: its rank must still take part in the collectives.
+    Each rank gets consecutive rows of the batch, padded to the same length on all ranks so that all have equal work. An
+    empty share becomes one dummy row of weight 0, because its rank must still take part in the collectives.
 
     Args:
         rows: the split.
         batch: row numbers of the global batch.
-        place: which share; for a pipeline micro-batches are filled up with stand-ins.
-        accumulation: micro-batches of a share.
-        pad_to_multiple_of: lengths are rounded up to it, though not over ``max_length`` tokens.
-        speeds: a number for each share, to which its rows are in proportion; None for even shares.
+        place: which share; for a pipeline, micro-batches are filled up with dummy rows.
+        accumulation: micro-batches per share.
+        pad_to_multiple_of: lengths are rounded up to it, but not beyond ``max_length`` tokens.
+        speeds: one number per share; rows are divided in proportion. None for equal shares.
 
     Returns:
         ``accumulation`` micro-batches.
     """
+    # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.lengths[batch].max())
     length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
-    until = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
-    start, stop = (until[place.rank : place.rank + 2] / until[-1] * len(batch)).round().astype(int).tolist()
+
+    # The shares end where the running sum of the speeds does, rounded to whole rows: every row is in exactly one share.
+    ends = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
+    start, stop = (ends[place.rank : place.rank + 2] / ends[-1] * len(batch)).round().astype(int).tolist()
+
     if place.stages > 1:
+        # A pipeline passes hidden states of one shape, so all its micro-batches get the same number of rows.
         size = max(1, -(-(stop - start) // accumulation))
         edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
     else:
@@ -150,26 +154,27 @@ def rank_share(
 def _micro_batch(
     rows: TokenizedRows, batch: np.ndarray, start: int, stop: int, length: int, least_rows: int
 ) -> MicroBatch:
-    mine = batch[start:stop]
-    stand_ins = max(0, least_rows - len(mine))
-    chosen = np.concatenate([mine, np.repeat(batch[:1], stand_ins)])
-    weights = np.repeat([1 / len(batch), 0.0], [len(mine), stand_ins]).astype(np.float32)
+    own = batch[start:stop]
+    num_dummies = max(0, least_rows - len(own))
+    chosen = np.concatenate([own, np.repeat(batch[:1], num_dummies)])
+    # Each row weighs 1 / rows of the global batch, wherever it is computed: shares need not be equal. Dummies weigh 0.
+    weights = np.repeat([1 / len(batch), 0.0], [len(own), num_dummies]).astype(np.float32)
     input_ids, attention_mask = pad(rows, chosen, length)
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=torch.from_numpy(rows.labels[chosen]),
         weights=torch.from_numpy(weights),
-        rows=np.concatenate([mine, np.full(stand_ins, -1, mine.dtype)]),
+        rows=np.concatenate([own, np.full(num_dummies, -1, own.dtype)]),
         first_row=start,
-        num_tokens=int(rows.lengths[mine].sum()),
+        num_tokens=int(rows.lengths[own].sum()),
     )
 
 
 def pad(rows: TokenizedRows, index: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chosen rows side by side: ids and mask, int64, (rows, length); padding has id 0 and mask 0.
+    """Chosen rows as one padded batch: ids and mask, int64, (rows, length); padding has id 0 and mask 0.
 
-    The mask is None where nothing is padded: attention then takes its fastest kernel, and a GPU need not be asked.
+    The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need not be asked.
     """
     lengths = rows.lengths[index]
     mask = np.arange(length) < lengths[:, None]

@@ -31,16 +31,16 @@ AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
 SAMPLE = "sample"
 TEST_SHARE = 0.1
-# Under which names files and hub datasets bring validation rows.
+# The file and split names under which data sets bring validation rows.
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
-# As many labels as this are not suspicious, however few the rows.
+# This many labels are not suspicious, however few the rows.
 FEW_LABELS = 10
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts as they were found, with the index of each one's label. ``labels``: int64, (rows,)."""
+    """Texts as they were read, with the index of each one's label. ``labels``: int64, (rows,)."""
 
     texts: list[str]
     labels: np.ndarray
@@ -49,15 +49,14 @@ class Rows:
         return len(self.texts)
 
     def take(self, index: np.ndarray) -> Rows:
-        """The rows at these positions."""
         return Rows([self.texts[i] for i in index], self.labels[index])
 
 
 @dataclass(frozen=True)
 class NewsData:
-    """Training and test rows, validation rows if the data brings any, and the names of their labels.
+    """Training and test rows, validation rows if the data has any, and the label names.
 
-    ``left_out``: how many rows cannot be used; the last of ``notes`` then names the first of them.
+    ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them.
     """
 
     name: str
@@ -70,7 +69,6 @@ class NewsData:
 
     @property
     def splits(self) -> dict[str, Rows]:
-        """The rows by the names of their splits."""
         validation = {} if self.validation is None else {"validation": self.validation}
         return {"train": self.train, "test": self.test, **validation}
 
@@ -86,14 +84,14 @@ def load_news(
 
     Args:
         dataset: ``ag_news``, ``sample``, a hub name ``owner/data``, or a local folder or file.
-        seed: decides which rows become the test set where the data brings none.
-        bad_rows: ``skip`` leaves out rows that cannot be used, unless they are more than half.
-        columns: which columns hold the text and the label.
-        say: prints a line for each time that the hub has to be asked again.
+        seed: decides which rows become the test set if the data has none.
+        bad_rows: ``skip`` leaves out unusable rows, unless they are more than half.
+        columns: the columns that hold text and label.
+        say: prints a line each time the hub is asked again.
 
     Raises:
-        UserError: no such data, or a row cannot be used (with file and line).
-        HubUnavailable: the hub did not answer.
+        UserError: no such data, or an unusable row (with file and line).
+        HubUnavailable: the hub did not respond.
     """
     path, reading = Path(dataset).expanduser(), Reading(columns, skip=bad_rows == "skip")
     if dataset == SAMPLE:
@@ -116,8 +114,8 @@ def load_news(
 
 
 def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
-    """How the texts of a dataset are cleaned unless it is said: AG News has markup of its feeds in it, other data may
-    mean what looks like it.
+    """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in other data, what
+    looks like markup may be text.
 
     Args:
         dataset: as for :func:`load_news`.
@@ -133,12 +131,11 @@ def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
 
 
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and for validation: stratified by label, seeded, each in rising order.
+    """Positions for training and for validation: stratified by label, seeded, each in ascending order.
 
     Args:
         labels: int64, (rows,).
-        validation_fraction: the share of each label's rows that validation gets (at least one row of a
-            label that has two).
+        validation_fraction: the share of each label's rows for validation; at least one row of a label that has two.
         seed: the same seed draws the same rows.
     """
     generator = np.random.default_rng([seed, 1])
@@ -175,7 +172,7 @@ def _find_split(folder: Path, *names: str) -> Path | None:
 
 
 def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
-    """The splits of a folder saved by `datasets`, of those of their shards that can be read."""
+    """The splits of a folder saved by `datasets`, from the shards that can be read."""
     from datasets import concatenate_datasets
 
     listed = folder / "dataset_dict.json"
@@ -200,7 +197,7 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
             unreadable[path] = first_line(error)
         else:
             readable.append(shard)
-    # Shards are of equal length, but for a row; what an unreadable one held is not written elsewhere.
+    # Shards have equal lengths within one row; the length of an unreadable one is not recorded anywhere else.
     rows = max((len(shard) for shard in readable), default=1)
     for path, why in unreadable.items():
         reading.reject(str(path), f"cannot be read ({why})", rows)
@@ -260,7 +257,7 @@ def _assemble(
     seed: int,
     reading: Reading,
 ) -> NewsData:
-    """``splits``: the rows of train, and of validation and test if the data has any, under the names of their files."""
+    """``splits``: the rows of train, and of validation and test if present, under their file names."""
     usable = reading.usable(*splits["train"])
     present = Counter(label for _, label in usable)
     names = list(label_names or _label_names(present))
@@ -292,15 +289,15 @@ def _assemble(
 
 
 def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
-    """What makes one doubt that these are classes.
+    """Reasons to doubt that these labels are classes.
 
     Args:
         name: of the dataset.
         labels: how often each occurs.
-        known: the data says itself which classes there are.
+        known: the data itself declares its classes.
 
     Raises:
-        UserError: most labels are of a single row.
+        UserError: most labels occur in a single row.
     """
     num_rows, notes = labels.total(), []
     counts = f"{len(labels):,} different labels in {num_rows:,} rows"
@@ -321,7 +318,7 @@ def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[st
 
 
 def _are_fractions(labels: Iterable[str]) -> bool:
-    """Whether all labels are numbers, and one at least is no whole number."""
+    """Whether all labels are numbers, at least one of them not an integer."""
     try:
         return not all(float(label).is_integer() for label in labels)
     except ValueError:
@@ -329,7 +326,7 @@ def _are_fractions(labels: Iterable[str]) -> bool:
 
 
 def _lists(labels: Collection[str]) -> list[str]:
-    """Labels such as ``a,b`` whose parts are labels too, or parts of several."""
+    """Labels such as ``a,b`` whose parts are labels too, or parts of several labels."""
     split = {label: re.split(r"\s*[,;|]\s*", label.strip("[]")) for label in labels}
     occurrences = Counter(part for parts in split.values() for part in set(parts))
     return [label for label, parts in split.items() if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)]

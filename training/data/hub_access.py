@@ -1,4 +1,4 @@
-"""The hub: asked again when it does not answer, and by one process alone where the machines share a cache."""
+"""The hub: retried when it does not respond, and asked by one process only if the machines share a cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from training.parallelism.distributed import Ranks
 
 T = TypeVar("T")
-# Seconds before each further attempt. Within each one the hub's own client tries again for up to 23 seconds.
+# Seconds before each retry. Within each attempt, the hub's own client retries for up to 23 seconds.
 RETRY_DELAYS = (2.0, 8.0, 30.0)
-# A name that cannot be resolved mostly means that there is no network: worth a short wait only.
+# If the name cannot be resolved there is usually no network, so only a short wait is worth it.
 RESOLVE_DELAYS = (1.0, 2.0)
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-# The bases of what the HTTP clients raise when no answer comes: httpx and httpx2, requests, aiohttp.
+# Base classes of what the HTTP clients raise when no answer comes: httpx and httpx2, requests, aiohttp.
 NETWORK_ERRORS = frozenset({"TransportError", "RequestException", "ClientConnectionError"})
 FILE_SUFFIXES = frozenset(
     {".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".xls", ".xlsx", ".ods", ".gz", ".zip"}
@@ -37,12 +37,12 @@ FILE_SUFFIXES = frozenset(
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be meant as a path: the hub's are ``name`` or ``owner/name``, without a file's suffix."""
+    """Whether a name can only be a path: hub names are ``name`` or ``owner/name``, without a file suffix."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in FILE_SUFFIXES
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A suggestion in the words of an error, or nothing if no known name is near."""
+    """A suggestion for an error message, or nothing if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -51,7 +51,7 @@ def refuse_revision(flag: str, name: str) -> None:
     """Refuse ``owner/name@revision``.
 
     Raises:
-        UserError: the name has one.
+        UserError: the name has a revision.
     """
     if "@" in name:
         raise UserError(
@@ -62,17 +62,17 @@ def refuse_revision(flag: str, name: str) -> None:
 
 
 def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Ask the hub, and again after a pause when it does not answer.
+    """Ask the hub, and retry after a pause if it does not respond.
 
-    Without a network the cache is asked once, as with ``HF_HUB_OFFLINE=1``.
+    Without a network the cache is tried once, as with ``HF_HUB_OFFLINE=1``.
 
     Args:
         what: the flag and its value.
-        ask: what asks it.
-        say: prints a line for each further attempt.
+        ask: the call.
+        say: prints a line for each retry.
 
     Raises:
-        HubUnavailable: it did not answer in any attempt. What else ``ask`` raises passes.
+        HubUnavailable: it never responded. Other exceptions of ``ask`` pass through.
     """
     if constants.is_offline_mode():
         return ask()
@@ -121,9 +121,9 @@ def _resolves(what: str, say: Callable[[str], None]) -> bool:
 
 
 def _why_no_answer(error: BaseException | None) -> str | None:
-    """What kept the hub from answering; None if it did answer, or something else went wrong.
+    """Why the hub did not respond; None if it did, or if something else went wrong.
 
-    The libraries wrap the error of the HTTP client in others, each of its own kind.
+    The libraries wrap the HTTP client's error in exceptions of their own.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -140,8 +140,8 @@ def _why_no_answer(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def from_cache_only() -> Iterator[None]:
-    """Ask the hub nothing, as with ``HF_HUB_OFFLINE=1``."""
-    # Both libraries read the variable once, when they are imported, and offer no way to change it later.
+    """As with ``HF_HUB_OFFLINE=1``, ask the hub nothing."""
+    # Both libraries read the variable once, at import, and offer no way to change it later.
     switches = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
     before = [module.HF_HUB_OFFLINE for module in switches]
     try:
@@ -154,11 +154,11 @@ def from_cache_only() -> Iterator[None]:
 
 
 def cache_is_shared(ranks: Ranks) -> bool:
-    """Whether all machines see one cache of the hub: rank 0 leaves a file there, and the others look for it."""
+    """Whether all machines see the same hub cache: rank 0 writes a file there, and the others look for it."""
     if ranks.world_size == ranks.local_world_size:
         return False
     folders = (Path(constants.HF_HUB_CACHE), Path(os.environ.get("HF_DATASETS_CACHE", f"{constants.HF_HOME}/datasets")))
-    # A name that nobody has looked for yet: NFS remembers for a while that a file was not there.
+    # A name that nobody has looked up yet, because NFS remembers for a while that a file did not exist.
     name = ranks.broadcast(f".shared_{secrets.token_hex(8)}")
     markers = [folder.expanduser() / name for folder in folders]
     if ranks.is_first:
@@ -175,12 +175,12 @@ def cache_is_shared(ranks: Ranks) -> bool:
 
 
 def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
-    """Run ``work``, which may download, on one rank first; the others then find in the cache what it downloaded.
+    """Run ``work``, which may download, on one rank first; the others then find the download in the cache.
 
     Args:
         ranks: this process's place.
-        work: raises UserError or HubUnavailable on all ranks if it does on any.
-        shared: the first rank of the job is the one, since the machines share a cache; else the first of each machine.
+        work: raises UserError or HubUnavailable on all ranks if it does so on any.
+        shared: the machines share a cache, so rank 0 downloads; otherwise the first rank of each machine does.
     """
     leads = ranks.is_first if shared else ranks.local_rank == 0
     result: T | None = None

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedNews:
-    """Tokens, and which training rows are trained on and which validate.
+    """Tokens, and which rows are used for training and for validation.
 
-    ``train_index``: row numbers of the training split, rising; ``validation_index``: of :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first
-    rank of each machine.
+    ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first rank
+    of each machine.
     """
 
     tokens: TokenizedNews
@@ -50,15 +50,15 @@ class PreparedNews:
 
     @property
     def validation_rows(self) -> TokenizedRows:
-        """The split that the validation rows are of: their own if the data brings one, else the training split."""
+        """The split of the validation rows: the data's own if it has one, otherwise the training split."""
         return self.tokens.validation or self.tokens.train
 
 
 def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
-    """Read and tokenise on the first rank of each machine, then map the cached tokens on every rank.
+    """Read and tokenize on the first rank of each machine, then map the cached tokens on every rank.
 
     Raises:
-        UserError: the data or the model's tokenizer cannot be had, or there are too few rows.
+        UserError: the data or the tokenizer cannot be found, or there are too few rows.
     """
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
@@ -121,7 +121,7 @@ def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple
 
 
 def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) -> str:
-    """How many validation and test texts are training texts too, in words; empty if none are."""
+    """How many validation and test texts are also training texts, in words; empty if none are."""
     known = {data.train.texts[row] for row in train}
     held_out = (data.validation or data.train).take(validation)
     counts = [
@@ -135,7 +135,7 @@ def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) ->
 def prepare_model(
     config: TrainConfig, ranks: Ranks, tokens: TokenizedNews, say: Callable[[str], None]
 ) -> NewsClassifier:
-    """Build or load the model, once downloaded on each machine, or on one if they share the hub's cache.
+    """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
 
     Raises:
         UserError: no such model, or it has fewer positions than ``max_length``.

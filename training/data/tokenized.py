@@ -1,4 +1,4 @@
-"""Tokenising, once: texts become flat arrays of token ids, kept in a cache that every rank maps into memory."""
+"""Tokenize once: texts become flat arrays of token ids, cached in files that every rank maps into memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = ("ids", "offsets", "labels")
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """Rows without padding, end to end.
+    """Rows without padding, one after the other.
 
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
     ``labels``: int64, (rows,); ``num_cut``: rows that were longer than the maximum.
@@ -50,15 +50,15 @@ class TokenizedRows:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens a row has: int64, (rows,)."""
+        """Tokens per row: int64, (rows,)."""
         return np.diff(self.offsets)
 
 
 @dataclass(frozen=True)
 class TokenizedNews:
-    """Tokenised training and test rows, and validation rows if the data brings any.
+    """Tokenized training and test rows, and validation rows if the data has any.
 
-    ``key`` names the data, the tokenizer and the length together.
+    ``key`` identifies data, tokenizer and length together.
     """
 
     key: str
@@ -72,12 +72,10 @@ class TokenizedNews:
 
     @property
     def num_texts(self) -> int:
-        """All rows of all splits."""
         return sum(map(len, self._splits))
 
     @property
     def num_cut(self) -> int:
-        """How many of them were longer than the maximum."""
         return sum(rows.num_cut for rows in self._splits)
 
     @property
@@ -86,10 +84,10 @@ class TokenizedNews:
 
 
 def check_model_name(model: str) -> None:
-    """Refuse at once what neither is a folder nor can be a name of the hub.
+    """Refuse early what is neither a folder nor a possible hub name.
 
     Raises:
-        UserError: it is such a name.
+        UserError: with the reason.
     """
     if model == TINY or Path(model).expanduser().is_dir():
         return
@@ -105,11 +103,11 @@ def load_tokenizer(
     say: Callable[[str], None] = print,
     cleaning: str = "news",
 ) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, or for ``tiny`` a WordPiece one trained on the training texts.
+    """The model's own tokenizer, or for ``tiny`` a WordPiece tokenizer trained on the training texts.
 
     Raises:
         UserError: no such model, or it has no fast tokenizer.
-        HubUnavailable: the hub did not answer.
+        HubUnavailable: the hub did not respond.
     """
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
@@ -118,7 +116,8 @@ def load_tokenizer(
         return _train_wordpiece(map(cleaner(cleaning), train_texts), max_length)
 
     def ask() -> PreTrainedTokenizerBase:
-        # Asked for first and alone: without a network AutoTokenizer would wait for one file after another.
+        # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
+        # other.
         cached_file(model, "config.json")
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
@@ -133,11 +132,11 @@ def load_tokenizer(
 
 
 def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Load a part of a model, from the hub if it is no folder, and turn what that can raise into one line.
+    """Load a part of a model, from the hub if it is not a folder, and turn errors into one line.
 
     Raises:
         UserError: no such model, or one that cannot be trained here.
-        HubUnavailable: the hub did not answer.
+        HubUnavailable: the hub did not respond.
     """
     is_local = model == TINY or Path(model).expanduser().is_dir()
     try:
@@ -164,7 +163,7 @@ def _why_not_loaded(model: str, error: Exception) -> str:
 
 
 def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news") -> str:
-    """A name for exactly these texts, labels, tokenizer, length and way of cleaning."""
+    """A name for exactly these texts, labels, tokenizer, length and cleaning."""
     digest = hashlib.sha256()
     digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
     digest.update(tokenizer_json.encode())
@@ -175,7 +174,7 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: st
 
 
 def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenizer, say: Callable[[str], None]) -> None:
-    """Tokenise ``data`` into ``folder`` unless a whole file of that key is there already."""
+    """Tokenize ``data`` into ``folder`` unless a complete file with that key exists."""
     file = _file(folder, key)
     if file.exists():
         damage = find_damage(file)
@@ -201,7 +200,7 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
 
 
 def find_damage(path: Path) -> str | None:
-    """What keeps a file of cached tokens from being whole, or None."""
+    """Why a file of cached tokens is not complete, or None if it is."""
     try:
         with safe_open(path, "numpy") as cached:
             tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118
@@ -219,7 +218,6 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
-    """Clean and tokenise rows."""
     parts, lengths, num_cut = [], [], 0
     for start in range(0, len(rows), CHUNK):
         for encoded in tokenizer.encode(rows.texts[start : start + CHUNK]):
@@ -231,7 +229,6 @@ def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
 
 
 def read_tokens(folder: Path, key: str) -> TokenizedNews:
-    """Read what :func:`write_tokens` wrote."""
     with safe_open(_file(folder, key), "numpy") as cached:
         about = json.loads(cached.metadata()["about"])
 
@@ -281,10 +278,10 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
 
 def _frequent_pieces(words: Counter[str], size: int) -> list[str]:
-    """A vocabulary of all letters, then words seen more than once, then parts of words, each by how often they occur.
+    """A vocabulary of all letters, then words that occur more than once, then parts of words, each by frequency.
 
-    The library's own trainer breaks ties by the order of a hash map: the same texts give another vocabulary each
-    time, and no run could be repeated. Words longer than 30 letters are left to their letters.
+    The library's own trainer breaks ties by the order of a hash map, so the same texts would give a different
+    vocabulary each time, and no run could be repeated. Words of more than 30 letters are split into letters.
     """
     letters: Counter[str] = Counter()
     parts: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import ModelLoadError, UserError
+from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
 from common.text import TextTokenizer
@@ -30,7 +30,7 @@ ROUNDS_BETWEEN_ASKING = 4
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was given up because the run is to stop; raised on all ranks at the same batch."""
+    """An evaluation was interrupted because the run is stopping; raised on all ranks after the same batch."""
 
 
 def evaluate(
@@ -43,36 +43,36 @@ def evaluate(
     on_batch: Callable[[int], None] = lambda rows: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Classify rows and say how well.
+    """Classify rows and measure the result.
 
-    The batches do not depend on the number of ranks; they are dealt out one by one, and every row counts once.
+    The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
 
     Args:
-        logits_of: ids, and mask where something is padded, (batch, seq) on this rank's device, to logits, (batch,
-            classes).
+        logits_of: from ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
         rows: the split.
         ranks: every rank must call this.
         label_names: a name for each class.
-        place: which of the batches are this rank's.
-        index: which rows of the split; all by default.
-        on_batch: told the number of rows of each batch done on this rank.
-        stops: asked every few batches on all ranks at once, and answers the same on all, whether to give up.
+        place: which batches are this rank's.
+        index: which rows of the split; by default all.
+        on_batch: called with the number of rows of each batch that this rank finishes.
+        stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
 
     Returns:
-        On every rank the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
+        On every rank, the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
         order of ``index``.
 
     Raises:
-        EvaluationStopped: ``stops`` said so.
+        EvaluationStopped: ``stops`` returned true.
     """
     index = np.arange(len(rows)) if index is None else index
+    # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
     batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
-    mine = []
+    results = []
     for number, first in enumerate(range(0, len(batches), place.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
             raise EvaluationStopped
-        # Ranks that share out a model gather it together: one that has no batch left takes part in the others'.
+        # Ranks that shard a model gather it together, so a rank without a batch takes part in the others'.
         has_batch = first + place.rank < len(batches)
         batch = batches[first + place.rank] if has_batch else batches[-1][:1]
         chosen = index[batch]
@@ -80,10 +80,11 @@ def evaluate(
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
         part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
         if has_batch:
-            mine.append(part)
+            results.append(part)
             on_batch(len(batch))
+    # Put every row's logits back where the row was, on every rank.
     logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
-    for number, parts in ranks.gather((place.rank, mine if place.leads else [])):
+    for number, parts in ranks.gather((place.rank, results if place.leads else [])):
         for batch, part in zip(batches[number :: place.size], parts, strict=False):
             logits[batch] = part
     return classification_metrics(logits, rows.labels[index], label_names), logits
@@ -101,22 +102,19 @@ def evaluate_saved(
 
     Args:
         path: of the model.
-        dataset: None for the one that it was trained on.
-        mine: this process's place.
-        columns: of text and label; None for those that it was trained on.
+        dataset: None for the one it was trained on.
+        ranks: this process's place.
+        columns: of text and label; None for those it was trained on.
         quiet: show no progress.
 
     Raises:
-        UserError: the model or the data cannot be read, or their labels differ.
+        UserError: model or data cannot be read, or their labels differ.
     """
 
     quiet_libraries()
 
     def read() -> tuple[SavedModel, NewsData]:
-        try:
-            saved = read_saved_model(path)
-        except ModelLoadError as error:
-            raise UserError(str(error), code=error.code) from error
+        saved = read_saved_model(path)
         name = dataset or saved.metadata.get("dataset")
         if name is None:
             raise UserError(

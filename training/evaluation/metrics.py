@@ -1,4 +1,4 @@
-"""What an evaluation says about a classifier, worked out from its probabilities."""
+"""The metrics of a classifier, computed from its logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bad steps: loss or gradient norm not finite. Each is skipped and named; too many in a row, and the run goes back.
+"""Bad steps: loss or gradient norm is not finite. Each is skipped and reported; after too many the run is rolled back.
 
-A strategy leaves weights and moments alone in a bad step, on all ranks, so that no checkpoint holds what it did. Here
-the steps are counted; over the budget the run goes back to its newest checkpoint and leaves the bad rows out from then
+The update is skipped on all ranks in a bad step, so its effect never reaches a checkpoint. Here the steps are counted.
+Beyond ``--bad_steps`` consecutive ones, the run restores its newest checkpoint and leaves the bad rows out from then
 on.
 """
 
@@ -24,7 +24,7 @@ BAD_ROWS_FILE = "bad_rows.jsonl"
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that all ranks skipped, since its loss or gradient norm is not finite.
+    """A step that all ranks skipped because its loss or gradient norm is not finite.
 
     ``batch``: row numbers of the global batch; ``found``: by rank, the rows whose own loss is not finite.
     """
@@ -38,17 +38,15 @@ class BadStep:
 
     @property
     def rows(self) -> list[int]:
-        """The rows whose own loss is not finite."""
         return [row for rows in self.found.values() for row in rows]
 
     @property
     def suspects(self) -> list[int]:
-        """The rows to blame: where none has a loss of its own that is not finite, all of the batch."""
+        """The rows to blame: those whose own loss is not finite, or if there are none, the whole batch."""
         return self.rows or self.batch.tolist()
 
     @property
     def what(self) -> str:
-        """What is not finite."""
         return f"the gradient norm is {self.grad_norm}" if math.isfinite(self.loss) else f"the loss is {self.loss}"
 
     def __str__(self) -> str:
@@ -57,11 +55,7 @@ class BadStep:
 
 
 class BadSteps:
-    """Counts bad steps and names their rows; every rank has one and counts the same steps.
-
-    Args:
-        context: of a run that is not yet in its first step here.
-    """
+    """Counts bad steps and reports their rows; every rank has one and counts the same steps."""
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -73,12 +67,14 @@ class BadSteps:
             context.events.write_on_rank0("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
     def remaining(self, batch: np.ndarray) -> np.ndarray:
-        """The rows of a global batch that are not left out, in their order."""
+        """The rows of a global batch without the excluded ones, in order."""
         excluded = self.context.state.bad.excluded_rows
         return batch[~np.isin(batch, excluded)] if excluded else batch
 
     def count(self, steps: Sequence[StepMetrics], bad: Mapping[int, BadStep]) -> BadStep | None:
-        """Count the steps just agreed upon; returns the one that was one too many, after which the run goes back."""
+        """Count the steps just synchronized; returns the bad step that exceeds the budget, after which the run is
+        rolled back.
+        """
         count = self.context.state.bad
         for metrics in steps:
             if metrics.step in bad:
@@ -91,11 +87,11 @@ class BadSteps:
         return None
 
     def rows_to_leave_out(self, last: BadStep) -> set[int]:
-        """The rows to do without once the run has gone back from step ``last``.
+        """The rows to leave out after a rollback from step ``last``.
 
         Raises:
-            TrainingFailure: the run is not to go back; or it went back before and has not got beyond the step from
-                which it did, so that leaving out more rows will not help it.
+            TrainingFailure: rollbacks are off; or the last rollback did not get past the step that caused it, so
+                leaving out more rows will not help.
         """
         count = self.context.state.bad
         if not self.budget:
@@ -109,14 +105,13 @@ class BadSteps:
         return {*count.excluded_rows, *count.suspects}
 
     def tell_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
-        """Say and record that the run went back from step ``last`` to the checkpoint ``path``."""
+        """Report a rollback from step ``last`` to the checkpoint ``path``."""
         self.context.say(
             f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
             f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
         )
 
     def fail(self, last: BadStep, advice: str) -> NoReturn:
-        """End the run at step ``last``."""
         message = f"{last}{self._shown(last)}. {advice}, then rerun the same command"
         raise TrainingFailure(message, quiet=not self.context.ranks.is_first, code="loss-not-finite")
 

@@ -1,4 +1,4 @@
-"""Failures of a step that a person can act on, in one line."""
+"""Failures during a step that a user can act on, in one line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from training.parallelism.distributed import Ranks, is_lost_rank
 
 @contextmanager
 def translate_errors(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Iterator[None]:
-    """Turn what a step can run into into a :class:`TrainingFailure`.
+    """Turn known errors of a step into a :class:`TrainingFailure`.
 
     Args:
         ranks: this process's place.
-        step: the optimizer step under way.
+        step: the current optimizer step.
         shape: of its micro-batches, (rows, tokens).
     """
     try:

@@ -1,8 +1,8 @@
-"""Hangs: who did not come, as far as the ranks that did can tell, and what each leaves for whoever looks into it.
+"""Hangs: which ranks are missing, as far as the others can tell, and what each rank leaves behind for debugging.
 
-What is known of a rank: its status file, its process where that is on this machine, and its record of collectives.
-No clock of one machine is compared with that of another: a status counts as silent when it is not rewritten while
-this rank looks on.
+What is known about a rank: its status file, its process if that is on this machine, and its record of collectives.
+Clocks of different machines are never compared; a status counts as silent if it is not rewritten while this rank
+watches.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from training.monitoring.status import LOST, RankStatus, read_statuses, writing_
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
-# For what a network file system may hold back, beside three writings of a status.
+# Seconds that a network file system may hold back a file, in addition to three status intervals.
 MARGIN_SECONDS = 1.0
 _LOOK_AGAIN = 0.25
-# How the last message of a rank begins that others wait for, while it waits for nobody.
+# The beginning of the last message of a rank that others wait for, but that waits for nobody.
 BUSY = "did not come for"
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A rank that others wait for, where it stands and why that is thought."""
+    """A rank that others wait for, where it was last seen, and why it is considered missing."""
 
     status: RankStatus
     why: str
@@ -44,15 +44,15 @@ class Missing:
 
 
 def place_of(phase: str, step: int) -> str:
-    """Where a rank stands, in words; ``step`` steps are done."""
+    """Where a rank is, in words; ``step`` steps are done."""
     return f"in phase {phase} of step {step + 1}" if phase != "start" else f"between steps, after step {step}"
 
 
 def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]:
-    """Find out which ranks are lost, looking for at most three writings of a status at who still writes.
+    """Find out which ranks are lost, watching for at most three status intervals which of them still write.
 
     Returns:
-        The ranks that are gone, stopped, silent, failed or busy while others wait; and the numbers of those that wait.
+        The ranks that are gone, stopped, silent, failed, or busy while others wait; and the numbers of those that wait.
     """
     others = {status.rank: status for status in read_statuses(run_dir) if status.rank < ranks.world_size}
     written = {rank: status.written for rank, status in others.items()}
@@ -73,7 +73,7 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
 
 
 def _evident(status: RankStatus) -> str | None:
-    """What is wrong with a rank, as its own file or this machine's processes say it."""
+    """What is wrong with a rank according to its own file, or to this machine's process table."""
     if status.state == "failed" and not status.message.startswith(LOST):
         return status.message if status.message.startswith(BUSY) else f"failed: {status.message}"
     if status.state != "running" or status.host != platform.node():
@@ -94,7 +94,7 @@ def _process_state(pid: int) -> str | None:
 
 
 def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
-    """The ranks that left a record of this hang, and wait for nobody."""
+    """The ranks that recorded this hang and wait for nobody."""
     busy = {}
     for rank, status in others.items():
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -105,7 +105,7 @@ def _busy(run_dir: Path, others: Mapping[int, RankStatus]) -> dict[int, str]:
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's record of a hang lies; its stacks beside it, as ``.txt``."""
+    """The file of a rank's record of a hang; its stacks are next to it, as ``.txt``."""
     return run_dir / "hangs" / f"rank_{rank:05d}.json"
 
 
@@ -115,10 +115,10 @@ def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: flo
     Args:
         run_dir: the run folder.
         status: this rank's.
-        phases: where it stands.
-        seconds: for how long.
+        phases: where it is.
+        seconds: how long it has not moved.
     """
-    # Where nothing is recorded nobody is to blame, but a process that is alone.
+    # Without a record nobody can be blamed, except a process that is alone.
     records, waits = [], status.world_size > 1
     with contextlib.suppress(Exception):  # no public part of torch
         if records := _flight_records():
@@ -139,7 +139,7 @@ def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: flo
 
 
 def _flight_records() -> list[dict[str, Any]]:
-    """What gloo's flight recorder holds, and NCCL's own, which builds without CUDA lack; none that is empty."""
+    """The flight records of gloo, and of NCCL, which builds without CUDA lack; empty ones are left out."""
     recorders = torch._C._distributed_c10d
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     records = [json.loads(getattr(recorders, name)()) for name in names if hasattr(recorders, name)]
@@ -147,7 +147,9 @@ def _flight_records() -> list[dict[str, Any]]:
 
 
 def _is_under_way(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a collective has not ended. Of sends and receives in one batch only the batch as a whole ever does."""
+    """Whether a collective has not ended. Of sends and receives in a batch, only the batch as a whole is marked as
+    ended.
+    """
     launched = {_launch(entry) for entry in entries}
     return launched != {_launch(entry) for entry in entries if entry["retired"]}
 

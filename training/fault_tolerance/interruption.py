@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the step is finished, the state saved, and the run ends so that it can go on."""
+"""Signals that ask a run to stop: finish the step, save, and exit so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from typing import NoReturn
 from common.errors import StopAsked
 from training.fault_tolerance.terminal import outlive_terminal
 
-# What a person, a launcher or Kubernetes sends (SIGTERM, SIGINT), what comes when the terminal is closed (SIGHUP), and
-# what SLURM sends before the time is up (SIGUSR1).
+# SIGTERM and SIGINT come from people, launchers and Kubernetes, SIGHUP when a terminal closes, and SIGUSR1 from SLURM
+# shortly before the time limit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Schedulers and launchers kill 30 s after they asked.
+# Schedulers and launchers kill 30 s after asking.
 STOP_SECONDS = 20.0
-# A launcher passes on the Ctrl-C that its ranks have had from the terminal too; a person takes longer.
+# A launcher forwards the Ctrl-C that its ranks have already received from the terminal; a second one by a person takes
+# longer.
 SECOND_THOUGHT = 1.0
-# What a process still has to say may go into a pipe that nobody reads.
+# The final message may go into a pipe that nobody reads.
 FINAL_MESSAGE_SECONDS = 5.0
 
 
 class Interruption:
-    """Whether this process was asked to stop; within its context the signals ask, and do nothing else.
+    """Whether this process was asked to stop. Within its context, stop signals only set ``asked``.
 
-    Before :meth:`saving` there is nothing to save: there signals end the process with :class:`StopAsked`, but SIGUSR1,
-    which comes long before the end, is remembered. After it the process is on its way out, and a signal changes
-    nothing. A second Ctrl-C ends it at once, anywhere. SIGHUP stays ignored where it was (nohup).
+    Before :meth:`saving` there is nothing to save, so a signal ends the process with :class:`StopAsked`; only SIGUSR1,
+    which comes long before the end, is remembered. After it, the process is already on its way out and signals change
+    nothing. A second Ctrl-C ends it immediately, anywhere. SIGHUP stays ignored if it was (nohup).
 
-    Python runs a handler only between two instructions of its main thread, which may wait for ever in a collective;
-    so a thread listens too. Outside the main thread no signal can be caught: there the context changes nothing, and
-    whoever started the thread decides when it ends (Ray runs training in a thread of its workers).
+    Python only runs a signal handler between two instructions of its main thread, which may be stuck in a collective,
+    so a thread listens too. Outside the main thread no signal can be caught: there the context does nothing, and the
+    owner of the thread decides when it ends (Ray trains in a thread of its workers).
 
     Args:
-        exit_code: of a process that stops with nothing saved; after Ctrl-C it is 130, as everywhere.
-        is_first: whether this rank speaks.
+        exit_code: of a process that stops with nothing saved; after Ctrl-C it is 130, as usual.
+        is_first: whether this rank prints.
     """
 
     def __init__(self, exit_code: int, *, is_first: bool) -> None:
@@ -81,7 +82,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Interruption]:
-        """From here on a stop is agreed upon and saved; enters the context where nobody has."""
+        """From here on a stop is synchronized and saved."""
         with self:
             self._saves = True  # for good: the error that ends the run must not give way to a late signal
             yield self
@@ -102,8 +103,9 @@ class Interruption:
                 if interrupted is not None and time.monotonic() - interrupted > SECOND_THOUGHT:
                     leave(128 + number, "interrupted")
                 interrupted = interrupted or time.monotonic()
-            # Looked at again after the wait: there may be something to save by now.
-            if not (self._saves or number == signal.SIGUSR1 or self._ended.wait(STOP_SECONDS) or self._saves):
+            stops_at_next_step = self._saves or number == signal.SIGUSR1
+            if not stops_at_next_step and not self._ended.wait(STOP_SECONDS) and not self._saves:
+                # The main thread did not get to run its handler, and still nothing can be saved: it is stuck.
                 leave(
                     self.exit_code,
                     "error: stop requested, but another rank does not respond; there was nothing to save "
@@ -114,10 +116,10 @@ class Interruption:
 
 
 def run_rank(main: Callable[[], None]) -> NoReturn:
-    """Run the main function of a rank, print what it fails with, and end the process without taking it apart.
+    """Run the main function of a rank, print what it fails with, and exit without cleanup.
 
-    To leave a process group, and to unload CUDA, may wait for ranks that wait for this one. A launcher, too, waits for
-    the last rank before it starts them again, and freeing the memory of a Python process takes seconds.
+    Leaving a process group and unloading CUDA may wait for ranks that wait for this one. Besides, a launcher waits for
+    the last rank before it restarts them, and freeing the memory of a Python process takes seconds.
     """
     code: int | str | None = 0
     try:
@@ -131,7 +133,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
 
 
 def leave(exit_code: int, line: str = "") -> NoReturn:
-    """End the process from any thread, whatever the main thread waits for."""
+    """End the process from any thread, whatever the main thread is waiting for."""
     last = threading.Timer(FINAL_MESSAGE_SECONDS, os._exit, (exit_code,))
     last.daemon = True
     last.start()

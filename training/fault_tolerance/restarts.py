@@ -1,6 +1,6 @@
-"""Restarts: what a rank and the launcher that may start it again (torchrun's --max_restarts) tell one another.
+"""What a rank and the launcher that may restart it (torchrun's --max_restarts) tell each other, through small files.
 
-Imports nothing slow: an attempt that is not to be made ends before the rest is loaded.
+Imports nothing slow: an attempt that must not be made ends before the rest is loaded.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ BEGUN = "begun"
 
 
 def exit_if_already_failed() -> None:
-    """End this process, where an earlier attempt of the same launcher ended for good, with the exit code of that."""
+    """If an earlier attempt of the same launcher failed for good, end this process with the same exit code."""
     file = _launch_file(VERDICT)
     if file is not None and file.exists():
         sys.exit(int(file.read_text()))
 
 
 def begin() -> None:
-    """Note for the attempts to come of this launcher that the run has begun as its flags say, and is about to train."""
+    """Record, for later attempts of this launcher, that the run has begun as its flags say and is about to train."""
     if (file := _launch_file(BEGUN)) is not None:
         file.touch()
 
 
 def has_begun() -> bool:
-    """Whether an earlier attempt of the same launcher came to :func:`begin`.
+    """Whether an earlier attempt of the same launcher called :func:`begin`.
 
-    torchrun's count of restarts does not tell: it stays the same when nodes come and go, and an attempt may end before
-    it has begun anything.
+    torchrun's restart count does not say: it does not change when nodes come and go, and an attempt may end before it
+    has begun anything.
     """
     return (file := _launch_file(BEGUN)) is not None and file.exists()
 
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """Settle a launch that is refused for its flags, data or machine: all attempts to come would say the same again.
+    """Make a refusal of flags, data or machine final: every further attempt would only repeat it.
 
-    Once the run has begun, and in later attempts, it is another matter: what is lacking then was there, and may come
-    back.
+    Once the run has begun, and in later attempts, this no longer applies: what is missing then was there before, and
+    may come back.
     """
     try:
         yield
@@ -70,8 +70,8 @@ def settled() -> Iterator[None]:
 def stopped_exit_code(wanted: int) -> int:
     """The exit code of a run that was asked to stop and has saved.
 
-    Where several launchers share the run and restart it, 0 will not do: a launcher may see its ranks end before it
-    hears that a node joins or leaves, would take the run for finished, and the others would wait for it in vain.
+    If several launchers share the run and restart it, 0 is wrong: a launcher may see its ranks end before it hears that
+    a node joins or leaves, would take the run for finished, and the others would wait for it forever.
 
     Args:
         wanted: ``--stopped_exit_code``.
@@ -83,9 +83,10 @@ def stopped_exit_code(wanted: int) -> int:
 
 
 def end_on_ctrl_c() -> None:
-    """Let Ctrl-C end this process with one line while it loads: there is nothing to save, and a traceback helps nobody.
+    """Let Ctrl-C end this process with one line while it is loading: there is nothing to save yet, and a traceback
+    helps nobody.
 
-    Not by an exception, which an import that is under way may catch.
+    Not with an exception, because an import in progress may catch it.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -96,16 +97,16 @@ def end_on_ctrl_c() -> None:
 
 
 def stop_with_launcher() -> None:
-    """Be asked to stop when the launcher is gone: nobody else would ever signal, end or restart its ranks.
+    """Receive SIGTERM when the launcher dies; nothing else would signal, end or restart its ranks.
 
-    Source: prctl(2), PR_SET_PDEATHSIG; Linux only, elsewhere and under other launchers nothing happens.
+    Source: prctl(2), PR_SET_PDEATHSIG. Does nothing except under torchrun on Linux.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _tell_launcher(error: ForeseenError) -> None:
-    """Let torchrun's report on the failed ranks, which is long, end with what is wrong."""
+    """Make torchrun's report on the failed ranks, which is long, end with the actual error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": error.line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
@@ -118,12 +119,12 @@ def _settle(code: int) -> None:
 
 
 def _settle_again(code: int) -> None:
-    """Correct what run_ddp.sh wrote when it was asked to stop: a stop is for good there, since no node can join."""
+    """Correct what run_ddp.sh wrote when it was asked to stop: there a stop is final, since no node can join."""
     if (file := _launch_file(VERDICT)) is not None and file.exists():
         file.write_text(str(code))
 
 
 def _launch_file(name: str) -> Path | None:
-    """A file beside this launcher's attempts, each of which has a folder for each rank's error file."""
+    """A file next to this launcher's attempts, each of which has a folder with every rank's error file."""
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     return error_file.parents[2] / name if error_file.name == "error.json" else None

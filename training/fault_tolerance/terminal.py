@@ -1,4 +1,4 @@
-"""A terminal that may be closed, by a broken connection or with its window, while a run has more to say."""
+"""A terminal that may close, with its window or its connection, while a run still prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 class _Terminal(io.FileIO):
-    """What is written once the terminal is gone goes nowhere, and is no error."""
+    """Discards what is written after the terminal is gone."""
 
     def write(self, data: bytes | memoryview) -> int | None:
         try:
@@ -17,9 +17,9 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr, where they are a terminal, be written to for as long as the process lives.
+    """Keep stdout and stderr writable for as long as the process lives, if they are a terminal.
 
-    Python would raise in whatever print comes next, in the middle of a save too, and end with 120 should one be left.
+    Otherwise Python would raise in the next print, even in the middle of a save, and exit with 120 if output is left.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,4 +1,6 @@
-"""Watchdog: a thread on each rank that ends a run which does not go on, and says which ranks it waited for."""
+"""Watchdog: a thread on each rank that ends a run which no longer makes progress, and reports which ranks it waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,22 @@ from training.parallelism.distributed import is_lost_rank, limit_waiting, start_
 from training.run.context import RunContext
 
 TICK = 0.5  # seconds
-# For whom another rank has the word: time enough to say it.
+# If another rank reports the failure, give it this long to do so.
 SECONDS_TO_SPEAK = 10.0
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 class Watchdog(Subscriber):
-    """Ends this process when its main thread stays where it is for longer than the timeout, or cannot stop when asked.
+    """Ends this process when its main thread makes no progress for longer than the timeout, or cannot stop when asked
+    to.
 
-    Longer than the timeout in one phase without a :meth:`Phases.beat` is a hang: the rank leaves its threads' stacks
-    and its last collectives in the run folder, and the lowest rank that lives says in one line who did not come. When
-    a collective breaks because a rank is gone, the error that leaves this context says the same.
+    Staying in one phase for longer than the timeout without a :meth:`Phases.heartbeat` is a hang: the rank writes its
+    threads' stacks and its last collectives to the run folder, and the lowest rank that is alive prints one line with
+    the ranks that are missing. If a collective breaks because a rank is gone, the error that leaves this context says
+    the same.
 
     Args:
-        context: the run. Its ``--collective_timeout`` counts once the first steps are done, an hour at least before.
+        context: the run. Its ``--collective_timeout`` applies after the first steps, and at least an hour before.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -51,7 +55,7 @@ class Watchdog(Subscriber):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        # Should the thread be about to end the process, it has the word.
+        # If the thread is about to end the process, let it do the reporting.
         with self._report_lock:
             if isinstance(error, LostRank) or is_lost_rank(error):
                 missing, speaks = self._look_around()
@@ -60,10 +64,10 @@ class Watchdog(Subscriber):
                 raise LostRank(line, quiet=not speaks) from error
 
     def receive(self, event: Event) -> None:
-        """Allow the time that a start may take, and less after the first steps, when all is downloaded and compiled."""
+        """Set the timeout of a start, and the normal one once the first steps have downloaded and compiled all."""
         match event:
             case RunStarted():
-                limit_waiting(self._limit)  # also in the process groups that the strategy made
+                limit_waiting(self._limit)  # also in the process groups of the strategy
             case StepsAgreed(steps):
                 if steps and not self._has_stepped:
                     self._has_stepped = True
@@ -74,7 +78,7 @@ class Watchdog(Subscriber):
         still = asked = 0.0
         before, moved = time.monotonic(), None
         while not self._ended.wait(TICK):
-            # Of a pause of the whole process, which may have been stopped itself, little counts.
+            # If the whole process was paused (SIGSTOP), count little of that time.
             passed = min(time.monotonic() - before, 2 * TICK)
             before = time.monotonic()
             still = still + passed if self._phases.moved == moved else 0.0
@@ -111,7 +115,7 @@ class Watchdog(Subscriber):
                 self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
 
     def _look_around(self) -> tuple[list[Missing], bool]:
-        """Who is missing, and whether this rank, the lowest of those that are not, has the word."""
+        """Which ranks are missing, and whether this rank is the lowest of the others, which reports it."""
         missing, waiting = find_missing(self._run_dir, self._ranks)
         return missing, self._ranks.rank < min(waiting, default=self._ranks.world_size)
 
@@ -123,6 +127,6 @@ class Watchdog(Subscriber):
     def _say_and_leave(self, exit_code: int, line: str, *, speaks: bool, at_once: bool) -> NoReturn:
         self._status.failed(line)
         if not speaks and not at_once:
-            # torchrun ends all ranks once one is gone: the one that speaks must not be cut short.
+            # torchrun ends all ranks once one is gone, so the rank that reports must not be cut short.
             time.sleep(SECONDS_TO_SPEAK)
         leave(exit_code, f"error: {line}" if speaks else "")

@@ -1,9 +1,9 @@
-"""Architectures: what must be known of a family of networks to take it apart and put it together again.
+"""How each family of networks is run in parts: embeddings, blocks and head.
 
-A model is embeddings, blocks and a head. Whoever lays one over processes needs to reach each part by name and to run
-it alone; here stands how, one class a family. The head reads one token, so where that token is the first, the last
-block computes its query, output projection and feed-forward for it alone (its keys and values for all): the same
-logits and gradients for a seventh less matrix work in an encoder of six blocks.
+Parallel strategies put the parts on different processes, so they need to reach each part by name (the names are in
+``common/encoders.py``) and to run it separately. The head reads a single token of each row. If that is the first token,
+the last block computes queries, the output projection and the feed-forward layers for it alone, and keys and values for
+all tokens: logits and gradients stay the same, for a seventh less matrix work in an encoder of six blocks.
 """
 
 from __future__ import annotations
@@ -18,24 +18,37 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from common.encoders import BERT, DISTILBERT, LLAMA, EncoderFamily
 from training.model.dropout import RowDropout
 
 ROW_ATTENTION = "row_dropout"
-# The share of a block's matrices, of hidden x hidden each: four of attention, eight of the feed-forward layers.
+# A block multiplies by twelve matrices of (hidden, hidden): four in attention, eight in the feed-forward layers. If it
+# computes one token, only those of keys and values still work on all tokens.
 KEYS_AND_VALUES = 2 / 12
 
 
 class Architecture:
     """One family of networks for sequence classification.
 
-    ``embeddings``, ``blocks``, ``head``: dotted names of the modules that hold each part's parameters;
-    ``last_block_work``: matrix work of the last block, in blocks that compute every token.
+    Attributes:
+        family: the names of its modules.
+        last_block_work: matrix work of the last block, relative to a block that computes every token.
     """
 
-    embeddings: str
-    blocks: str
-    head: tuple[str, ...]
+    family: EncoderFamily
     last_block_work: float = 1.0
+
+    @property
+    def embeddings(self) -> str:
+        return self.family.embeddings
+
+    @property
+    def blocks(self) -> str:
+        return self.family.blocks
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        return self.family.head
 
     def embed(self, network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
         """(batch, seq) -> (batch, seq, hidden)."""
@@ -44,27 +57,27 @@ class Architecture:
     def context(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> dict[str, Any]:
-        """What every block is given beside the hidden states: in an encoder, which keys are padding.
+        """The arguments of every block besides the hidden states; of an encoder, which keys are padding.
 
         Args:
             hidden: (batch, seq, hidden).
-            attention_mask: (batch, seq), 1 for a token; None where nothing is padded.
+            attention_mask: (batch, seq), 1 for a token; None if nothing is padded.
         """
         return {"attention_mask": key_mask(attention_mask)}
 
     def classify(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits, (batch, num_labels), from what the last block gave."""
+        """The head, on the output of the last block: (batch, seq or 1, hidden) -> logits (batch, num_labels)."""
         raise NotImplementedError
 
     def read_one_token(self, network: PreTrainedModel) -> None:
-        """Make the last block compute only the token that the head reads, where that saves work."""
+        """Make the last block compute only the token that the head reads, if that saves work."""
 
     def run_blocks(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """All blocks that are here, in their order: (batch, seq, hidden) -> (batch, seq or 1, hidden)."""
+        """All blocks that this process has, in order: (batch, seq, hidden) -> (batch, seq or 1, hidden)."""
         context = self.context(network, hidden, attention_mask)
         for block in blocks_of(network.get_submodule(self.blocks)):
             hidden = block(hidden, **context)
@@ -73,49 +86,42 @@ class Architecture:
     def logits(
         self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The whole way: (batch, seq) -> (batch, num_labels)."""
+        """The whole network: (batch, seq) -> (batch, num_labels)."""
         hidden = self.run_blocks(network, self.embed(network, input_ids), attention_mask)
         return self.classify(network, hidden, attention_mask)
 
 
-class DistilBert(Architecture):
-    """DistilBERT (Sanh et al., arXiv 1910.01108)."""
+class FirstTokenArchitecture(Architecture):
+    """An encoder whose head reads the first token of each row."""
 
-    embeddings = "distilbert.embeddings"
-    blocks = "distilbert.transformer.layer"
-    head = ("pre_classifier", "classifier")
     last_block_work = KEYS_AND_VALUES
 
     def classify(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """From the first token."""
-        return network.classifier(network.dropout(F.relu(network.pre_classifier(hidden[:, 0]))))
+        pooled = network.get_submodule(self.family.pooler)(hidden[:, 0])  # (batch, hidden)
+        pooled = {"relu": F.relu, "tanh": torch.tanh}[self.family.pooler_activation](pooled)
+        return network.classifier(network.dropout(pooled))
+
+
+class DistilBert(FirstTokenArchitecture):
+    """DistilBERT (Sanh et al., arXiv 1910.01108)."""
+
+    family = DISTILBERT
 
     def read_one_token(self, network: PreTrainedModel) -> None:
-        """The first."""
-        last = network.distilbert.transformer.layer[-1]
+        last = network.get_submodule(self.blocks)[-1]
         last.forward = MethodType(_distilbert_first_token, last)
         last.attention.forward = MethodType(_distilbert_attend_first, last.attention)
 
 
-class Bert(Architecture):
+class Bert(FirstTokenArchitecture):
     """BERT (Devlin et al., arXiv 1810.04805)."""
 
-    embeddings = "bert.embeddings"
-    blocks = "bert.encoder.layer"
-    head = ("bert.pooler", "classifier")
-    last_block_work = KEYS_AND_VALUES
-
-    def classify(
-        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """From the first token, pooled."""
-        return network.classifier(network.dropout(network.bert.pooler(hidden[:, :1])))
+    family = BERT
 
     def read_one_token(self, network: PreTrainedModel) -> None:
-        """The first."""
-        last = network.bert.encoder.layer[-1]
+        last = network.get_submodule(self.blocks)[-1]
         last.forward = MethodType(_bert_first_token, last)
         last.attention.self.forward = MethodType(_bert_attend_first, last.attention.self)
 
@@ -123,61 +129,58 @@ class Bert(Architecture):
 class Llama(Architecture):
     """Llama (Touvron et al., arXiv 2302.13971): a decoder, whose head reads each row's last token."""
 
-    embeddings = "model.embed_tokens"
-    blocks = "model.layers"
-    head = ("model.norm", "score")
+    family = LLAMA
 
     def logits(
         self, network: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """As :meth:`Architecture.logits`; the mask tells how long each row is, so there has to be one."""
+        # The head finds each row's last token by the mask, so there has to be one.
         return super().logits(network, input_ids, mask_of(input_ids, attention_mask))
 
     def context(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Rotary positions. No mask: padding stands at the end, where causal attention never looks."""
+        # Rotary positions, and no mask: padding is at the end of a row, where causal attention never looks.
         positions = torch.arange(attention_mask.shape[1], device=hidden.device)[None]
         return {"attention_mask": None, "position_embeddings": network.model.rotary_emb(hidden, positions)}
 
     def classify(self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """From the last token of each row, normalised after it is chosen."""
         rows = torch.arange(len(hidden), device=hidden.device)
-        return network.score(network.model.norm(hidden[rows, attention_mask.sum(dim=1) - 1]))
+        last = hidden[rows, attention_mask.sum(dim=1) - 1]
+        # A norm acts on each token separately, so one token per row is enough.
+        return network.score(network.model.norm(last))
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "DistilBertForSequenceClassification": DistilBert(),
-    "BertForSequenceClassification": Bert(),
-    "LlamaForSequenceClassification": Llama(),
+    architecture.family.network_class: architecture for architecture in (DistilBert(), Bert(), Llama())
 }
 
 
 def architecture_of(network: nn.Module) -> Architecture | None:
-    """The family of a network, or None where it is not known."""
+    """The architecture of a network, or None if its family is not known."""
     return ARCHITECTURES.get(type(network).__name__)
 
 
 def blocks_of(container: nn.Module) -> Iterable[nn.Module]:
-    """Blocks in their order; a pipeline stage keeps its own in a ModuleDict, under their numbers."""
+    """Blocks in order; a pipeline stage keeps its blocks in a ModuleDict, by their numbers in the whole model."""
     return container.values() if isinstance(container, nn.ModuleDict) else container  # type: ignore[return-value]
 
 
 def find_blocks(network: nn.Module) -> Sequence[nn.Module]:
-    """The repeated blocks of any network: its module list with the most parameters; none where it has no list."""
+    """The repeated blocks of any network: its module list with the most parameters; empty if it has no list."""
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList | nn.ModuleDict)]
     largest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()), default=None)
     return list(blocks_of(largest)) if largest is not None else []
 
 
 def mask_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The mask of a batch, of ones where there is none since nothing is padded: int64, (batch, seq)."""
+    """The mask of a batch, int64 (batch, seq): all ones if it was left out because nothing is padded."""
     return torch.ones_like(input_ids) if attention_mask is None else attention_mask
 
 
 def key_mask(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """(batch, seq) -> bool (batch, 1, 1, seq), or None where nothing is padded."""
+    """(batch, seq) -> bool (batch, 1, 1, seq), or None if nothing is padded."""
     if attention_mask is None:
         return None
-    # A pipeline has one mask for micro-batches with and without padding. A GPU is not asked: that would wait for it.
+    # A pipeline always passes a mask, even for micro-batches without padding. On a GPU, to look would synchronise.
     if attention_mask.device.type == "cpu" and bool(attention_mask.all()):
         return None
     return attention_mask.bool()[:, None, None, :]
@@ -193,12 +196,12 @@ def row_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention for ``transformers``, with the module's :class:`RowDropout` on the CPU.
+    """Scaled dot-product attention for ``transformers``, with the masks of :class:`RowDropout` on the CPU.
 
     Args:
         query, key, value: (batch, heads, queries or keys, head size); keys may have fewer heads.
-        attention_mask: bool, broadcastable to (batch, heads, queries, keys), or None: then a module that says
-            ``is_causal`` looks back only.
+        attention_mask: bool, broadcastable to (batch, heads, queries, keys). If None, a module with ``is_causal`` set
+            attends to earlier tokens only.
 
     Returns:
         (batch, queries, heads, head size), and None for the weights.
@@ -211,6 +214,7 @@ def row_attention(
             query, key, value, attention_mask, dropout, is_causal, scale=scaling, enable_gqa=shares_keys
         )
         return context.transpose(1, 2).contiguous(), None
+    # The fused kernel draws its own dropout mask. Ours has to be applied to the weights, so they are computed here.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query * scale, key.transpose(2, 3))
     if attention_mask is not None:
@@ -226,7 +230,7 @@ AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
 def _attend_first(
     module: nn.Module, projections: Sequence[nn.Module], hidden: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What the first token gathers from all tokens: (batch, seq, hidden) -> (batch, 1, hidden)."""
+    """Attention of the first token to all tokens: (batch, seq, hidden) -> (batch, 1, hidden)."""
 
     def heads(projection: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
         return projection(states).unflatten(-1, (-1, module.attention_head_size)).transpose(1, 2)
@@ -244,6 +248,10 @@ def _attend_first(
     return context.flatten(2)
 
 
+# The forward passes of the last block and of its attention, for the first token: (batch, seq, hidden) -> (batch, 1,
+# hidden). They replace transformers' own on the modules themselves, so that hooks on those modules still run.
+
+
 def _distilbert_attend_first(
     attention: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
@@ -259,12 +267,10 @@ def _bert_attend_first(attention: nn.Module, hidden: torch.Tensor, attention_mas
 def _distilbert_first_token(
     block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """The forward pass of DistilBERT's block for the first token: (batch, seq, hidden) -> (batch, 1, hidden)."""
     first = block.sa_layer_norm(block.attention(hidden, attention_mask) + hidden[:, :1])
     return block.output_layer_norm(block.ffn(first) + first)
 
 
 def _bert_first_token(block: nn.Module, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The forward pass of BERT's block for the first token: (batch, seq, hidden) -> (batch, 1, hidden)."""
     context = block.attention.self(hidden, attention_mask)
     return block.feed_forward_chunk(block.attention.output(context, hidden[:, :1]))

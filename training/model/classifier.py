@@ -1,8 +1,8 @@
-"""NewsClassifier: an encoder of the hub with a classification head, and the fast way through it.
+"""NewsClassifier: an encoder from the hub with a classification head, and a fast forward pass through it.
 
-Two things make it cheaper than the same network called plainly, with the same logits and gradients: the last block
-works for one token alone, where the architecture is known (see ``architectures.py``); no attention mask where no row
-is padded, and dropout masks drawn four to a number (see ``dropout.py``).
+Three things make it cheaper than calling the same network directly, with the same logits and gradients: the last block
+computes a single token if the architecture is known (see ``architectures.py``), there is no attention mask if no row is
+padded, and four dropout draws come from each random number (see ``dropout.py``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
 
+from common.encoders import max_positions
 from common.errors import UserError, first_line
-from common.model_folder import SavedModel, max_positions
+from common.model_folder import SavedModel
 from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of
 from training.model.dropout import use_row_dropout
 
-# A row is tried alone and with so many tokens of padding; its logits may differ by so much of their size.
+# A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
 PROBE_PADDING = 8
 PROBE_TOLERANCE = 1e-3
 LABEL_MAP = dict(enumerate(AG_NEWS_LABELS))
@@ -40,10 +41,10 @@ class NewsClassifier(nn.Module):
     Args:
         num_labels: number of classes.
         pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random weights.
-        label_names: a name for each class; AG News' where there are four and none are given.
-        vocab_size: entries of the vocabulary; read for ``tiny`` only.
-        as_stored: leave weights that are stored in half precision as they are, mapped from their file: a strategy makes
-            fp32 of what it keeps (:func:`widen`), so that the ranks of a machine do not each hold the whole model.
+        label_names: a name for each class; those of AG News by default, if there are four classes.
+        vocab_size: size of the vocabulary; used for ``tiny`` only.
+        as_stored: keep weights that are stored in half precision memory-mapped from their file. A strategy converts to
+            fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole model.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -67,9 +68,9 @@ class NewsClassifier(nn.Module):
 
     @classmethod
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:
-        """The classifier of a model folder or ``.pt`` file that training wrote."""
         classifier = cls.__new__(cls)
         nn.Module.__init__(classifier)
+        # Build the network without loading anything from its original place: the weights are in `saved`.
         config = AutoConfig.for_model(**saved.config)
         network = AutoModelForSequenceClassification.from_config(config)
         network.load_state_dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
@@ -80,36 +81,31 @@ class NewsClassifier(nn.Module):
         self.label_names = label_names
         self.network = network
         self.dropout_stream = use_row_dropout(network)
-        # Private, since no public way tells which families take their attention, and its masks, from the registry
-        # (transformers 5): the others would add a mask made for ours, of booleans, to their scores.
+        # Private attributes, because transformers 5 has no public way to ask which families take attention and its
+        # masks from the registry. The others would add our boolean mask to their scores.
         network.config._attn_implementation = ROW_ATTENTION if network._supports_sdpa else "eager"
         if network.config.pad_token_id is None:
-            # A decoder may name none, and then takes single rows only.
+            # Some decoders name no padding id, and then accept batches of one row only.
             network.config.pad_token_id = 0
         self.architecture = architecture_of(network)
         if self.architecture:
             self.architecture.read_one_token(network)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of a batch.
+        """Logits of a batch: (batch, seq) -> (batch, num_labels).
 
-        Args:
-            input_ids: int64, (batch, seq).
-            attention_mask: (batch, seq), 1 for a token, 0 for padding at the end of a row; None: nothing is padded.
-
-        Returns:
-            (batch, num_labels).
+        The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
         """
         if self.architecture:
             return self.architecture.logits(self.network, input_ids, attention_mask)
         attention_mask = mask_of(input_ids, attention_mask)
-        # Batches are padded with 0; some encoders count positions by their own padding id.
+        # Batches are padded with 0, but some encoders number positions by where their own padding id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
 
     @torch.inference_mode()
     def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """The most probable class of each row: int64, (batch,). Dropout is off whatever the module's mode."""
+        """The most probable class of each row, int64 (batch,), without dropout whatever the module's mode."""
         was_training = self.training
         self.eval()
         try:
@@ -118,45 +114,35 @@ class NewsClassifier(nn.Module):
             self.train(was_training)
 
     def get_label_name(self, label: int) -> str:
-        """The name of a class."""
         return self.label_names[label]
 
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
-        """Make dropout a function of the seed, the step and the row's place in the global batch."""
+        """Make dropout a function of the seed, the step and the row's position in the global batch."""
         self.dropout_stream.move(seed, step, first_row)
         self.dropout_stream.seed_torch()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The repeated blocks of the encoder, in their order."""
         return find_blocks(self.network)
 
     @property
     def max_positions(self) -> int:
-        """The longest text, in tokens, that the encoder has positions for."""
+        """The longest text that the encoder has positions for, in tokens."""
         return max_positions(self.network.config.to_dict()) or 2**31
 
 
 def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor) -> list[str]:
-    """Try a network of a family that :mod:`training.model.architectures` does not know, before hours go into it.
+    """Try a network of an unknown family on the CPU, before hours of training, and return the parameters it freezes.
 
-    Parameters that its answer does not depend on are frozen, since DDP waits for the gradient of each. Weights and
-    random states stay as they are.
-
-    Args:
-        model: on the CPU.
-        name: of the model, for the error.
-        input_ids: int64, (1, seq), a row that has positions for :data:`PROBE_PADDING` more tokens.
-
-    Returns:
-        The names of the frozen parameters.
+    It freezes those that the output does not depend on, because DDP waits for the gradient of every trainable one.
+    ``input_ids``, (1, seq), is a row short enough to be padded by :data:`PROBE_PADDING` tokens.
 
     Raises:
-        UserError: padding changes its answers, or it fails.
+        UserError: padding changes its logits, or it fails.
     """
     if model.architecture:
         return []
-    widen(model)  # in half precision padding would change the last digits; and no strategy can shard such a model
+    widen(model)  # in half precision, rounding alone would change the logits; and no strategy can shard such a model
     mask, was_training = torch.ones_like(input_ids), model.training
     model.eval()
     try:
@@ -177,6 +163,7 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
             f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like",
             code="padding-not-masked",
         )
+    # DDP waits for the gradient of every parameter that requires one, and some would never get one.
     reached = _leaves(alone)
     unused = {name: parameter for name, parameter in model.network.named_parameters() if parameter not in reached}
     for parameter in unused.values():
@@ -185,14 +172,15 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
 
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
-    """The parameters that a tensor was computed from: what a backward pass would reach, without its cost."""
+    """The parameters that a tensor was computed from: those a backward pass would reach, without its cost."""
+    # Walk the autograd graph back from the output; its leaves are AccumulateGrad nodes, one for each parameter.
     seen, found, look = set(), set(), [output.grad_fn]
     while look:
         node = look.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad
+        if hasattr(node, "variable"):
             found.add(node.variable)
         look += [following for following, _ in node.next_functions]
     return found
@@ -213,26 +201,27 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     generator, dtype = torch.get_rng_state(), stored_dtype(path)
     network, fresh = _read_network(path, dtype, num_labels, labels)
-    if (now := stored_dtype(path)) != dtype:  # the first or a newer one has come from the hub meanwhile
+    if (now := stored_dtype(path)) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
         network, fresh = _read_network(path, now, num_labels, labels)
     if network.dtype != torch.float32:
+        # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
-        _draw_anew(network, fresh)
+        _redraw(network, fresh)
     return network
 
 
 def _read_network(
     path: str, dtype: torch.dtype, num_labels: int, labels: dict[str, Any]
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A network, and the names of what its file lacks or has in another shape."""
+    """A network, and the names of the weights that its file lacks or has in another shape."""
     network, found = AutoModelForSequenceClassification.from_pretrained(
         path,
         num_labels=num_labels,
         ignore_mismatched_sizes=True,
         dtype=dtype,
         use_safetensors=True,
-        # Neither modules beside the weights nor kernels from the hub run, whatever config.json names.
+        # Run no code from next to the weights or from the hub, whatever config.json names.
         trust_remote_code=False,
         attn_implementation="eager",
         output_loading_info=True,
@@ -242,13 +231,13 @@ def _read_network(
 
 
 def widen(module: nn.Module) -> None:
-    """Make fp32, in which everything is trained, of weights in half precision."""
+    """Convert weights in half precision to fp32, in which everything is trained."""
     if any(parameter.dtype in HALF for parameter in module.parameters()):
         module.float()
 
 
 def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """:func:`widen` what lies outside the blocks of a model."""
+    """:func:`widen` everything but the blocks of a model."""
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside and any(True for _ in module.parameters(recurse=False)):
@@ -256,12 +245,12 @@ def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The half precision that all weights of a local folder, or of the hub's model in the cache, have, else fp32."""
+    """fp16 or bf16 if all weights of a local folder, or of a hub model in the cache, are stored in it; else fp32."""
     folder = Path(name)
     if not folder.is_dir():
         try:
             config = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:  # said better when it is loaded
+        except HFValidationError:  # loading raises a better error
             config = None
         folder = Path(config).parent if isinstance(config, str) else folder
     kinds = set()
@@ -271,11 +260,11 @@ def stored_dtype(name: str) -> torch.dtype:
     return {("F16",): torch.float16, ("BF16",): torch.bfloat16}.get(tuple(kinds), torch.float32)
 
 
-def _draw_anew(network: PreTrainedModel, names: Sequence[str]) -> None:
-    """Draw in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
+def _redraw(network: PreTrainedModel, names: Sequence[str]) -> None:
+    """Initialise in fp32 what the file lacks: ``from_pretrained`` has drawn it in the precision of the file."""
     for name in names:
         owner, _, own_name = name.rpartition(".")
         module = network.get_submodule(owner)
         setattr(module, own_name, nn.Parameter(torch.empty_like(getattr(module, own_name), dtype=torch.float32)))
-        module._is_hf_initialized = False  # by which transformers 5 knows what is left to draw
+        module._is_hf_initialized = False  # tells transformers 5 to initialise it again
     network.initialize_weights()

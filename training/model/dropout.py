@@ -1,12 +1,12 @@
 """Dropout whose masks belong to the rows of a global batch, not to the process that computes them.
 
-A mask is a slice of one counter-based random stream, keyed by the seed, the step and the place in the model, and
-addressed by the row's position in the global batch. So 1, 2 or 4 ranks drop the same values, and a resumed run too.
-Four values are drawn from each 64-bit number, which costs a tenth of drawing them one by one.
+A mask is a slice of a counter-based random stream. The seed, the step and the dropout layer choose the stream, and the
+row's position in the global batch is the address in it. So 1, 2 or 4 ranks drop the same values, and so does a resumed
+run. Four values come from each 64-bit random number, which costs a tenth of drawing them one by one.
 
 On the CPU the stream is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its 128-bit
-products would take a GPU hundreds of kernels, so there it is SplitMix64 (Steele et al. 2014, "Fast splittable
-pseudorandom number generators") in some fifteen: other masks than on the CPU, but addressed in the same way. Two things
+products would take hundreds of kernels on a GPU, so there it is SplitMix64 (Steele et al. 2014, "Fast splittable
+pseudorandom number generators") in about fifteen: other masks than on the CPU, but with the same addresses. Two things
 still draw from torch's own generator, seeded by the first row of the micro-batch: attention on GPUs, inside its fused
 kernel, and compiled blocks.
 """
@@ -27,43 +27,46 @@ _LEVELS = 1 << 16
 
 
 class DropoutStream:
-    """Where in the random stream the rows of the current micro-batch lie. One object for a whole model."""
+    """The random stream, and the position in it of the current micro-batch. One object per model."""
 
     def __init__(self) -> None:
         self.seed = 0
         self.step = 0
         self.first_row = 0
-        # On tensor-parallel ranks, which one this is: what draws from torch's generator is split between them.
+        # With tensor parallelism, the number of this rank: each draws other masks from torch's generator.
         self.tensor_rank: int | None = None
 
     def move(self, seed: int, step: int, first_row: int) -> None:
-        """Go to the micro-batch that begins at ``first_row`` of the global batch of ``step``."""
+        """Move to the micro-batch that begins at ``first_row`` of the global batch of ``step``."""
         self.seed, self.step, self.first_row = seed, step, first_row
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What :meth:`move` was told."""
         return self.seed, self.step, self.first_row
 
     def seed_torch(self, *more: int) -> None:
-        """Seed torch's generators by this place, the tensor rank and ``more``, for what draws from those."""
+        """Seed torch's own generators by this position, the tensor-parallel rank and ``more``."""
         split = () if self.tensor_rank is None else (self.tensor_rank,)
         torch.manual_seed(hash((*self.place, *more, *split)) % 2**63)
 
     def draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Uniform 16-bit draws, int16 of ``shape``; the first dimension counts rows."""
+        """Uniform 16-bit draws, int16 of ``shape``, whose first dimension is the rows."""
         if device.type != "cpu":
             return self.device_draws(site, shape, device)
         count = shape.numel()
+        # Draw number i of the global batch is always the same bits of the stream. Philox can jump to any block of 16
+        # draws, and what precedes our first row within that block is skipped.
         blocks, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_BLOCK)
         philox = np.random.Philox(key=[self.seed, self.step], counter=[blocks, site, 0, 0])
         numbers = philox.random_raw((skipped + count + 3) // 4)
         return torch.from_numpy(numbers.view(np.int16)[skipped : skipped + count]).view(shape)
 
     def device_draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """As :meth:`draws` gives them on GPUs: computed where they are used, without waiting for the device."""
+        """:meth:`draws` on a GPU: computed there, without synchronising."""
         count = shape.numel()
         first, skipped = divmod(self.first_row * (count // shape[0]), _DRAWS_PER_NUMBER)
+        # SplitMix64's state after n steps is key + n * gamma, so all numbers can be mixed at once. Torch has no uint64,
+        # but int64 arithmetic wraps around to the same bits.
         key = int.from_bytes(blake2b(repr((self.seed, self.step, site)).encode(), digest_size=8).digest(), "little")
         numbers = torch.arange(-(-(skipped + count) // _DRAWS_PER_NUMBER), device=device)
         numbers.mul_(_signed(_GAMMA)).add_(_signed(key + first * _GAMMA))
@@ -87,12 +90,12 @@ class RowDropout(nn.Module):
     """Drop-in for ``nn.Dropout`` on tensors whose first dimension is the rows of the batch.
 
     Args:
-        p: probability of dropping, kept to 1/65,536; what is kept is scaled by the inverse of its exact share.
-        site: this place's number in the model; equal numbers would repeat a mask.
-        stream: shared by all places.
+        p: probability of dropping, rounded to 1/65,536. Kept values are scaled by the inverse of their exact share.
+        site: this layer's number in the model; layers with equal numbers would repeat a mask.
+        stream: shared by all layers.
 
-    ``part``: where ranks split the tensor between them, (dimension, this rank's place, number of parts); the mask is
-    drawn for the whole and cut.
+    ``part``: with tensor parallelism, (dimension that is split, this rank's index, number of ranks). The mask is drawn
+    for the whole tensor, and each rank takes its slice.
     """
 
     def __init__(self, p: float, site: int, stream: DropoutStream) -> None:
@@ -108,32 +111,33 @@ class RowDropout(nn.Module):
             return x
         if torch.compiler.is_compiling():
             return self._compiled(x)
+        # Draws are signed, -32768 to 32767: the lowest `threshold` of the 65,536 values are dropped.
         threshold = round(self.p * _LEVELS)
         draws = self._part_of(lambda shape: self.stream.draws(self.site, shape, x.device), x.shape)
         return _Masked.apply(x, draws >= threshold - _LEVELS // 2, _LEVELS / (_LEVELS - threshold))
 
     def masks_attention(self, query: torch.Tensor) -> bool:
-        """Whether attention's weights get a mask of the stream; on GPUs fused kernels never hold the weights."""
+        """Whether attention weights get a mask from the stream; fused kernels on GPUs never store the weights."""
         return query.device.type == "cpu"
 
     def _compiled(self, x: torch.Tensor) -> torch.Tensor:
-        """By torch's generator: a graph that held the stream's place would serve one step."""
+        # With torch's generator, because a graph compiled with a position of the stream would be valid for one step.
         if self.part is None:
             return F.dropout(x, self.p)
         return x * self._part_of(lambda shape: F.dropout(x.new_ones(shape), self.p), x.shape)
 
     def _part_of(self, draw: Callable[[torch.Size], torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """This rank's part of what is drawn for the whole tensor."""
         if self.part is None:
             return draw(shape)
         dim, place, parts = self.part
         size = shape[dim]
+        # Every rank draws the whole mask, so that all ranks agree with a run without tensor parallelism.
         whole = torch.Size((*shape[:dim], size * parts, *shape[dim:][1:]))
         return draw(whole).narrow(dim, place * size, size)
 
 
 class _Masked(torch.autograd.Function):
-    """``x * kept * scale`` that keeps the boolean mask, a quarter of a float one, for the backward pass."""
+    """``x * kept * scale``. It saves the mask as booleans, a quarter of the size of floats, for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:  # noqa: ANN001
@@ -148,7 +152,7 @@ class _Masked(torch.autograd.Function):
 
 
 def use_row_dropout(model: nn.Module) -> DropoutStream:
-    """Put a :class:`RowDropout` in the place of every ``nn.Dropout`` of ``model``; they hold no parameters."""
+    """Replace every ``nn.Dropout`` in ``model`` by a :class:`RowDropout`."""
     stream = DropoutStream()
     places = [
         (parent, name, child.p)

@@ -15,7 +15,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: no decay on biases and norms' weights; one mesh a group, since none may be mixed."""
+    """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per group."""
+    # Biases and norms are the parameters with one dimension. They come last, so that the groups have a fixed order.
     groups: dict[tuple[bool, Any], dict[str, Any]] = {}
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     for parameter in sorted(trained, key=lambda parameter: parameter.dim() <= 1):
@@ -31,7 +32,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], weight_decay: float) -> 
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make AdamW's state as its first step would, so that a model that does not fit into memory fails before it."""
+    """Allocate AdamW's state as its first step would, so that a model too large for memory fails at once."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
@@ -39,18 +40,19 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
-    """The peak learning rate for this many shares (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
+    """The peak learning rate for this many data ranks (linear: Goyal et al., arXiv 1706.02677; sqrt: 1404.5997)."""
     factor = {"none": 1.0, "linear": float(data_ranks), "sqrt": math.sqrt(data_ranks)}[config.scale_lr]
     return config.peak_learning_rate * factor
 
 
 def learning_rate_at(step: int, total_steps: int, peak: float, warmup: float, schedule: str) -> float:
-    """The learning rate of optimizer step ``step`` (counted from 1): a warm-up, then a fall to 0.
+    """The learning rate of optimizer step ``step``, counted from 1: a warm-up, then a decay to 0.
 
-    A function of the step alone: nothing of it has to be saved or restored.
+    It depends on the step only, so there is no scheduler state to save or restore.
     """
     warmup_steps = round(total_steps * warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps
+    # Step total_steps still has a small rate; 0 would be reached one step later.
     left = (total_steps - step + 1) / (total_steps - warmup_steps)
     return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))

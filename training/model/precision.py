@@ -1,4 +1,4 @@
-"""Numbers a run computes in: fp32, bf16 or fp16 with a loss scale."""
+"""Numeric precision: fp32, bf16 or fp16 with a loss scale."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import torch
 from common.errors import UserError
 
 TIMED_SIZE, TIMINGS = 512, 5  # of the matrices whose product is timed, and how often
-WORTH_IT = 1.2  # times the speed, for digits that are given up
+WORTH_IT = 1.2  # bf16 has to be this many times as fast to be worth its rounding
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively (AMX or AVX512-BF16)."""
+    """Whether this CPU has instructions for bf16 products (AMX or AVX512-BF16)."""
     names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 @cache
 def cpu_gains_by_bf16() -> bool:
-    """Whether this CPU multiplies bf16 faster than fp32, timed for some 20 ms.
+    """Whether this CPU multiplies bf16 faster than fp32, measured in about 20 ms.
 
-    That it has instructions for it does not say so: an AMD EPYC of 2022 is twice as fast with AVX512-BF16, a Xeon of
-    2023 whose AMX is switched off only half as fast.
+    Having the instructions is not enough: an AMD EPYC from 2022 is twice as fast with AVX512-BF16, but a Xeon from 2023
+    with AMX switched off is only half as fast.
     """
     if not cpu_has_bf16():
         return False
     seconds = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    # The fastest of several rounds, taking turns, so that a moment of load does not decide.
     for _ in range(1 + TIMINGS):
         for dtype in seconds:
             matrix = torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype)
@@ -42,10 +43,10 @@ def cpu_gains_by_bf16() -> bool:
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """Resolve ``auto`` and refuse what the device cannot do.
+    """Resolve ``auto``, and refuse what the device does not support.
 
     Raises:
-        UserError: fp16 on a CPU, bf16 on a GPU without it.
+        UserError: fp16 on a CPU, or bf16 on a GPU without it.
     """
     if device.type == "cpu":
         if asked == "fp16":
@@ -64,12 +65,13 @@ def choose_precision(asked: str, device: torch.device) -> str:
 
 
 def allow_tf32(*, wanted: bool, device: torch.device) -> None:
-    """Let fp32 matrix products on GPUs round their inputs to TF32; on CPUs the same setting would mean bf16."""
+    """Let fp32 matrix products on GPUs round their inputs to TF32."""
+    # On CPUs the same setting would mean bf16.
     torch.set_float32_matmul_precision("high" if wanted and device.type == "cuda" else "highest")
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which a forward pass computes in ``precision``; weights stay in fp32."""
+    """The context of a forward pass in this precision; weights stay in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, DTYPES[precision])
@@ -78,13 +80,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740, section 3.2), so that fp16 gradients do not vanish.
 
-    Whether a step is good is read off the global gradient norm, which every rank knows, whatever the layout: so all
-    decide alike, without a collective of its own.
+    Whether gradients overflowed shows in their global norm, which every rank knows anyway. So all ranks decide alike
+    without another collective.
     """
 
     FIRST = 2.0**16
     GROWS_AFTER = 2000  # good steps in a row
-    LEAST = 2.0**-14  # what still overflows then overflows in fp32 too, or is no number
+    LEAST = 2.0**-14  # gradients that overflow even so would overflow in fp32, or are NaN
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -92,9 +94,9 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, *, finite: bool) -> None:
-        """Learn whether the step's gradients were finite."""
         if not self.enabled:
             return
+        # Halve on overflow, and double after many good steps: the scale stays just below where gradients overflow.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale /= 2
@@ -102,10 +104,9 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; nothing without fp16."""
         return {"scale": self.scale, "good_steps": self.good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint; one that was not trained in fp16 leaves the scale at its first value."""
+        """Resume from a checkpoint; if that was not trained in fp16, the scale starts at its first value."""
         if self.enabled and state:
             self.scale, self.good_steps = state["scale"], int(state["good_steps"])

@@ -145,7 +145,7 @@ class Stragglers(Subscriber):
         # Balanced ranks have rows according to their speed, so their seconds per token are compared.
         self.by_tokens = context.config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
-        if (model := context.strategy.pass_model) is not None:
+        if (model := context.strategy.unsynchronized_model) is not None:
             device = self.ranks.device
             self.watches = {"forward": Stopwatch(model, device), "backward": BackwardStopwatch(model, device)}
         self.times_slow: dict[tuple[int, str], int] = {}  # in a row, by rank and phase

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block computed is dropped and computed again in the backward pass.
+"""Activation checkpointing: drop what a block computed, and recompute it in the backward pass.
 
-``full`` keeps a block's input alone (Chen et al., arXiv 1604.06174). ``selective`` also keeps what matrix products and
-attention gave, and computes again what costs little: norms, activations, dropout (after Korthikanti et al., arXiv
-2205.05198, section 5; here it chooses by operation: docs.pytorch.org, ``create_selective_checkpoint_contexts``).
+``full`` keeps only a block's input (Chen et al., arXiv 1604.06174). ``selective`` also keeps the outputs of matrix
+products and attention, and recomputes what is cheap: norms, activations, dropout (after Korthikanti et al., arXiv
+2205.05198, section 5; selected per operation with ``create_selective_checkpoint_contexts``).
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ KEPT = {
 
 
 def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutStream) -> None:
-    """Make a block's forward pass forget; names of parameters do not change.
+    """Recompute the block's activations in the backward pass; parameter names do not change.
 
     Args:
         block: its ``forward`` is wrapped.
         mode: ``selective`` or ``full``.
-        stream: where dropout's masks are drawn; the second pass must draw the first one's.
+        stream: the source of dropout masks; the second pass must draw the same ones.
     """
     forward = block.forward
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def forget(*args: Any, **kwargs: Any) -> Any:
-        # Compiled dropout does not draw from the stream, and a graph that held its place would serve one step.
+        # Compiled dropout does not use the stream, and a graph that captured its position would be right for one step
+        # only.
         again = forward if torch.compiler.is_compiling() else partial(_at_place, forward, stream, stream.place)
         return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
@@ -50,7 +51,7 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
 def _at_place(
     forward: Callable[..., Any], stream: DropoutStream, place: tuple[int, int, int], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run with the stream where it was: in a pipeline other micro-batches come between the two passes."""
+    """Run with the stream at its former position: in a pipeline, other micro-batches run between the two passes."""
     now = stream.place
     stream.move(*place)
     try:

@@ -1,4 +1,4 @@
-"""What is done to each block alone, whatever the strategy: float8, activation checkpointing, then compilation."""
+"""What is applied to each block whatever the strategy: float8, then activation checkpointing, then compilation."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from training.model.dropout import DropoutStream
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.float8 import apply_float8
 
-# Tokens; lengths are multiples of it where each new one costs a compilation, or would not be cut evenly.
+# Tokens. Lengths are rounded up to a multiple of it if each new length costs a compilation or has to divide evenly.
 LENGTH_MULTIPLE = 16
 
 
 def length_multiple(config: TrainConfig, device: str) -> int:
-    """What lengths are rounded up to, tokens; ``device``: ``cpu`` or ``cuda``."""
+    """The multiple that lengths are rounded up to, in tokens; ``device``: ``cpu`` or ``cuda``."""
     if config.compile or config.sequence_parallel:
         return LENGTH_MULTIPLE
-    # GPUs multiply matrices of such sides fastest. On the CPU a row's dropout masks depend on its padded length.
+    # GPUs multiply matrices with such sides fastest. On CPUs a row's dropout masks depend on its padded length.
     return 1 if device == "cpu" else 8
 
 
 def apply_to_blocks(network: nn.Module, config: TrainConfig, stream: DropoutStream) -> None:
-    """Treat the blocks of a model, or of a stage of one, as the configuration asks; before it is wrapped.
+    """Apply what the configuration asks for to the blocks of a model or a stage, before it is wrapped.
 
     Raises:
-        UserError: something is asked for, and the network has no repeated blocks.
+        UserError: the network has no repeated blocks to apply it to.
     """
     if config.activation_checkpointing == "none" and not config.compile and not config.float8:
         return
@@ -42,16 +42,17 @@ def apply_to_blocks(network: nn.Module, config: TrainConfig, stream: DropoutStre
     for block in blocks:
         _treat(block, config, stream)
     if config.compile:
-        # Each length, in training and in evaluation, where lengths are no symbols; and what else differs.
+        # One graph per length in training and evaluation if lengths are not symbolic, and some room for other
+        # differences.
         torch._dynamo.config.recompile_limit = 2 * (config.max_length // LENGTH_MULTIPLE + 1) + 8
 
 
 def _treat(block: nn.Module, config: TrainConfig, stream: DropoutStream) -> None:
-    """Checkpoint inside, compile outside: the compiler then sees what is computed twice."""
+    """Checkpointing inside, compilation outside, so that the compiler sees what is computed twice."""
     if config.float8:
         apply_float8(block)
     if config.activation_checkpointing != "none":
         apply_activation_checkpointing(block, config.activation_checkpointing, stream)
     if config.compile:
-        # Few lengths, one graph: rows and lengths are symbols in it. DTensors do not go with symbols.
+        # Few lengths, one graph: rows and lengths are symbolic in it. DTensors do not work with symbolic shapes.
         block.compile(dynamic=not any(isinstance(parameter, DTensor) for parameter in block.parameters()))

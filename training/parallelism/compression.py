@@ -1,14 +1,14 @@
-"""Gradient compression: hooks of DDP that put fewer bytes on the wire, and count them.
+"""Gradient compression: DDP communication hooks that send fewer bytes, and count them.
 
 ``fp16`` and ``bf16`` halve what is sent; ``powersgd:rank`` sends two thin matrices for each large one (Vogels et al.,
 "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", arXiv 1905.13727, algorithms 1 and 2).
 
-PowerSGD is written out here, since torch's own hook (``powerSGD_hook``) lets each bucket's second and third all-reduce
-start from a callback: over gloo two ranks may start them in another order, and the run dies. It also keeps its state by
-bucket, which another bucket order cannot take up, and in the loss scale of the step before.
+PowerSGD is implemented here because torch's own hook (``powerSGD_hook``) starts each bucket's second and third all-
+reduce from a callback. Over gloo, two ranks may start them in different orders, and the run dies. Its state is also
+kept per bucket, which does not survive another bucket order, and in the previous step's loss scale.
 """
 
-# No `from __future__ import annotations`: DDP reads a hook's annotations, and wants the classes themselves.
+# No `from __future__ import annotations`: DDP reads a hook's annotations and needs the classes themselves.
 
 from typing import Protocol
 
@@ -23,58 +23,60 @@ from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState, StrategyState
 
 DEFAULT_RANK = 4
-# The gradients of the first steps turn fastest, and are the worst to approximate.
+# The gradients of the first steps change direction fastest and are the hardest to approximate.
 PLAIN_STEPS = 10
-# A matrix is left as it is unless its two factors have less than half its numbers.
+# A matrix is sent as it is unless its two factors have less than half its numbers.
 LEAST_RATIO = 2
 
 
 class Traffic:
-    """Bytes that a rank gives to all-reduces in a step: ``plain`` without compression, ``sent`` with it."""
+    """Bytes that a rank passes to all-reduces per step: ``uncompressed`` and what was ``sent``."""
 
     def __init__(self) -> None:
-        self.plain = self.sent = 0
-        self._plain = self._sent = 0
+        self.uncompressed = self.sent = 0
+        self._uncompressed = self._sent = 0
 
     def count(self, bucket: GradBucket, sent: int) -> None:
-        """Add a bucket; the step's figures stand once its last one is in."""
+        """Add a bucket; the figures of a step are final once its last bucket is counted."""
         buffer = bucket.buffer()
-        self._plain += buffer.numel() * buffer.element_size()
+        self._uncompressed += buffer.numel() * buffer.element_size()
         self._sent += sent
         if bucket.is_last():
-            self.plain, self.sent = self._plain, self._sent
-            self._plain = self._sent = 0
+            self.uncompressed, self.sent = self._uncompressed, self._sent
+            self._uncompressed = self._sent = 0
 
     def __str__(self) -> str:
         if not self.sent:
             return ""
-        ratio = self.plain / self.sent
-        return f": {self.sent / 1e6:.3g} MB a step and rank, not {self.plain / 1e6:.3g} MB ({ratio:.1f}x less)"
+        ratio = self.uncompressed / self.sent
+        return (
+            f": {self.sent / 1e6:.3g} MB per step and rank instead of {self.uncompressed / 1e6:.3g} MB "
+            f"({ratio:.1f}x less)"
+        )
 
 
 class Compression(Protocol):
-    """A way to average gradients over the ranks, in the place of DDP's own."""
+    """A way to average gradients over the ranks in place of DDP's own."""
 
     traffic: Traffic
 
     def attach(self, replica: DistributedDataParallel) -> None:
-        """Become the hook of ``replica``, whose buckets must have been put in their final order."""
+        """Register the hook. The buckets of ``replica`` must be in their final order."""
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Tell the factor on all gradients of the coming step; None where there is no loss scale."""
+        """Called with the factor on all gradients of the coming step; None without a loss scale."""
 
     def end_step(self, finite: torch.Tensor) -> None:
-        """Tell whether the step counts, (): one whose gradient norm is not finite leaves no trace."""
+        """Called with whether the gradient norm is finite, (); a step that is not must leave no trace."""
 
     def state_dict(self, ranks: Ranks) -> StrategyState:
-        """What this rank holds of what a checkpoint must keep."""
+        """What this rank contributes to a checkpoint."""
 
     def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
-        """Take up what :meth:`state_dict` gave, on any number of ranks; start anew where nothing was saved."""
+        """Restore on any number of ranks; if the checkpoint has no such state, start without."""
 
 
 def build_compression(asked: str) -> Compression | None:
-    """What ``--compress`` names; None for ``none``."""
     if asked == "none":
         return None
     if asked in DTYPES:
@@ -83,19 +85,18 @@ def build_compression(asked: str) -> Compression | None:
 
 
 class Cast:
-    """Gradients averaged in another dtype. fp16 loses what is below 6e-8, bf16 all but 8 bits of each number."""
+    """Gradients averaged in another dtype. fp16 loses values below 6e-8, bf16 all but 8 bits of each number."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.traffic = Traffic()
 
     def attach(self, replica: DistributedDataParallel) -> None:
-        """See :class:`Compression`."""
         replica.register_comm_hook(None, self._average)
 
     def _average(self, _: None, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
-        # Divided first: the sum of ranks could exceed the range of fp16.
+        # Divided first, because the sum over ranks could exceed the range of fp16.
         cast = buffer.div_(dist.get_world_size()).to(self.dtype)
         self.traffic.count(bucket, cast.numel() * cast.element_size())
         return dist.all_reduce(cast, async_op=True).get_future().then(lambda sent: buffer.copy_(sent.value()[0]))
@@ -103,26 +104,24 @@ class Cast:
     def begin_step(self, loss_scale: float | None) -> None:
         """Nothing to do: an overflow is infinite on all ranks, and the norm shows it."""
 
-    def end_step(self, finite: torch.Tensor) -> None:
-        """Nothing to forget."""
+    def end_step(self, finite: torch.Tensor) -> None: ...
 
     def state_dict(self, ranks: Ranks) -> StrategyState:
-        """No state."""
         return StrategyState({}, {})
 
-    def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
-        """No state."""
+    def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None: ...
 
 
 class PowerSGD:
-    """Each gradient matrix M (n, m) averaged as P Q^T, with P (n, rank) and Q (m, rank).
+    """Averages each gradient matrix M (n, m) as P Q^T, with P (n, rank) and Q (m, rank).
 
-    What the approximation leaves out is added to the next step's gradient (error feedback), each rank its own part, and
-    Q starts the next approximation. Both are kept by parameter name, the errors without the loss scale. A run that goes
-    on with another number of ranks gives each the mean of the errors: their mean is all that training sees.
+    What the approximation leaves out is added to the next step's gradient (error feedback), on each rank its own part,
+    and Q is the start of the next approximation. Both are kept by parameter name, errors without the loss scale. After
+    a resume on another number of ranks every rank gets the mean of the errors, since training only depends on their
+    mean.
 
     Args:
-        rank: columns of P and Q; more are closer to the gradient and more to send.
+        rank: columns of P and Q; more approximate better and send more.
     """
 
     def __init__(self, rank: int) -> None:
@@ -136,16 +135,14 @@ class PowerSGD:
         self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self, replica: DistributedDataParallel) -> None:
-        """See :class:`Compression`."""
         self._names = {parameter: name for name, parameter in replica.module.named_parameters()}
         replica.register_comm_hook(None, self._average)
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """See :class:`Compression`."""
         self._loss_scale = loss_scale or 1.0
 
     def end_step(self, finite: torch.Tensor) -> None:
-        """See :class:`Compression`; on a GPU nobody waits for the answer."""
+        """Undoes a step that is not finite; on a GPU this does not synchronize."""
         if finite.is_cuda or not finite:
             for name, (query, error) in self._before.items():
                 self.queries[name] = torch.where(finite, self.queries[name], query)
@@ -172,17 +169,23 @@ class PowerSGD:
         return (rows + columns) * min(self.rank, rows, columns) * LEAST_RATIO < rows * columns
 
     def _average_both(self, matrices: dict[str, torch.Tensor], others: list[torch.Tensor]) -> int:
-        """Average in place; returns the bytes this took."""
+        """Average in place; returns the bytes sent."""
+        # 1. Add what earlier steps left out (error feedback).
         for name, matrix in matrices.items():
-            # Both are replaced in a step, never changed in place: holding the old ones is enough to go back.
+            # Both are replaced in a step and never changed in place, so keeping the old ones is enough to undo the
+            # step.
             error = self.errors[name] if name in self.errors else torch.zeros_like(matrix)
             self._before[name] = self._last_query(name, matrix), error
             matrix.add_(error, alpha=self._loss_scale)
+        # 2. P = M Q, averaged over the ranks. That is a power iteration: Q of the last step already points close to the
+        # largest singular vectors. Gradients that are not compressed travel in the same all-reduce.
         ps = [matrix @ torch.linalg.qr(self.queries[name]).Q for name, matrix in matrices.items()]
         sent = _average_together([*ps, *others])
+        # 3. Q = M^T P with orthonormal P, averaged as well. M is approximated by P Q^T on every rank alike.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
         sent += _average_together(qs)
+        # 4. What this rank's gradient had and the approximation lacks is kept for the next step.
         for (name, matrix), p, q in zip(matrices.items(), ps, qs, strict=True):
             approximation = p @ q.T
             self.errors[name] = (matrix - approximation).div_(self._loss_scale)
@@ -191,7 +194,7 @@ class PowerSGD:
         return sent
 
     def _last_query(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Q (m, rank) of the last step, or at first a random one, the same on all ranks."""
+        """Q (m, rank) of the last step; before the first, a random one that is the same on all ranks."""
         if name not in self.queries:
             generator = torch.Generator().manual_seed(sum(name.encode()))
             self.queries[name] = torch.randn(self._query_shape(matrix), generator=generator).to(matrix)
@@ -201,14 +204,14 @@ class PowerSGD:
         return matrix.shape[1], min(self.rank, *matrix.shape)
 
     def state_dict(self, ranks: Ranks) -> StrategyState:
-        """See :class:`Compression`; the errors of all ranks are as large as the gradients times the ranks."""
+        """Errors differ between ranks, so all of them together take the gradients' size times the number of ranks."""
         tensors = {f"compression/queries/{name}": query for name, query in self.queries.items()}
         tensors |= {f"compression/errors/{ranks.rank}/{name}": error for name, error in self.errors.items()}
         plain = {"steps": self.steps, "ranks": ranks.world_size, "columns": self.rank}
         return StrategyState(tensors, {"powersgd": plain})
 
     def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
-        """See :class:`Compression`; of queries for another number of columns nothing is taken up."""
+        """Queries saved for another number of columns are dropped."""
         if (plain := saved.plain.get("powersgd")) is None:
             return
         self.steps, self.queries, self.errors = plain["steps"], {}, {}
@@ -235,7 +238,7 @@ class PowerSGD:
 
 
 def _average_together(tensors: list[torch.Tensor]) -> int:
-    """Average tensors over the ranks in place, by one all-reduce; returns its bytes."""
+    """Average tensors over the ranks in place with one all-reduce; returns its bytes."""
     if not tensors:
         return 0
     flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(dist.get_world_size())

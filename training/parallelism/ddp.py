@@ -5,62 +5,58 @@ The same class serves a run on one process, without a group. Source: Li et al., 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.data.batching import MicroBatch
 from training.model.classifier import NewsClassifier, widen
-from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.compression import build_compression
 from training.parallelism.state import SavedState, StrategyState
-from training.parallelism.strategy import StepResult
+from training.parallelism.strategy import Strategy
 
 
-class DDPStrategy(BaseStrategy):
+class DDPStrategy(Strategy):
     """``DistributedDataParallel`` over all ranks; on one process without a group, the bare model.
 
     ``static_graph`` is off: it spares a search for unused parameters that is not made here, and forbids that the number
     of micro-batches ever changes.
     """
 
-    def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
-        """A copy on each rank."""
+    def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         model.to(self.ranks.device).train()
         widen(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
-        self.pass_model = model  # gradients are awaited after the last of them is there
+        self.unsynchronized_model = model  # only the backward pass waits for other ranks
         self.replica: nn.Module = model
         if self.ranks.is_distributed:
             on_gpu = self.ranks.device.type == "cuda"
             self.replica = DistributedDataParallel(
                 model, device_ids=[self.ranks.device] if on_gpu else None, gradient_as_bucket_view=True
             )
-            # They are constants, such as the positions' numbers. The argument for it changed its name in torch 2.13.
+            # The buffers are constants, such as position numbers. The argument for it was renamed in torch 2.13.
             self.replica.broadcast_buffers = False
         self.compression = build_compression(self.config.compress) if self.ranks.is_distributed else None
         if self.config.deterministic or self.compression:
-            self._settle_buckets(model)
+            self._fix_bucket_order(model)
         if self.compression:
             self.compression.attach(self.replica)
         return [model]
 
-    def _settle_buckets(self, model: nn.Module) -> None:
-        """Run one backward pass that counts for nothing.
+    def _fix_bucket_order(self, model: nn.Module) -> None:
+        """Run one backward pass and discard its gradients.
 
-        DDP orders its buckets anew after the first one, which changes the order in which more than two ranks sum; so
-        that a resumed run adds up like one never stopped, that must be behind it before the first step that counts.
+        DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. With more
+        than two ranks that changes the order of additions, and so the last bits. A resumed run must not differ from one
+        that was never stopped, so both have the rebuild behind them before their first real step.
         """
         token = torch.ones(1, 1, dtype=torch.int64, device=self.ranks.device)
         (self.replica(token, token).sum() * 0).backward()
         model.zero_grad()
 
     def describe(self) -> str:
-        """How many copies."""
         if not self.ranks.is_distributed:
             return "one process"
         copies = f"ddp: a copy on each of {self.ranks.world_size} rank{'s' * (self.ranks.world_size > 1)}"
@@ -68,31 +64,29 @@ class DDPStrategy(BaseStrategy):
             f"{copies}, gradients as {self.config.compress}{self.compression.traffic}" if self.compression else copies
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
-        """As every strategy's; compression hears of the loss scale."""
-        if not self.compression:
-            return super().step(micro_batches, step, learning_rate)
-        self.compression.begin_step(self.loss_scale.scale if self.loss_scale.enabled else None)
-        result = super().step(micro_batches, step, learning_rate)
-        self.compression.end_step(result.grad_norm.isfinite())
-        return result
+    def begin_step(self, learning_rate: float) -> None:
+        super().begin_step(learning_rate)
+        if self.compression:
+            self.compression.begin_step(self.loss_scale.scale if self.loss_scale.enabled else None)
+
+    def end_step(self, norm: torch.Tensor) -> None:
+        if self.compression:
+            self.compression.end_step(norm.isfinite())
 
     def state_dict(self) -> StrategyState:
-        """As every strategy's, with the state of the compression."""
         state = super().state_dict()
         own = self.compression.state_dict(self.ranks) if self.compression else StrategyState({}, {})
         return StrategyState(state.tensors | own.tensors, state.plain | own.plain)
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Take a state of any strategy; compression starts anew unless its own is there."""
+        """As every strategy; compression starts without its state if the checkpoint has none."""
         super().load_state_dict(saved)
         if self.compression:
             self.compression.load_state_dict(saved, self.ranks)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of the copy."""
         return self.replica(input_ids, attention_mask)
 
     def no_sync(self) -> Any:
-        """Without the all-reduce, forward pass included."""
+        # DDP decides in the forward pass already whether the backward pass will all-reduce.
         return self.replica.no_sync() if self.ranks.is_distributed else torch.enable_grad()

@@ -7,51 +7,53 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
+from torch import nn
 from torch.nn.utils import get_total_norm
 
 from common.errors import UserError
-from training.config import TrainConfig
-from training.data.batching import DataPlace, MicroBatch
 from training.model.classifier import NewsClassifier, widen
 from training.model.optimizer import build_optimizer, parameter_groups
+from training.model.precision import LossScale
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
-from training.parallelism.distributed import Ranks, name_accelerator
+from training.parallelism.distributed import name_accelerator
 from training.parallelism.state import SavedState, StrategyState
-from training.parallelism.strategy import StepResult, row_losses, weighted_loss
-from training.run.phases import Phases
+from training.parallelism.strategy import Strategy
 
 
-class DeepSpeedStrategy:
-    """A DeepSpeed engine over all ranks; stage 0 is data parallelism, 3 shares out the weights too."""
+class DeepSpeedStrategy(Strategy):
+    """A DeepSpeed engine over all ranks. Stage 0 is data parallelism; stage 3 also shards the weights."""
 
-    def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.precision = self.test_precision = precision
-        self.place = DataPlace(ranks.rank, ranks.world_size)
-        self.phases = Phases()
-        deepspeed, settings = ranks.run_on_all_ranks(lambda: self._prepare(model))
-        self.model = model.to(ranks.device).train()
+    def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
+        deepspeed, settings = self.ranks.run_on_all_ranks(lambda: self._prepare(model))
+        self.model = model.to(self.ranks.device).train()
         widen(model)
-        apply_to_blocks(model, config, model.dropout_stream)
-        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.pass_model = None  # its backward pass reduces as it goes
-        # A file may name an optimizer of DeepSpeed's own, which then takes the groups.
+        apply_to_blocks(model, self.config, model.dropout_stream)
+        # A file may name one of DeepSpeed's own optimizers, which is then built from the groups.
         own = "optimizer" in settings
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=None if own else build_optimizer(model.parameters(), config.weight_decay),
-            model_parameters=parameter_groups(model.parameters(), config.weight_decay) if own else None,
+            optimizer=None if own else build_optimizer(model.parameters(), self.config.weight_decay),
+            model_parameters=parameter_groups(model.parameters(), self.config.weight_decay) if own else None,
             config=settings,
             dist_init_required=False,
         )
+        self.loss_scale = LossScale(enabled=False)  # the engine has its own
         self.state = ShardedState(self.engine, model)
+        return [model]
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @property
+    def test_precision(self) -> str:
+        return self.precision
 
     def _prepare(self, model: NewsClassifier) -> tuple[ModuleType, Settings]:
         if not self.ranks.is_distributed:
@@ -68,7 +70,7 @@ class DeepSpeedStrategy:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         settings = deepspeed_settings(self.config, self.precision, self.ranks.world_size, num_parameters)
         deepspeed = import_deepspeed(self.ranks.device)
-        # Takes the group that stands; the settings are checked against its size.
+        # Uses the existing process group; DeepSpeed checks the settings against its size.
         deepspeed.init_distributed(self.ranks.backend, auto_mpi_discovery=False, verbose=False)
         try:
             deepspeed.DeepSpeedConfig(settings)
@@ -81,56 +83,52 @@ class DeepSpeedStrategy:
         return deepspeed, settings
 
     def describe(self) -> str:
-        """The stage and what it shares out."""
         shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")
         offload = ", in the machine's memory" if self.config.cpu_offload else ""
         stage = self.config.deepspeed_stage
         return f"deepspeed: stage {stage}, {shared[stage]} shared out over {self.ranks.world_size} ranks{offload}"
 
-    def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
-        """Forward and backward over all micro-batches, clip, and one optimizer step."""
-        losses = [
-            self._backward(batch, step, is_last=i == len(micro_batches) - 1) for i, batch in enumerate(micro_batches)
-        ]
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def begin_step(self, learning_rate: float) -> None:
+        super().begin_step(learning_rate)
+        # Set instead of counted by the engine, because a resumed run may have more micro-batches than the flags say.
+        self.engine.set_gradient_accumulation_boundary(True)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()  # the engine has converted the weights
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.engine(input_ids, attention_mask)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.engine.set_gradient_accumulation_boundary(False)
+        yield
+        self.engine.set_gradient_accumulation_boundary(True)
+
+    def engine_update(self) -> tuple[torch.Tensor, bool]:
         with self.phases("optimizer"):
-            norm = self._update()
-        share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
-        skipped = self.precision == "fp16" and bool(self.engine.optimizer.overflow)
-        return StepResult(share, torch.cat(losses), norm, skipped)
-
-    def _backward(self, batch: MicroBatch, step: int, *, is_last: bool) -> torch.Tensor:
-        self.model.seed_dropout(self.config.seed, step, batch.first_row)
-        # Told, not counted: a resumed run may have more micro-batches than the flags say.
-        self.engine.set_gradient_accumulation_boundary(is_last)
-        with self.phases("forward"):
-            logits = self.engine(batch.input_ids, batch.attention_mask)
-            losses = row_losses(logits, batch.labels, self.config.label_smoothing)
-        with self.phases("backward"):
-            # The engine averages over ranks what is to be summed: the weights already divide by the global rows.
-            share = weighted_loss(losses, batch.weights) * self.ranks.world_size
-            self.engine.backward(share, scale_wrt_gas=False)
-        return losses.detach()
-
-    def _update(self) -> torch.Tensor:
-        """Clip and step unless the norm is not finite, at which DeepSpeed looks itself; returns it, ()."""
-        if self.config.deepspeed_stage > 0:
-            self.engine.step()
-            if self.config.deepspeed_stage == 3 and self.engine.optimizer.overflow:
-                # Small parameters that stay whole were cut up, and are put together again only after a step that is
-                # made; the next forward pass would do it in bf16.
-                self.engine.optimizer.checkpoint_event_epilogue()
-            return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.ranks.device)
-        # Stage 0 clips as it steps, but tells no norm and looks at none.
-        norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
-        if math.isfinite(norm):
-            self.engine.step()
-        self.engine.zero_grad()
-        return norm
+            if self.config.deepspeed_stage > 0:
+                self.engine.step()  # unless the norm is not finite, which DeepSpeed checks itself
+                if self.config.deepspeed_stage == 3 and self.engine.optimizer.overflow:
+                    # Small parameters that are kept whole were split, and are only put together again after an update;
+                    # otherwise the next forward pass would do it, in bf16.
+                    self.engine.optimizer.checkpoint_event_epilogue()
+                norm = torch.as_tensor(
+                    self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.ranks.device
+                )
+            else:
+                # Stage 0 clips when it updates, but does not report a norm, nor check it.
+                norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+                if math.isfinite(norm):
+                    self.engine.step()
+                self.engine.zero_grad()
+        return norm, self.precision == "fp16" and bool(self.engine.optimizer.overflow)
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits with dropout off, in the precision that the engine trains in: (batch, num_labels)."""
+        """Logits without dropout, in the precision that the engine trains in: (batch, num_labels)."""
         self.engine.eval()
         try:
             with torch.no_grad():
@@ -139,32 +137,29 @@ class DeepSpeedStrategy:
             self.engine.train()
 
     def state_dict(self) -> StrategyState:
-        """Model, optimizer and loss scale; each tensor is gathered and kept by one rank."""
+        """Each tensor is gathered, and kept by one rank."""
         return StrategyState(self.state.shared_tensors(self.ranks), {"loss_scale": self.state.loss_scale()})
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Take this rank's part of a state of any strategy."""
         self.load_weights(saved)
         self.state.load_moments(saved)
         self.state.load_loss_scale(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The model's weights on the CPU of rank 0."""
         return self.state.weights(keep=self.ranks.is_first)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Take this rank's part of the weights of a state."""
         self.state.load_weights(saved)
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed for the kind of device that the run is on.
+    """Import DeepSpeed for this kind of device.
 
     Raises:
         UserError: it is not installed.
     """
     name_accelerator(device)
-    # DeepSpeed calls collectives by names that newer PyTorch warns of.
+    # DeepSpeed still calls collectives by names that newer PyTorch warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     try:
         import deepspeed
@@ -173,6 +168,6 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             f'--strategy deepspeed: DeepSpeed is not installed ({error}); pip install "distrinews[deepspeed]"',
             code="package-missing",
         ) from error
-    # For inference on CPUs alone; to build it takes a compiler and most of a minute.
+    # Only for inference on CPUs; building it takes a compiler and most of a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: made from the typed configuration, or the user's file completed by it.
+"""DeepSpeed's JSON settings, made from the typed configuration, or the user's file completed by it.
 
 Source: deepspeed.ai/docs/config-json.
 """
@@ -15,10 +15,10 @@ from training.config import TrainConfig
 
 Settings = dict[str, Any]
 
-# Elements reduced or gathered at once; of DeepSpeed's own 500,000,000 a small model would pay 2 GB for a buffer.
+# Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model a 2 GB buffer.
 LARGEST_BUCKET = 50_000_000
 
-# What a file may say again, but not otherwise, and the flag that says it.
+# What a file may repeat but not contradict, and the flag that sets it.
 FLAGS = {
     "train_batch_size": "batch_size",
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -34,7 +34,7 @@ FLAGS = {
     "torch_autocast.dtype": "precision",
 }
 
-# What would change the rows, the layout or the mathematics behind the trainer's back.
+# Settings that would change the rows, the layout or the math without the trainer noticing.
 REFUSED = (
     "amp",
     "autotuning",
@@ -54,21 +54,21 @@ REFUSED = (
 
 
 def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
-    """All that DeepSpeed is told.
+    """All settings for DeepSpeed.
 
     Args:
         config: the run.
-        precision: what ``--precision`` came to: ``fp32``, ``bf16`` or ``fp16``.
+        precision: the resolved ``--precision``: ``fp32``, ``bf16`` or ``fp16``.
         world_size: number of ranks.
         num_parameters: of the whole model; no bucket is larger.
 
     Raises:
-        UserError: the file cannot be read or contradicts a flag, or the stage does not know offload or fp16.
+        UserError: the file cannot be read or contradicts a flag, or the stage does not support offload or fp16.
     """
     _check(config, precision)
     given = _read(config.deepspeed_config) if config.deepspeed_config else {}
     ours = _generated(config, precision, world_size, num_parameters)
-    # In bf16 a file may ask for DeepSpeed's own kind, with weights in bf16, instead of autocast.
+    # In bf16 a file may ask for DeepSpeed's own mode, with bf16 weights, instead of autocast.
     if precision == "bf16" and _look_up(given, "bf16.enabled"):
         ours |= {"bf16": {"enabled": True, "check_grad_overflow": True}, "torch_autocast": {"enabled": False}}
     for path, flag in FLAGS.items():
@@ -105,7 +105,8 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
         "allgather_bucket_size": bucket,
     }
     if config.activation_checkpointing == "selective":
-        # Its linear adds the bias to the product in place, and so once more to a product that was kept.
+        # DeepSpeed's linear layer adds the bias to the product in place, so a product kept by checkpointing would get
+        # it twice.
         zero["memory_efficient_linear"] = False
     if config.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -119,9 +120,9 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
         "zero_optimization": zero,
         "torch_autocast": {"enabled": precision == "bf16", "dtype": "bfloat16"},
         "bf16": {"enabled": False},
-        # The loss scale of the other strategies: it begins at 2^16 and doubles after 2,000 good steps.
+        # The same loss scale as the other strategies: it begins at 2^16 and doubles after 2,000 good steps.
         "fp16": {"enabled": precision == "fp16", "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1},
-        # PyTorch's AdamW, which every strategy uses: DeepSpeed has not tested it, our tests have.
+        # Every strategy uses PyTorch's AdamW. DeepSpeed calls it untested; our tests cover it.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -151,7 +152,7 @@ def _read(path: Path) -> Settings:
 
 
 def _adamw(path: Path, section: Any) -> Settings:
-    """The section of an optimizer of DeepSpeed's own, with the same numbers as PyTorch's."""
+    """The settings of one of DeepSpeed's own optimizers, with the same numbers as PyTorch's."""
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
         raise UserError(
             f"--deepspeed_config {path}: optimizer and its params: must be objects with fields", code="deepspeed-config"
@@ -173,7 +174,7 @@ def _adamw(path: Path, section: Any) -> Settings:
 
 
 def _without_auto(settings: Settings) -> Settings:
-    """Leave out what is ``auto``, by which files for other trainers say that a flag decides."""
+    """Drop ``auto``, with which files for other trainers say that a flag decides."""
     return {
         name: _without_auto(value) if isinstance(value, dict) else value
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine's weights and moments as whole tensors, by the model's names, out and in."""
+"""The weights and moments of a DeepSpeed engine as whole tensors under the model's names, out and in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.parallelism.state import SavedState
 
 
 class ShardedState:
-    """What an engine's ranks hold between them; every method is called by all of them.
+    """The state that the ranks of an engine hold together; every method is a collective call.
 
     Args:
         engine: of any ZeRO stage.
@@ -41,9 +41,9 @@ class ShardedState:
         self._make_moments()
 
     def _make_moments(self) -> None:
-        """Make the optimizer's state now: DeepSpeed takes none before its first step.
+        """Create the optimizer state now; DeepSpeed would only do it in the first step.
 
-        At that step, stages 1 and 2 look for it once the first group is done, and would never find the second's.
+        In that step, stages 1 and 2 look for the state after the first group, and would never find the second group's.
         """
         for piece in self.pieces:
             moments = {name: torch.zeros_like(piece) for name in MOMENTS}
@@ -52,12 +52,12 @@ class ShardedState:
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _count(self, step: float, piece: torch.Tensor) -> torch.Tensor | int:
-        """A number of steps as the optimizer counts them: DeepSpeed's own ones in plain integers."""
+        """A step count the way the optimizer keeps it: DeepSpeed's own optimizers use plain integers."""
         is_torch = isinstance(self.optimizer, torch.optim.AdamW)
         return torch.tensor(float(step), device=piece.device) if is_torch else int(step)
 
     def weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """Names to whole fp32 weights on the CPU; empty where they are not to be kept."""
+        """Whole fp32 weights on the CPU by name; empty unless ``keep``."""
         weights = {}
         for name, tensor in self._tensors().items():
             full = self._whole(tensor)
@@ -66,7 +66,7 @@ class ShardedState:
         return weights
 
     def shared_tensors(self, ranks: Ranks) -> dict[str, torch.Tensor]:
-        """Every weight and moment whole on one rank alone, gathered one at a time; with the names of a state."""
+        """Every weight and moment, gathered one at a time and kept by one rank, under the names of a state."""
         held, loads = {}, [0] * ranks.world_size
         for name, full in self._all_whole():
             rank = loads.index(min(loads))
@@ -84,7 +84,7 @@ class ShardedState:
             yield f"optimizer/{name}/step", torch.tensor(float(self.optimizer.state[self.pieces[0]]["step"]))
 
     def load_weights(self, saved: SavedState) -> None:
-        """Read weights one after the other, into what computes and into the fp32 pieces that the optimizer updates."""
+        """Read weights one by one, into the module and into the optimizer's fp32 pieces."""
         for name, tensor in self._tensors().items():
             shared_out = self.stage == 3 and isinstance(tensor, nn.Parameter)
             full = self._room_for(tensor)
@@ -95,7 +95,7 @@ class ShardedState:
                 self._take(tensor, full)
 
     def load_moments(self, saved: SavedState) -> None:
-        """Read moments one after the other; none at all where no step was made yet."""
+        """Read moments one by one, if the checkpoint has any."""
         step = torch.zeros(())
         for name, parameter in self.model.named_parameters():
             if f"optimizer/{name}/step" in saved.tensors:
@@ -108,7 +108,7 @@ class ShardedState:
             self.optimizer.state[piece]["step"] = self._count(step.item(), piece)
 
     def _room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An empty whole tensor on the CPU; weights and moments are saved in fp32, whatever computes."""
+        """An empty whole tensor on the CPU. Weights and moments are saved in fp32, whatever training computes in."""
         shape = getattr(tensor, "ds_shape", tensor.shape)
         return torch.empty(shape, dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype)
 
@@ -120,18 +120,17 @@ class ShardedState:
         return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
 
     def load_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Take the loss scale of a run in fp16, if it was one."""
         if self.engine.fp16_enabled() and state:
             scaler = self.engine.optimizer.loss_scaler
             scaler.cur_scale = state["scale"]
             scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters themselves, and buffers, under the names of a state."""
+        """Parameters and buffers, under the names of a state."""
         return self.model.state_dict(keep_vars=True)
 
     def _whole(self, tensor: torch.Tensor, moment: str | None = None) -> torch.Tensor:
-        """The fp32 weight, or a moment, of a parameter; a buffer as it is."""
+        """The whole fp32 weight or moment of a parameter; a buffer as it is."""
         if self.stage == 0 or not isinstance(tensor, nn.Parameter):
             return (self.optimizer.state[tensor][moment] if moment else tensor).detach()
         if moment:
@@ -139,7 +138,7 @@ class ShardedState:
         return self.utils.safe_get_full_fp32_param(tensor)
 
     def _take(self, parameter: nn.Parameter, full: torch.Tensor, moment: str | None = None) -> None:
-        """Put this rank's part of a whole tensor where the optimizer holds it."""
+        """Write this rank's part of a whole tensor to where the optimizer holds it."""
         if self.stage == 0:
             if moment:
                 self.optimizer.state[parameter][moment].copy_(full)
@@ -154,7 +153,7 @@ class ShardedState:
 
 
 def _part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter of stage 3, whose last parts are padded; DeepSpeed's own way does not pad."""
+    """This rank's part of a stage-3 parameter; the last parts are padded, unlike in DeepSpeed's own."""
     group = parameter.ds_process_group
     size = parameter.ds_tensor.numel()
     padded = F.pad(full.flatten(), (0, size * dist.get_world_size(group) - full.numel()))

@@ -1,4 +1,4 @@
-"""ParallelDims: how many ways each kind of parallelism splits the run, checked against the ranks there are."""
+"""ParallelDims: how many ways each kind of parallelism splits a run, checked against its ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 class ParallelDims:
     """The degrees of a run; their product is the number of ranks.
 
-    ``pp``: pipeline stages, in ranks; ``dp_replicate``: copies of the state, each on its own ``dp_shard`` ranks that
-    share it out; ``tp``: parts of each matrix. Tensor-parallel ranks are neighbours, since they speak most; stages lie
-    farthest apart, since they speak least.
+    ``pp``: ranks per pipeline; ``dp_replicate``: copies of the state; ``dp_shard``: ranks that shard each copy; ``tp``:
+    parts of each matrix. Tensor-parallel ranks are neighbors because they communicate most; pipeline stages are
+    farthest apart because they communicate least.
     """
 
     pp: int
@@ -29,15 +29,14 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: TrainConfig, world_size: int, ranks_per_machine: int) -> ParallelDims:
-        """Degrees as asked for; those left at 0 follow from the strategy and the number of ranks.
+        """The degrees that were asked for; those left at 0 follow from the strategy and the number of ranks.
 
         Args:
-            ranks_per_machine: neighbouring ranks that share a machine; where machines have different numbers of ranks,
-                what divides them all.
+            ranks_per_machine: neighboring ranks on the same machine; if machines differ, their greatest common divisor.
 
         Raises:
-            UserError: their product is not the number of ranks, ``dp_shard`` does not divide ``dp``, tensor parts would
-            lie on several machines, or a flag is for a kind of parallelism that is not there.
+            UserError: the product is not the number of ranks, ``dp_shard`` does not divide ``dp``, a tensor-parallel
+                group would span machines, or a flag belongs to a kind of parallelism that is not used.
         """
         tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
         if config.strategy == "tp" and not config.tp:
@@ -72,12 +71,11 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Ranks or groups of ranks that have different rows."""
+        """The number of data-parallel shares, each with its own rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return prod(self.degrees)
 
     @property
@@ -94,7 +92,6 @@ class ParallelDims:
         return init_device_mesh(device_type, self.degrees, mesh_dim_names=MESH_DIMS)
 
     def __str__(self) -> str:
-        """The product in words, for the banner."""
         words = ("pipeline", "replicated", "sharded", "tensor")
         parts = [f"{word}({degree})" for word, degree in zip(words, self.degrees, strict=True) if degree > 1]
         return f"{' x '.join(parts) or 'one process'} = {self.world_size} rank{'s' * (self.world_size > 1)}"

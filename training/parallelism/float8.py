@@ -1,4 +1,4 @@
-"""Matrix products of the blocks in float8, scaled by tensor, through torchao; weights and all else stay as they were.
+"""The blocks' matrix products in float8 with one scale per tensor, through torchao; weights stay in their precision.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433; torchao's ``float8/README.md``.
 """
@@ -16,10 +16,10 @@ SIDE_MULTIPLE = 16  # of both sides of a weight, for the tensor cores
 
 
 def check_float8(config: TrainConfig, device: torch.device, precision: str) -> None:
-    """Refuse what cannot compute in float8.
+    """Check that this run can compute in float8.
 
     Raises:
-        UserError: the device has no float8, the rest is not in bf16, matrices are split, or torchao is not installed.
+        UserError: no float8 on the device, not in bf16 otherwise, with tensor parallelism, or torchao is not installed.
     """
     needs = "needs a GPU of compute capability 8.9 or more (Ada, Hopper or newer)"
     if device.type != "cuda":
@@ -49,17 +49,17 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
 
 
 def apply_float8(block: nn.Module, *, emulate: bool = False) -> None:
-    """Compute a block's linear layers in float8, in place; names of parameters do not change.
+    """Compute a block's linear layers in float8, in place; parameter names do not change.
 
     Args:
-        block: before it is compiled or shared out. Layers with a side that 16 does not divide stay.
-        emulate: the same roundings by fp32 arithmetic, on any device.
+        block: not yet compiled or sharded. Layers with a side that is not a multiple of 16 are left alone.
+        emulate: the same rounding in fp32 arithmetic, on any device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
         block,
-        # Rows times tokens are the inner side of a weight's gradient, and any number.
+        # The inner side of a weight's gradient is rows times tokens, which may be any number.
         config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate),
         module_filter_fn=lambda module, _: all(side % SIDE_MULTIPLE == 0 for side in module.weight.shape),
     )

@@ -1,8 +1,8 @@
-"""FSDP2: weights, gradients and optimizer state shared out over the data ranks, a block at a time.
+"""FSDP2: weights, gradients and optimizer state sharded over the data-parallel ranks, block by block.
 
-ZeRO-3 (Rajbhandari et al., arXiv 1910.02054) gathers a block's weights for its forward and again for its backward pass;
-ZeRO-2 keeps them gathered in between. Over a mesh of two dimensions the state is shared out along one and copied along
-the other (hybrid sharding; Zhao et al., "PyTorch FSDP", arXiv 2304.11277, section 3.2.2).
+ZeRO-3 (Rajbhandari et al., arXiv 1910.02054) gathers a block's weights for its forward pass and again for its backward
+pass; ZeRO-2 keeps them gathered in between. On a two-dimensional mesh the state is sharded along one dimension and
+replicated along the other (hybrid sharding; Zhao et al., "PyTorch FSDP", arXiv 2304.11277, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def apply_fsdp(
     precision: str = "fp32",
     cpu_offload: bool = False,
 ) -> None:
-    """Share out the parameters of a model, or of a stage of one, in place; build the optimizer afterwards.
+    """Shard the parameters of a model or a stage in place; build the optimizer afterwards.
 
     Args:
-        part: called as a whole; its own parameters outside the blocks form one more group.
+        part: the module that is called; its own parameters outside the blocks form one more group.
         blocks: each is gathered when its turn comes.
         mesh: (shard) or (replicate, shard).
-        reshard_after_forward: let go of the gathered weights after the forward pass: ZeRO-3; without: ZeRO-2.
-        precision: what weights are gathered and multiplied in; gradients are summed in fp32, the shards stay fp32.
-        cpu_offload: keep the shards in the machine's memory.
+        reshard_after_forward: free the gathered weights after the forward pass (ZeRO-3) or keep them (ZeRO-2).
+        precision: in which weights are gathered and multiplied; gradients are summed in fp32, shards stay in fp32.
+        cpu_offload: keep the shards in host memory.
     """
     dtype = None if precision == "fp32" else DTYPES[precision]
     settings = {
@@ -52,12 +52,12 @@ def apply_fsdp(
 
 
 def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False) -> None:
-    """Whether backward passes reduce the gradients over the data ranks: only a step's last micro-batch must.
+    """Turn gradient communication on or off; only a step's last micro-batch needs it.
 
     Args:
-        parts: what :func:`apply_fsdp` has shared out.
-        wanted: before a backward pass.
-        between_copies_only: leave out the all-reduce between copies, and go on scattering inside each.
+        parts: as sharded by :func:`apply_fsdp`.
+        wanted: for the next backward passes.
+        between_copies_only: only skip the all-reduce between replicas, and keep reduce-scattering inside each.
     """
     for part in parts:
         if wanted or between_copies_only:

@@ -1,4 +1,4 @@
-"""Gradients: their norm over everything that the ranks hold between them, and clipping by it."""
+"""The norm of all gradients on all ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum what tensor-parallel ranks hold as parts of a replicated parameter's gradient (sequence-parallel norms)."""
+    """Sum gradients that tensor-parallel ranks hold as partial sums: norms under sequence parallelism."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -24,15 +24,16 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
     """The norm of all gradients of the whole model, the same on every rank: fp32, ().
 
     Args:
-        parameters: this rank's, plain or DTensors, on any mixture of meshes. A value that several ranks hold counts
-            once.
+        parameters: this rank's, plain or DTensors, on any meshes. A value that several ranks hold counts once.
         stages: the ranks that hold the other stages of a pipeline.
     """
+    # |g|^2 is a sum over all elements, wherever they are. Gradients are grouped by the process groups that they are
+    # sharded over: one scalar all-reduce per group adds up the shards, and a replicated gradient counts once.
     split: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             split.setdefault(_split_over(parameter.grad), []).append(_local(parameter.grad))
-    if stages is None and not any(split):
+    if stages is None and not any(split):  # nothing is sharded: every rank has all gradients
         return get_total_norm(split.get((), []))
     squares = []
     for groups, gradients in split.items():
@@ -47,16 +48,17 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0) -> None:
-    """Divide gradients by the loss ``scale``, and scale them down where their norm is over ``limit``.
+    """Divide gradients by the loss ``scale``, and scale them down if their norm exceeds ``limit``.
 
     Args:
-        parameters: whose gradients change in place.
+        parameters: their gradients are changed in place.
         norm: of the gradients without the loss scale, ().
-        limit: infinite for no clipping.
+        limit: infinity for no clipping.
         scale: what the loss was multiplied by.
     """
     if math.isinf(limit) and scale == 1:
         return
+    # Scaling is elementwise, so each rank scales its own shards. The factor stays on the device: reading it would wait.
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0) / scale
     torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -1,14 +1,13 @@
-"""MeshStrategy: pipeline stages, tensor parts and shared-out or copied state, in any product, on one mesh.
+"""MeshStrategy: pipeline stages, tensor parallelism and sharded or replicated state, in any combination, on one mesh.
 
-Serves zero2, zero3, tp, pp and 3d, which differ only in their degrees. The order is fixed: stages, then tensor parts,
-then what is done to each block, then data parallelism, so that each sees what the one before it left. PyTorch refuses
-to split what is already sharded (a DTensor on one mesh cannot be distributed over another), and splitting after
-compiling would be lost.
+Serves zero2, zero3, tp, pp and 3d, which only differ in their degrees. The order of steps is fixed: stages, tensor
+parallelism, what is applied to each block, data parallelism. PyTorch cannot split what is already sharded (a DTensor on
+one mesh cannot be distributed over another), and a split after compilation would be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 
@@ -19,26 +18,18 @@ from common.errors import UserError
 from training.data.batching import DataPlace, MicroBatch
 from training.model.architectures import find_blocks
 from training.model.classifier import NewsClassifier, widen
-from training.parallelism.base import BaseStrategy
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.dims import ParallelDims
 from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
 from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import stages_of
 from training.parallelism.stages import Stage, split_stages
-from training.parallelism.strategy import row_losses
+from training.parallelism.strategy import Strategy, loss_share, row_losses
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 
-class MeshStrategy(BaseStrategy):
-    """A model over a device mesh (pp, dp_replicate, dp_shard, tp)."""
-
-    def lay_out(self, model: NewsClassifier) -> list[nn.Module]:
-        """Split, wrap and share out.
-
-        Raises:
-            UserError: no process group, or the degrees do not fit the ranks or the model.
-        """
+class MeshStrategy(Strategy):
+    def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
             raise UserError(
@@ -53,7 +44,7 @@ class MeshStrategy(BaseStrategy):
         leads = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
         self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, stages=dims.pp)
         for part in parts:
-            self._lay_out_part(part, model)
+            self._parallelize_part(part, model)
         return parts
 
     def _stages(self, model: NewsClassifier) -> list[Stage]:
@@ -69,22 +60,15 @@ class MeshStrategy(BaseStrategy):
 
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         losses = row_losses(logits, batch.labels, self.config.label_smoothing)
-        return self.share_of_loss(losses, batch.weights), losses
-
-    def run(self, micro_batches: Sequence[MicroBatch], step: int) -> list[torch.Tensor]:
-        """Forward and backward over all micro-batches, one after the other or through the stages."""
-        if self.dims.pp == 1:
-            return super().run(micro_batches, step)
-        return self.pipeline.run(micro_batches, self.config.seed, step, self.precision)
+        return loss_share(losses, batch.weights) * self.loss_factor, losses
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """As :meth:`Strategy.logits`."""
-        if self.dims.pp == 1:
+        if not self.pipeline:
             return super().logits(input_ids, attention_mask, precision)
         with self.evaluating():
             return self.pipeline.logits(*self.padded(input_ids, attention_mask), precision)
 
-    def _lay_out_part(self, part: nn.Module, model: NewsClassifier) -> None:
+    def _parallelize_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims
         if config.sequence_parallel and config.max_length % dims.tp:
             raise UserError(
@@ -101,7 +85,8 @@ class MeshStrategy(BaseStrategy):
                 part,
                 find_blocks(part),
                 self.mesh["dp_replicate", "dp_shard"] if dims.dp_replicate > 1 else self.mesh["dp_shard"],
-                # A stage sees many micro-batches a step: gathering its weights for each would cost too much.
+                # A stage sees many micro-batches per step, and gathering its weights for each of them would cost too
+                # much.
                 reshard_after_forward=config.strategy != "zero2" and dims.pp == 1,
                 precision=self.precision,
                 cpu_offload=config.cpu_offload,
@@ -112,19 +97,18 @@ class MeshStrategy(BaseStrategy):
 
     @property
     def test_precision(self) -> str:
-        """Where state is shared out, its weights are gathered in the precision that trains."""
+        # FSDP gathers weights in the precision that trains.
         return self.precision if self.dims.dp > 1 else "fp32"
 
     def describe(self) -> str:
-        """The degrees."""
         return f"{self.config.strategy}: {self.dims}"
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of the only part."""
         return self.parts[0](input_ids, attention_mask)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients add up in their shards, which spares the memory of whole ones; where none are, on each rank."""
+        # Gradients accumulate in their shards, which spares the memory of whole ones, so only the all-reduce between
+        # replicas can be left out.
         return self._without_sync() if self.dims.dp_replicate > 1 else nullcontext()
 
     @contextmanager
@@ -135,5 +119,4 @@ class MeshStrategy(BaseStrategy):
 
     @property
     def holds_full_weights(self) -> bool:
-        """The first rank of each stage."""
         return all(place == 0 for dim, place in self.coordinates.items() if dim != "pp")

@@ -1,8 +1,9 @@
-"""Pipeline parallelism: stages on different ranks work on different micro-batches at a time.
+"""Pipeline parallelism: stages on different ranks work on different micro-batches at the same time.
 
-The micro-batches of a step are those of gradient accumulation; ``schedules.py`` says in which order they run. Hidden
-states go to the next stage, their gradients to the one before, the attention mask is known to all. Sources: Huang et
-al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473; docs.pytorch.org/docs/stable/distributed.pipelining.
+The micro-batches of a step are those of gradient accumulation; ``schedules.py`` has the order in which they run. Hidden
+states are sent to the next stage and their gradients to the previous one; all stages know the attention mask. Sources:
+Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473;
+docs.pytorch.org/docs/stable/distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from training.parallelism.schedules import SCHEDULES, check_micro_batches, stage
 from training.parallelism.stages import Stage
 
 Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
-# Schedules kept, by shape. To build one takes milliseconds and messages through all stages that wait for the GPU; texts
-# have at most a few hundred lengths, and the buffers, which are what is large, are shared.
+# Schedules kept, by shape. Building one takes milliseconds, and messages through all stages that make the host wait for
+# the GPU. Texts have a few hundred lengths at most, and the buffers, which take the memory, are shared.
 MOST_SCHEDULES = 128
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
-    """See that the flags go with a pipeline of ``num_ranks``.
+    """Check that the flags work with a pipeline of ``num_ranks``.
 
     Raises:
         UserError: the schedule cannot run so many micro-batches, or splits a backward pass that cannot be split.
@@ -53,14 +54,15 @@ def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
 
 
 class Pipeline:
-    """This rank's stages at work with those of the other ranks.
+    """This rank's stages, running together with those of the other ranks.
 
     Args:
-        stages: as ``split_stages`` gave them, wrapped or not for other kinds of parallelism.
+        stages: from ``split_stages``, possibly wrapped for other kinds of parallelism.
         group: the ranks of one pipeline.
         schedule: a key of ``SCHEDULES``.
-        loss: from logits and their micro-batch to what the backward pass starts from, (), and the loss of each row.
-        sequence_parts: along how many ranks the hidden states between stages are cut (sequence parallelism).
+        loss: from logits and their micro-batch to the scalar that the backward pass starts from, (), and each row's
+            loss.
+        sequence_parts: over how many ranks the hidden states between stages are split (sequence parallelism).
     """
 
     def __init__(
@@ -72,21 +74,23 @@ class Pipeline:
         self.loss = loss
         self.sequence_parts = sequence_parts
         ranks = group.size()
-        # Where each stage lies: its rank in the group.
+        # The rank in the group that holds each stage.
         self.rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(schedule, rank, ranks)}
         self.config = stages[0].network.config
         self._schedules: OrderedDict[Shape, tuple[PipelineScheduleMulti, list[PipelineStage]]] = OrderedDict()
-        # What a step receives, flat: each as large as the largest shape so far needed it.
+        # Receive buffers, flat, each as large as the largest shape so far needed.
         self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._micro_batches: Sequence[MicroBatch] = ()
         self._row_losses: list[torch.Tensor] = []
 
     def run(self, micro_batches: Sequence[MicroBatch], seed: int, step: int, precision: str) -> list[torch.Tensor]:
-        """Forward and backward over all micro-batches of a step, which are alike in shape.
+        """Forward and backward over all micro-batches of a step, which have the same shape.
 
         Returns:
-            The loss of each row of each micro-batch where the last stage is, else zeros.
+            The loss of each row of each micro-batch on the rank with the last stage; zeros elsewhere.
         """
+        # The schedule hands the loss function only tensors, so it is given each micro-batch's number as its "target",
+        # and looks up labels and weights here.
         self._micro_batches = micro_batches
         self._row_losses = [torch.zeros_like(batch.weights) for batch in micro_batches]
         for stage in self.stages:
@@ -102,6 +106,7 @@ class Pipeline:
             target=torch.arange(len(micro_batches)),
             return_outputs=False,
         )
+        # The next step may have another shape and so another schedule, which uses the same memory.
         self._take_buffers_back(stages)
         return self._row_losses
 
@@ -111,7 +116,7 @@ class Pipeline:
         return share
 
     def _schedule_for(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:
-        """The schedule of a shape, with its stages; the one not used for longest makes room for a new one."""
+        """The schedule of a shape, with its stages; the least recently used one makes room for a new one."""
         if shape not in self._schedules:
             if len(self._schedules) == MOST_SCHEDULES:
                 self._schedules.popitem(last=False)
@@ -123,20 +128,21 @@ class Pipeline:
         count, rows, length = shape
         stages = [self._pipeline_stage(stage, rows, length, device) for stage in self.stages]
         make = get_schedule_class(self.schedule.torch_name)
-        # Gradients are not divided by the micro-batches: the rows' weights already are shares of the whole batch.
+        # Gradients are not divided by the number of micro-batches, because the rows' weights are shares of the whole
+        # batch.
         schedule = make(
             stages if self.schedule.is_looped else stages[0], count, loss_fn=self._share_of_loss, scale_grads=False
         )
         return schedule, stages
 
     def _lend_buffers(self, stages: Sequence[PipelineStage]) -> None:
-        """Give a schedule that has run before the room for what it receives; a new one makes its own."""
+        """Give the shared receive buffers to a schedule that has run before; a new one allocates its own."""
         for key, info in _received(stages):
             size = info.tensor_meta.shape.numel()
             info.buffer = self._buffers[key][:size].view(info.tensor_meta.shape)
 
     def _take_buffers_back(self, stages: Sequence[PipelineStage]) -> None:
-        """Keep the room for the next schedule, and let this one hold nothing but its order of actions."""
+        """Take the buffers back for the next schedule, so that this one only holds its order of actions."""
         for stage in stages:
             stage.clear_runtime_states()
         for key, info in _received(stages):
@@ -145,7 +151,7 @@ class Pipeline:
             info.buffer = None
 
     def _pipeline_stage(self, stage: Stage, rows: int, length: int, device: torch.device) -> PipelineStage:
-        # Told what comes and goes, torch need not find out by a trial run, whose dropout would be another.
+        # With the shapes given, torch does not need a trial run to find them, which would advance the dropout masks.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(rows, length), device="meta", requires_grad=True)
         logits = torch.empty(rows, self.config.num_labels, device="meta", requires_grad=True)
@@ -163,10 +169,12 @@ class Pipeline:
         return rows, length // self.sequence_parts, self.config.hidden_size
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits of a batch of any shape with the stages in evaluation, on every rank: (batch, num_labels).
+        """Logits of a batch of any shape with the stages in eval mode, on every rank: (batch, num_labels).
 
         Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
         """
+        # Stage after stage: a rank computes the stages that it has, and receives an input unless it also has the stage
+        # before. Without backward passes there is nothing to overlap, and the batches of an evaluation are large.
         here = {stage.index: stage for stage in self.stages}
         last = len(self.rank_of) - 1
         states, attention_mask = input_ids, mask_of(input_ids, attention_mask)
@@ -187,7 +195,7 @@ class Pipeline:
 def _received(stages: Sequence[PipelineStage]) -> Iterator[tuple[tuple[str, int, int], Any]]:
     """What stages receive in a step, by direction, stage and micro-batch; nothing before a schedule's first step.
 
-    Torch 2.13 has no other way to its buffers than these two fields of a stage.
+    In torch 2.13 these two fields of a stage are the only way to its buffers.
     """
     for stage in stages:
         for direction, infos in (("forward", stage.args_recv_info), ("backward", stage.grad_recv_info)):

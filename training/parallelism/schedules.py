@@ -22,7 +22,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: its name in torch, the stages that a rank holds, whether they lie as a V, and its name for people."""
+    """A schedule: its name in torch, the stages per rank, whether they are placed as a V, and its name for users."""
 
     torch_name: str
     stages_per_rank: int
@@ -58,7 +58,7 @@ class Action:
 
 
 def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> list[int]:
-    """The numbers of the stages that a rank holds, in their order in the model."""
+    """The numbers of the stages that a rank holds, in model order."""
     count = stages_per_rank or SCHEDULES[schedule].stages_per_rank
     if SCHEDULES[schedule].is_v:
         return [rank, 2 * num_ranks - 1 - rank]
@@ -66,13 +66,13 @@ def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int | N
 
 
 def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag: str) -> None:
-    """See that a schedule can run this many micro-batches.
+    """Check that a schedule can run this many micro-batches.
 
     Args:
-        flag: what sets the number, for the complaint.
+        flag: what sets the number, for the error message.
 
     Raises:
-        UserError: there are too few of them, or they do not go up in rounds.
+        UserError: there are too few of them, or not a multiple of the ranks.
     """
     where = f"{flag} {micro_batches}: the {schedule} schedule over {num_ranks} ranks"
     if schedule != "gpipe" and micro_batches < num_ranks:
@@ -90,7 +90,7 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
 def order_of_actions(
     schedule: str, num_ranks: int, micro_batches: int, stages_per_rank: int | None = None
 ) -> list[list[Action]]:
-    """What each rank computes, in its order.
+    """What each rank computes, in order.
 
     Raises:
         UserError: as :func:`check_micro_batches`.
@@ -100,7 +100,7 @@ def order_of_actions(
     if not kind.is_looped:
         return [_one_stage_order(schedule, rank, num_ranks, micro_batches) for rank in range(num_ranks)]
     count = stages_per_rank or kind.stages_per_rank
-    # All that a schedule reads of a stage to put its actions in order.
+    # All that a schedule needs to know about a stage to order its actions.
     place: dict[str, Any] = {"num_stages": count * num_ranks, "group_size": num_ranks, "group_rank": 0, "submod": None}
     order = get_schedule_class(kind.torch_name)([SimpleNamespace(**place) for _ in range(count)], micro_batches)
     return [
@@ -110,7 +110,7 @@ def order_of_actions(
 
 
 def _one_stage_order(schedule: str, rank: int, num_ranks: int, micro_batches: int) -> list[Action]:
-    # As torch's schedules of one stage run; the order that they print numbers the last rank's forward passes from 1.
+    # The order in which torch's single-stage schedules run; the one they print numbers the last rank's forwards from 1.
     ahead = micro_batches if schedule == "gpipe" else num_ranks - rank
     forward = [Action(rank, "F", i) for i in range(micro_batches)]
     backward = [Action(rank, "B", i) for i in range(micro_batches)]

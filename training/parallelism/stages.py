@@ -1,4 +1,4 @@
-"""Stages: a model cut into runs of blocks, for a pipeline whose ranks each hold one or two of them."""
+"""A model cut into consecutive runs of blocks, for a pipeline whose ranks each hold one or two of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from training.model.precision import autocast
 
 
 class Stage(nn.Module):
-    """A run of a model's blocks, with the embeddings in front on the first and the head behind on the last.
+    """Consecutive blocks of a model, with the embeddings in the first stage and the head in the last.
 
-    Parameters have the names that they have in the whole model, and are its own, not copies.
+    Parameters keep their names in the whole model, and are the model's own, not copies.
 
     Args:
-        model: the whole.
-        blocks: numbers of this stage's blocks.
+        model: the whole model.
+        blocks: indices of this stage's blocks.
         index: its number in the pipeline.
         num_stages: how many there are.
     """
@@ -33,7 +33,7 @@ class Stage(nn.Module):
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.network = self._cut(model, blocks)
         self.precision = "fp32"
-        # (seed, step, first row) of each micro-batch to come, in the order in which they do.
+        # (seed, step, first row) of the coming micro-batches, in order.
         self.places: Iterator[tuple[int, int, int]] = iter(())
 
     def _cut(self, model: NewsClassifier, blocks: range) -> nn.Module:
@@ -47,18 +47,18 @@ class Stage(nn.Module):
         return network
 
     def forward(self, states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """One micro-batch.
+        """Run one micro-batch.
 
         Args:
-            states: ids, (batch, seq), on the first stage; else what the stage before gave.
+            states: ids, (batch, seq), on the first stage; otherwise the output of the previous stage.
             attention_mask: (batch, seq).
 
         Returns:
-            Logits, (batch, num_labels), from the last stage; else hidden states, (batch, seq, hidden); fp32.
+            Logits, (batch, num_labels), from the last stage; otherwise hidden states, (batch, seq, hidden), in fp32.
         """
         if self.training:
             self.seed_dropout(*next(self.places))
-        # Here and not around the whole step: a backward pass runs in the types of its forward pass.
+        # Here, and not around the whole step: a backward pass runs in the dtypes of its forward pass.
         with autocast(self.precision, states.device):
             if self.is_first:
                 states = self.architecture.embed(self.network, states)
@@ -66,28 +66,27 @@ class Stage(nn.Module):
             if self.is_last:
                 states = self.architecture.classify(self.network, states, attention_mask)
         states = states.float()
-        # The local part of a DTensor is a view; a backward pass that is split detaches what it starts from in place.
+        # A DTensor's local part is a view, and a split backward pass detaches its starting point in place.
         return states.clone() if states._is_view() else states
 
     def seed_dropout(self, seed: int, step: int, first_row: int) -> None:
-        """As :meth:`NewsClassifier.seed_dropout`."""
         self.dropout_stream.move(seed, step, first_row)
-        # Torch's generator counts from where it is put: two stages of a rank would draw the same masks.
+        # Torch's generator counts from where it is set, so two stages on a rank would draw the same masks.
         self.dropout_stream.seed_torch(self.index)
 
 
 def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str) -> list[Stage]:
-    """This rank's stages of a model, even by cost.
+    """This rank's stages of a model, cut so that all cost about the same.
 
-    The rest of the model is free once the caller lets go of ``model``.
+    The rest of the model is freed once the caller drops ``model``.
 
     Args:
         indices: numbers of the stages wanted.
         num_stages: how many there are.
-        where: the flags that asked for them, for the complaint.
+        where: the flags that asked for them, for the error message.
 
     Raises:
-        UserError: the family of networks is not known, or it has fewer blocks than there are stages.
+        UserError: the network family is not known, or has fewer blocks than there are stages.
     """
     if model.architecture is None:
         kind = type(model.network).__name__
@@ -99,19 +98,19 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
             f"{where}: {num_stages} stages, and the model has {len(model.blocks)} blocks",
             code="uneven-split",
         )
-    # Looking up embeddings costs next to no time, and the head works on one token of each row.
+    # Looking up embeddings costs next to nothing, and the head works on one token per row.
     costs = [1.0] * (len(model.blocks) - 1) + [model.architecture.last_block_work]
     runs = balanced_split(costs, num_stages)
     return [Stage(model, runs[index], index, num_stages) for index in indices]
 
 
 def balanced_split(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut a row of costs into runs, none empty, so that the costliest is as cheap as can be.
+    """Cut a list of costs into non-empty runs so that the most expensive run is as cheap as possible.
 
-    Of cuts that are equal in that, the more even, then the one whose first runs are shorter: the first stage also
-    holds the embeddings and keeps the most activations.
+    Among equal cuts the most even one wins, then the one with shorter first runs, because the first stage also holds
+    the embeddings and keeps the most activations.
     """
-    # best[i]: (costliest run, sum of squares, ends of the runs) of the first i costs.
+    # best[i]: (most expensive run, sum of squares, ends of the runs) of the first i costs.
     best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ())] + [None] * len(costs)
     for _ in range(num_stages):
         best = [min(_extensions(best, costs, end), default=None) for end in range(len(costs) + 1)]
@@ -123,7 +122,7 @@ def balanced_split(costs: Sequence[float], num_stages: int) -> list[range]:
 def _extensions(
     best: Sequence[tuple[float, float, tuple[int, ...]] | None], costs: Sequence[float], end: int
 ) -> Iterator[tuple[float, float, tuple[int, ...]]]:
-    """The first ``end`` costs with one run more."""
+    """The first ``end`` costs with one more run."""
     run = 0.0
     for start in range(end - 1, -1, -1):
         run += costs[start]

@@ -1,7 +1,7 @@
-"""State: weights and moments of a model that lies over ranks, by names that do not say how it lay.
+"""Weights and moments under names that do not depend on how the model is distributed.
 
-Each rank gives what it holds, as it holds it: whole tensors, or its parts of them (DTensor). So what one strategy saved
-any other takes, on any number of ranks, and no rank ever needs the whole.
+Each rank contributes what it holds, as it holds it: whole tensors or shards (DTensor). So a checkpoint of one strategy
+can be loaded by any other, on any number of ranks, and no rank ever needs the whole state.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 class StrategyState:
     """What one rank holds of a run's state.
 
-    ``tensors``: ``model/NAME``, ``optimizer/NAME/exp_avg|exp_avg_sq|step`` and what else a strategy has: references to
-    what is trained, neither copied nor gathered; whole ones may be on several ranks, alike. ``plain``: what is no
-    tensor, the same on all ranks.
+    ``tensors``: ``model/NAME``, ``optimizer/NAME/exp_avg|exp_avg_sq|step`` and what a strategy adds; references to the
+    trained tensors, neither copied nor gathered; several ranks may hold the same whole ones. ``plain``: other values,
+    the same on all ranks.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -30,24 +30,22 @@ class StrategyState:
 
 
 class SavedState(Protocol):
-    """A state that was saved on any number of ranks, from which each rank reads what it holds."""
+    """A state saved on any number of ranks, from which each rank reads what it needs."""
 
     plain: Mapping[str, Any]
     tensors: Collection[str]
 
     def read(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors of these names in place; of a DTensor, this rank's part."""
+        """Fill tensors of these names in place; of a DTensor, this rank's shard."""
 
 
 def model_tensors(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """This rank's weights and buffers, by their names in a state."""
     return {f"model/{name}": tensor.detach() for part in parts for name, tensor in part.state_dict().items()}
 
 
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """AdamW's moments and steps, by their names in a state."""
     return {
         f"optimizer/{name}/{field}": value
         for name, parameter in parameters.items()
@@ -56,12 +54,12 @@ def optimizer_tensors(
 
 
 def read_model(parts: Sequence[nn.Module], saved: SavedState) -> None:
-    """Read this rank's weights and buffers, straight into where they are used."""
+    """Read this rank's weights and buffers directly into place."""
     saved.read(model_tensors(parts))
 
 
 def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
-    """Read this rank's moments and steps, straight into where they are used; zeros where none were saved."""
+    """Read this rank's moments and step counts directly into place; zeros if none were saved."""
     moments = optimizer_tensors(parameters, optimizer)
     for name, tensor in moments.items():
         if name not in saved.tensors:
@@ -70,19 +68,19 @@ def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.opti
 
 
 def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Names to whole tensors on the CPU.
+    """Whole tensors on the CPU by name.
 
     Args:
-        parts: this rank's part of the model; every rank calls this.
-        keep: whether this rank's copies are wanted; false spares their memory.
-        stages: the ranks that hold the other stages of a pipeline, the first of which gets everything.
+        parts: this rank's parts of the model; a collective call.
+        keep: whether this rank wants the result; if not, its memory is spared.
+        stages: the ranks that hold the other stages of a pipeline; the first of them gets everything.
     """
     tensors = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
     return _collect({name: _whole(tensor, keep=keep) for name, tensor in tensors.items()}, keep, stages)
 
 
 def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
-    """A collective call where the tensor is shared out."""
+    """A collective call if the tensor is sharded."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -93,9 +91,10 @@ def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
 
 
 def _collect(tensors: dict[str, Any], keep: bool, stages: dist.ProcessGroup | None) -> dict[str, Any]:
-    """On the first of a pipeline's ranks, the tensors of all stages; only one rank a stage keeps any."""
+    """On the first rank of a pipeline, the tensors of all stages; only one rank per stage keeps any."""
     if not keep or stages is None:
         return tensors
+    # The receiver has to know names and shapes before it can allocate; then the tensors come in that order.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(stages) == "nccl" else None
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     all_described: list[Any] = [None] * stages.size()

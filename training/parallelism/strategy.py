@@ -1,32 +1,51 @@
-"""What every strategy gives the Trainer, which knows none of them by name."""
+"""What every strategy gives to a training step: where the model is, how a forward pass runs, who communicates what.
+
+The step itself is in ``training/run/step.py``. Most strategies only say in :meth:`Strategy.parallelize` how the
+model is distributed over the ranks; checkpoints and evaluation then work on the parts that this rank holds.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from training.config import TrainConfig
-from training.data.batching import DataPlace, MicroBatch
+from training.data.batching import DataPlace
+from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
+from training.model.optimizer import build_optimizer, make_moments
+from training.model.precision import LossScale, autocast
+from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
-from training.parallelism.state import SavedState, StrategyState
+from training.parallelism.float8 import check_float8
+from training.parallelism.state import (
+    SavedState,
+    StrategyState,
+    full_model,
+    model_tensors,
+    optimizer_tensors,
+    read_model,
+    read_optimizer,
+)
 from training.run.phases import Phases
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, its tensors still on the device.
+    """One optimizer step; its tensors are still on the device.
 
-    ``loss``: this rank's share of the global mean loss, (), 0 on ranks that do not lead their replica;
-    ``row_losses``: the loss of each of this rank's rows, 0 on such ranks; ``grad_norm``: the global gradient norm
-    before clipping, (): where it is not finite, weights and moments were left alone; ``scaler_skipped``: a loss scale
-    explains that.
+    ``loss``: this rank's share of the global mean loss, (); 0 on a rank that is not its replica's leader.
+    ``row_losses``: the loss of each of this rank's rows, (rows,); 0 on such a rank.
+    ``grad_norm``: the global gradient norm before clipping, (). If it is not finite, weights and moments are unchanged.
+    ``scaler_skipped``: the step was skipped because the loss scale was too high, which is normal in fp16.
     """
 
     loss: torch.Tensor
@@ -35,59 +54,182 @@ class StepResult:
     scaler_skipped: bool
 
 
-class Strategy(Protocol):
-    """A way to lay a model over the ranks."""
+class Strategy:
+    """One rank's part of a model and its optimizer.
 
-    place: DataPlace
-    phases: Phases  # which it enters in a step: forward, backward, optimizer; the Trainer gives it its own
-    parameters: Mapping[str, nn.Parameter]  # that are trained, this rank's by their names
-    pass_model: nn.Module | None  # that whose forward and backward passes wait for no other rank, if there is one
-    test_precision: str  # the most exact that :meth:`logits` can compute in
+    Args:
+        model: whole, on the CPU; it is changed in place.
+        precision: of the training steps.
+
+    Raises:
+        UserError: the degrees, the model or the machine do not allow this strategy.
+    """
 
     def __init__(self, model: NewsClassifier, config: TrainConfig, ranks: Ranks, precision: str) -> None:
-        """Lay the model out over the ranks and make its optimizer.
+        self.config = config
+        self.ranks = ranks
+        self.precision = precision
+        if config.float8:
+            ranks.run_on_all_ranks(lambda: check_float8(config, ranks.device, precision))
+        self.place = DataPlace(ranks.rank, ranks.world_size)
+        self.phases = Phases()  # replaced by the run's own
+        self.loss_scale = LossScale(enabled=precision == "fp16")
+        self.gradient_checks_left = config.check_gradient_sync
+        # Set by the strategies that have one.
+        self.pipeline: Any = None  # its schedule runs forward and backward over all micro-batches
+        self.stage_group: dist.ProcessGroup | None = None  # the ranks that hold the other stages of the pipeline
+        self.engine: Any = None  # DeepSpeed's
+        # A module whose forward pass waits for no other rank, so that timing it shows how fast this rank is.
+        self.unsynchronized_model: nn.Module | None = None
 
-        Raises:
-            UserError: the degrees, the model or the machine do not allow it.
-        """
+        self.parts = self.parallelize(model)
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: parameter
+            for part in self.parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        self.optimizer = self.build_optimizer()
+
+    def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
+        """Distribute the model over the ranks; returns the parts whose parameters this rank trains."""
+        raise NotImplementedError
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over this rank's parameters, its moments already allocated: too little memory shows at the start."""
+        optimizer = build_optimizer(self.parameters.values(), self.config.weight_decay)
+        make_moments(optimizer)
+        return optimizer
 
     def describe(self) -> str:
-        """How the model lies over the ranks, in a few words."""
+        """How the model is distributed, in a few words."""
+        raise NotImplementedError
 
-    def step(self, micro_batches: Sequence[MicroBatch], step: int, learning_rate: float) -> StepResult:
-        """Run optimizer step number ``step`` over this rank's micro-batches of one global batch."""
+    # What a step asks for
+
+    def begin_step(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def seed_dropout(self, step: int, first_row: int) -> None:
+        """Make dropout a function of seed, step and row, so that it is the same on any number of ranks."""
+        for part in self.parts:
+            part.seed_dropout(self.config.seed, step, first_row)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.precision, self.ranks.device)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Logits with dropout: (batch, num_labels)."""
+        raise NotImplementedError
+
+    @property
+    def loss_factor(self) -> float:
+        """What the loss is multiplied by before the backward pass.
+
+        DDP and FSDP average gradients over the data-parallel ranks, but the shares of the loss are to be added up.
+        """
+        return self.place.size * self.loss_scale.scale
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        """Within it, forward and backward passes communicate no gradients: for all micro-batches but the last."""
+        raise NotImplementedError
+
+    def engine_update(self) -> tuple[torch.Tensor, bool]:
+        """Clip and update by ``engine``; returns the gradient norm, (), and whether its loss scale skipped the step."""
+        raise NotImplementedError
+
+    def end_step(self, norm: torch.Tensor) -> None:
+        """Called with the global gradient norm, ()."""
+
+    # Evaluation
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part in self.parts:
+                part.train()
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits with dropout off, (batch, num_labels), on every rank.
+        """Logits without dropout, on every rank: (batch, num_labels).
 
-        Ranks of one replica give the same batch; every rank calls as often as every other.
+        All ranks call it equally often; ranks of the same replica give the same batch.
         """
+        with self.evaluating(), autocast(precision, self.ranks.device):
+            return self.parts[0](*self.padded(input_ids, attention_mask))
+
+    def padded(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A batch padded to one of the lengths that training has, so that compiled code need not be compiled again."""
+        length, multiple = input_ids.shape[1], length_multiple(self.config, self.ranks.device.type)
+        missing = max(0, min(-(-length // multiple) * multiple, self.config.max_length) - length)
+        if not missing:
+            return input_ids, attention_mask
+        return F.pad(input_ids, (0, missing)), F.pad(mask_of(input_ids, attention_mask), (0, missing))
+
+    @property
+    def test_precision(self) -> str:
+        """The most exact precision that :meth:`logits` can compute in."""
+        return "fp32"
+
+    # State: names and meaning are the same for all strategies, so a checkpoint of one resumes under another
+
+    @property
+    def holds_full_weights(self) -> bool:
+        """Whether this rank keeps whole tensors when state is gathered: rank 0, and the first rank of each stage."""
+        return self.ranks.is_first
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that holds the moments of ``local_parameters``."""
+        return self.optimizer
+
+    @property
+    def local_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that this rank updates."""
+        return self.parameters
 
     def state_dict(self) -> StrategyState:
-        """What this rank holds of all that a checkpoint must hold to go on; every rank calls it.
-
-        The names are the same for all strategies, so that a checkpoint of one resumes under another.
-        """
+        """What this rank holds of model, optimizer and loss scale; every rank calls it."""
+        tensors = model_tensors(self.parts) | optimizer_tensors(self.local_parameters, self.local_optimizer)
+        return StrategyState(tensors, {"loss_scale": self.loss_scale.state_dict()})
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Read what this rank holds from a state of any strategy, on any number of ranks."""
+        """Read this rank's part of a state of any strategy, from any number of ranks."""
+        self.load_weights(saved)
+        read_optimizer(self.local_parameters, self.local_optimizer, saved)
+        self.loss_scale.load_state_dict(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The whole model's weights, on the CPU of rank 0."""
+        """The whole model's weights on the CPU of rank 0."""
+        return full_model(self.parts, keep=self.holds_full_weights, stages=self.stage_group)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Read this rank's weights alone, for evaluation."""
-
-
-def weighted_loss(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of a micro-batch's losses by their weights, (), which makes every gradient NaN if a loss is not finite.
-
-    Cross-entropy alone does not: a logit of minus infinity at the label gives an infinite loss and finite gradients. So
-    the global gradient norm, which all ranks know, tells each of them of a bad row on any.
-    """
-    return (losses * torch.where(losses.isfinite(), weights, math.nan)).sum()
+        """Read only this rank's weights, for evaluation."""
+        read_model(self.parts, saved)
 
 
 def row_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """Cross-entropy of each row in fp32: (rows,)."""
     return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=label_smoothing)
+
+
+def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's share of the global mean loss, ().
+
+    Each row's weight is 1 / rows of the global batch, so the shares of all ranks and micro-batches add up to the mean.
+
+    A loss that is not finite makes every gradient NaN. Cross-entropy does not do that by itself (a logit of minus
+    infinity at the label gives an infinite loss with finite gradients), and it tells all ranks of a bad row on any of
+    them, because they all know the global gradient norm.
+    """
+    return (losses * torch.where(losses.isfinite(), weights, math.nan)).sum()

@@ -1,6 +1,6 @@
-"""Styles for ``parallelize_module`` beside torch's own: what a module's parameters become, and what goes in and out.
+"""Styles for ``parallelize_module`` that torch lacks: how a module's parameters are placed, and what goes in and out.
 
-What passes between modules is always a plain tensor, this rank's part of it; ``layout`` says which part that is.
+Between modules there are always plain tensors, this rank's part of the whole; ``layout`` says which part that is.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class WholeParameters(ParallelStyle):
-    """Parameters that every rank holds whole, used on activations that lie as ``layout`` says.
+    """Replicated parameters, applied to activations that are placed as ``layout``.
 
-    On activations cut along the sequence a rank's gradient is a part of a sum: it stays ``Partial`` until
-    ``gradients.reduce_partial_gradients``, or FSDP, adds the parts up, once a step.
+    If the activations are split along the sequence, a rank's gradient is one term of a sum. It stays ``Partial`` until
+    ``gradients.reduce_partial_gradients`` or FSDP adds the terms up, once per step.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -39,7 +39,7 @@ class WholeParameters(ParallelStyle):
 class ShareInput(ParallelStyle):
     """Gather a module's hidden states once for all column-parallel layers that read them.
 
-    Their gradients of it are then added up on the rank before they are summed over the ranks: one call, not one each.
+    In the backward pass, the gradients from these layers are added up locally first, so that one collective is enough.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -48,6 +48,7 @@ class ShareInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def share(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             local, *rest = args or (kwargs["hidden_states"],)
+            # A DTensor from here on: its backward pass reduces the gradient once, after local addition.
             hidden = DTensor.from_local(local, device_mesh, [self.layout], run_check=False)
             hidden = hidden.redistribute(placements=[Replicate()])
             return ((hidden, *rest), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
@@ -57,9 +58,9 @@ class ShareInput(ParallelStyle):
 
 
 class VocabularyParallel(ParallelStyle):
-    """An embedding cut by its vocabulary: each rank looks up the tokens it holds, and the ranks' sum is the whole.
+    """An embedding split by vocabulary: each rank looks up the tokens it holds, and the sum over ranks is the result.
 
-    Torch's ``RowwiseParallel`` computes the same, but gives every rank the gradient of the whole vocabulary.
+    Torch's ``RowwiseParallel`` computes the same, but allocates the gradient of the whole vocabulary on every rank.
 
     Source: Shoeybi et al., arXiv 1909.08053, section 3 (there the output embedding).
     """
@@ -69,6 +70,7 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def embed(module: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+            # Each rank's rows are zero except for its own tokens, so their sum (Partial) is the embedding.
             found = DTensor.from_local(_look_up(module, input_ids), device_mesh, [Partial()], run_check=False)
             return found.redistribute(placements=[self.layout]).to_local()
 
@@ -78,13 +80,14 @@ class VocabularyParallel(ParallelStyle):
 
 
 def _look_up(embedding: nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
-    """(batch, seq) -> (batch, seq, hidden), zeros for tokens that other ranks hold."""
+    """(batch, seq) -> (batch, seq, hidden), zero for tokens that other ranks hold."""
     weight: DTensor = embedding.weight
     ranks, rank = weight.device_mesh.size(), weight.device_mesh.get_local_rank()
-    first = rank * -(-embedding.num_embeddings // ranks)  # as DTensor cuts: all parts but the last alike
-    mine = weight.to_local()
+    first = rank * -(-embedding.num_embeddings // ranks)  # DTensor makes all parts but the last of equal size
+    local_rows = weight.to_local()
+    # Look up row 0 for tokens of other ranks, to keep indices valid, and zero the result.
     ids = input_ids - first
-    elsewhere = (ids < 0) | (ids >= len(mine))
+    elsewhere = (ids < 0) | (ids >= len(local_rows))
     padding = embedding.padding_idx
-    padding = padding - first if padding is not None and first <= padding < first + len(mine) else None
-    return F.embedding(ids.masked_fill(elsewhere, 0), mine, padding).masked_fill(elsewhere[..., None], 0)
+    padding = padding - first if padding is not None and first <= padding < first + len(local_rows) else None
+    return F.embedding(ids.masked_fill(elsewhere, 0), local_rows, padding).masked_fill(elsewhere[..., None], 0)

@@ -1,7 +1,7 @@
 """A pipeline schedule over time, printed and drawn: python -m training.parallelism.timeline --schedule 1f1b.
 
-Times are simulated: a forward pass of a stage takes 1, the gradients of its inputs 1, those of its weights 1, a hop
-nothing. What a rank waits is the bubble.
+Times are simulated: a stage's forward pass takes 1, the gradients of its inputs 1, those of its weights 1, sending
+takes nothing. The time in which a rank waits is the bubble.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ALL = "all"
 COLOURS = {"F": "#6baed6", "B": "#fdae6b", "I": "#fdae6b", "W": "#74c476"}
 PASTEL = {"F": "#c6dbef", "B": "#fdd9b5", "I": "#fdd9b5", "W": "#c7e9c0"}
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-# Tell the kinds apart where there are no colours.
+# Tell the kinds apart on terminals without colors.
 FILL = {"F": " ", "B": "▒", "I": "▒", "W": "░"}
 IDLE = "·"
-# Of the figure.
+# Colors in the figure.
 INCHES_WIDE = 9.0
 INCHES_PER_RANK = 0.3
 INCHES_PER_TITLE = 0.45
@@ -36,28 +36,25 @@ DOTS_PER_INCH = 120
 INK = "#1c2128"
 MUTED = "#5b6470"
 BUBBLE = "#f1f3f5"
-# A number needs this much room, in inches for each of its digits.
+# Inches that a number needs per digit.
 INCHES_PER_DIGIT = 0.075
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each half of a stage's work on a micro-batch; a whole backward pass takes the sum of its halves."""
+    """Time of each half of a stage's backward pass and of its forward pass; a whole backward pass takes both halves."""
 
     forward: float = 1
     backward_input: float = 1
     backward_weight: float = 1
 
     def of(self, kind: str) -> float:
-        """Time of one action."""
         halves = {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}
         return halves.get(kind, self.backward_input + self.backward_weight)
 
 
 @dataclass(frozen=True)
 class Box:
-    """An action in its place in time."""
-
     action: Action
     start: float
     end: float
@@ -65,7 +62,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time: for each rank its boxes, in their order."""
+    """The boxes of each rank, in order."""
 
     schedule: str
     micro_batches: int
@@ -74,17 +71,16 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """When the last rank is done."""
         return max(boxes[-1].end for boxes in self.ranks)
 
     @property
     def bubble_share(self) -> float:
-        """The share of the ranks' time in which they wait."""
+        """The share of the ranks' time that they spend waiting."""
         busy = sum(box.end - box.start for boxes in self.ranks for box in boxes)
         return 1 - busy / (len(self.ranks) * self.duration)
 
     def activations_kept(self, rank: int) -> float:
-        """The most micro-batches whose activations a rank holds at once, each of all its stages."""
+        """The most micro-batches whose activations a rank holds at once, summed over its stages."""
         kept = most = 0
         for box in self.ranks[rank]:
             kept += {"F": 1, "I": 0}.get(box.action.kind, -1)
@@ -93,13 +89,12 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """One line that says what is drawn."""
         ranks, name = len(self.ranks), SCHEDULES[self.schedule].title
         stages = f"{ranks * self.stages_per_rank} stages on " if self.stages_per_rank > 1 else ""
         return f"{name}: {stages}{ranks} ranks, {self.micro_batches} micro-batches, bubble {self.bubble_share:.1%}"
 
     def turn(self, box: Box) -> int:
-        """Which of its rank's stages a box belongs to: 0 for the first in the model."""
+        """Which of its rank's stages a box belongs to: 0 for the first one in the model."""
         return box.action.stage // len(self.ranks)
 
 
@@ -110,7 +105,7 @@ def simulate(
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
 ) -> Timeline:
-    """Put a schedule's actions into time: each begins when its rank is free and what it needs is there.
+    """Place a schedule's actions in time: each starts when its rank is free and its input is there.
 
     Raises:
         UserError: the schedule cannot run this many micro-batches.
@@ -133,7 +128,7 @@ def simulate(
                 start = max([ranks[rank][-1].end if ranks[rank] else 0, *needed])
                 box = Box(action, start, start + costs.of(action.kind))
                 ranks[rank].append(box)
-                # The halves and the whole of a backward pass give the stage before the same thing.
+                # Half a backward pass or a whole one give the previous stage the same thing.
                 done[action.stage, "B" if action.kind == "I" else action.kind, action.micro_batch] = box.end
                 position[rank] += 1
         assert position != before, "the ranks wait for each other"
@@ -150,9 +145,9 @@ def _needs(action: Action, last: int) -> list[tuple[int, str, int]]:
 
 
 def rows_of_text(timeline: Timeline) -> list[Text]:
-    """One line a rank, a column or more a unit of time: a micro-batch's number, then shade by kind.
+    """One line per rank, one or more columns per unit of time: the micro-batch's number, then a shade per kind.
 
-    Where a rank has several stages, a letter behind the number tells which.
+    If a rank has several stages, a letter after the number says which.
     """
     label = len(str(timeline.micro_batches - 1)) + (timeline.stages_per_rank > 1)
     unit = label + 1
@@ -172,7 +167,7 @@ def rows_of_text(timeline: Timeline) -> list[Text]:
 
 
 def show(timeline: Timeline, console: Console) -> None:
-    """Print a timeline, in as many pieces as the terminal is narrow."""
+    """Print a timeline, in several pieces if the terminal is narrow."""
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     rows = rows_of_text(timeline)
     columns = max(20, console.width - margin) if console.is_terminal else len(rows[0])
@@ -199,7 +194,7 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
     """The timelines that a command asks for.
 
     Raises:
-        UserError: the stages do not come out even over ranks, or the schedule cannot run so.
+        UserError: the stages do not divide evenly over the ranks, or the schedule cannot run.
     """
     if schedule == ALL:
         return [simulate(name, stages, micro_batches) for name in SCHEDULES]
@@ -215,7 +210,7 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Draw timelines one above the other, on one scale, so that the shorter is the faster.
+    """Draw timelines on top of each other with the same scale, so that the shortest is the fastest.
 
     Raises:
         UserError: the file cannot be written.
@@ -243,7 +238,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 def _panel(axes: Axes, timeline: Timeline, longest: float) -> None:
     from matplotlib.patches import Rectangle
 
-    # A stage of several on a rank is as much smaller.
+    # Boxes of several stages on a rank are drawn smaller.
     scale = 1 / timeline.stages_per_rank
     room = (INCHES_WIDE - 0.8) / longest
     for rank, boxes in enumerate(timeline.ranks):
@@ -280,7 +275,6 @@ def _figure_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
 
 
 def main() -> None:
-    """Print a schedule, and draw it where asked."""
     parser = OneLineParser(prog="python -m training.parallelism.timeline", description=__doc__)
     parser.add_argument(
         "--stages",

@@ -6,12 +6,10 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
-from training.model.optimizer import build_optimizer, parameter_groups
+from training.model.optimizer import make_moments, parameter_groups
 from training.parallelism.ddp import DDPStrategy
 
 
@@ -22,31 +20,27 @@ class Zero1Strategy(DDPStrategy):
     """
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over all parameters, whose state each rank holds for its own; ``own_optimizer`` is that part."""
         if not self.ranks.is_distributed:
-            self.own_optimizer = build_optimizer(self.parameters.values(), self.config.weight_decay)
-            return self.own_optimizer
-        # Here, since it imports a dozen compiled optimizers that no other strategy needs.
+            return super().build_optimizer()
+        # Imported here because it loads a dozen compiled optimizers that no other strategy needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         groups = parameter_groups(self.parameters.values(), self.config.weight_decay)
         # As views of one buffer per owner, the updated parameters are sent in one broadcast instead of one for each.
-        shared_out = ZeroRedundancyOptimizer(
+        optimizer = ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, fused=True
         )
-        self.own_optimizer = shared_out.optim
-        return shared_out
+        make_moments(optimizer.optim)
+        return optimizer
 
     @property
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank updates."""
-        own = {parameter for group in self.own_optimizer.param_groups for parameter in group["params"]}
-        return {name: parameter for name, parameter in self.parameters.items() if parameter in own}
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optim if self.ranks.is_distributed else self.optimizer
+
+    @property
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        local = {parameter for group in self.local_optimizer.param_groups for parameter in group["params"]}
+        return {name: parameter for name, parameter in self.parameters.items() if parameter in local}
 
     def describe(self) -> str:
-        """How many copies, and of what not."""
         return f"{super().describe()}, the optimizer's state shared out"
-
-    def own_moments(self) -> tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]:
-        """Those of this rank's own parameters."""
-        return self.own_parameters, self.own_optimizer

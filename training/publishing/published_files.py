@@ -10,9 +10,16 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from common.errors import ModelLoadError, UserError
-from common.manifest import FILE_NAME, PRECISIONS
-from common.model_folder import DESCRIPTION_FILES, WEIGHTS_FILE, is_artefact, read_saved_model, verified_manifest
+from common.errors import UserError
+from common.model_folder import (
+    DESCRIPTION_FILES,
+    MANIFEST_FILE,
+    PRECISIONS,
+    WEIGHTS_FILE,
+    is_artefact,
+    read_saved_model,
+    verified_manifest,
+)
 from training.publishing.hub_upload import Files, content_of
 from training.publishing.model_card import TAG, model_card, public_name
 
@@ -41,16 +48,13 @@ def model_files(model: Path) -> Files:
         raise UserError(
             f"{model}: is one file or one artefact of a model; give the model folder", code="model-folder-needed"
         )
-    try:
-        read_saved_model(model)
-        manifests = {
-            engine: verified_manifest(model / engine, model) for engine in PRECISIONS if is_artefact(model / engine)
-        }
-    except ModelLoadError as error:
-        raise UserError(str(error), code=error.code) from error
+    read_saved_model(model)
+    manifests = {
+        engine: verified_manifest(model / engine, model) for engine in PRECISIONS if is_artefact(model / engine)
+    }
     names = [name for name in _FILES if (model / name).is_file()]
     for engine, manifest in manifests.items():
-        names += [f"{engine}/{file}" for file in sorted({*manifest.files, FILE_NAME})]
+        names += [f"{engine}/{file}" for file in sorted({*manifest.files, MANIFEST_FILE})]
     files: dict[str, Path | bytes] = {file: model / file for file in names}
     return without_local_paths(files) | {_CARD: _card(model)}
 
@@ -66,7 +70,7 @@ def without_local_paths(files: Files) -> dict[str, Path | bytes]:
     public = dict(files)
     for name in [name for name in files if Path(name).name == _METRICS]:
         public[name] = _renamed(public[name], [], ("dataset", "base_model"))
-    for name in [name for name in files if Path(name).name == FILE_NAME]:
+    for name in [name for name in files if Path(name).name == MANIFEST_FILE]:
         public[name] = _renamed(public[name], ["accuracy"], ("dataset",))
         beside = public.get(f"{Path(name).parent.as_posix()}/{_METRICS}")
         if isinstance(beside, bytes):

@@ -1,4 +1,4 @@
-"""RunContext: what the parts of a run may ask for, so that none of them needs the Trainer."""
+"""RunContext: what the parts of a run can use, so that none of them needs the Trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from training.run.state import RunState
 class StepPlan:
     """How many steps of which size a run has, the same on all ranks.
 
-    ``global_batch_size``: rows of an optimizer step over all ranks; ``accumulation``: micro-batches per rank and step.
+    ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step.
     """
 
     global_batch_size: int
@@ -35,9 +35,9 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RunContext:
-    """One rank's view of a run, made once everything is known to fit together, before the first step.
+    """One rank's view of a run, created before the first step, when everything is known to fit together.
 
-    The objects in it may change, as ``state`` does with every step; which objects they are does not.
+    The objects in it may change, as ``state`` does in every step; which objects it holds does not.
     """
 
     config: TrainConfig
@@ -59,11 +59,11 @@ class RunContext:
     say: Callable[[str], None]  # prints a line, on rank 0
 
     def stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop; in a long phase, in which all ranks ask at the same place."""
+        """Whether any rank was asked to stop; a collective call, for long phases such as an evaluation."""
         self.phases.beat()
         return self.ranks.any(self.interruption.asked)
 
     def describe_row(self, row: int) -> str:
-        """How a training row begins, if this rank has its text; else nothing."""
+        """How a training row begins, if this rank has its text; otherwise nothing."""
         texts = self.news.texts
         return f'; row {row} reads "{texts.train.texts[row][:80]}"' if texts else ""

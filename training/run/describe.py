@@ -1,4 +1,4 @@
-"""What a run is, in words: the banner's facts and the report's environment."""
+"""A run in words: the facts of the banner, and the environment in the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from training.run.context import RunContext
 
 
 def describe_device(ranks: Ranks) -> str:
-    """The device of one rank: the GPU's name, or the CPU and its threads."""
     if ranks.device.type == "cuda":
         return torch.cuda.get_device_name(ranks.device)
     threads = torch.get_num_threads()
@@ -20,7 +19,6 @@ def describe_device(ranks: Ranks) -> str:
 
 
 def describe_run(context: RunContext) -> dict[str, str]:
-    """The facts of a run, in the order in which they are shown."""
     config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
     shares = context.strategy.place.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
@@ -44,7 +42,6 @@ def describe_run(context: RunContext) -> dict[str, str]:
 
 
 def describe_environment(ranks: Ranks) -> dict[str, str]:
-    """Versions and machine."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

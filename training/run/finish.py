@@ -1,4 +1,4 @@
-"""After the last step: the best epoch is tested once, and written for serving and for reading."""
+"""After the last step: test the best epoch once, write the model folder for serving and the report for people."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from training.run.describe import describe_environment
 
 
 def finish_run(context: RunContext) -> Path:
-    """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report.
-
-    Returns:
-        The model folder.
-    """
+    """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report."""
     config, tokens = context.config, context.news.tokens
     if context.console:
         context.console.rest_of_epochs(context.state.epochs)
@@ -103,7 +99,7 @@ def _take_best(context: RunContext) -> EpochMetrics:
 
 
 def _load_best(context: RunContext) -> EpochMetrics:
-    """Load the weights of the best epoch whose checkpoint is there and undamaged."""
+    """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
@@ -115,7 +111,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
             saved = open_checkpoint(path, ranks).tensors
             ranks.run_on_all_ranks(lambda saved=saved: context.strategy.load_weights(saved))
             break
-        context.say(f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}")
+        context.say(f"Passing over epoch {epoch.epoch}, as good as it was: {path or 'its checkpoint'} {damage}")
     return epoch
 
 
@@ -124,14 +120,14 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     notes = [*tokens.notes, cut]
     if context.strategy.test_precision != "fp32":
-        notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
+        notes.append(f"The test ran in {context.strategy.test_precision}, in which shared-out weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")
     if context.state.bad.total:
-        notes.append(f"{context.state.bad.total} steps were skipped because loss or gradient was not finite.")
+        notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
-        notes.append(f"After too many consecutive ones, {len(excluded)} training rows were excluded.")
+        notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
     return ReportData(
         title=context.config.output_dir.name,
         configuration=context.config.model_dump(mode="json"),

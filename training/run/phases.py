@@ -1,4 +1,4 @@
-"""Phases: where a process stands in its run, and how long each phase of a step took it."""
+"""Phases: what a process is doing, and how long it spent in each phase of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 class Phases:
     """The phase that the main thread is in; other threads may read the public attributes at any time.
 
-    Phases nest, and each is charged with its own time alone, that of phases within it left out.
+    Phases nest; time in an inner phase is not counted for the outer one.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Phases:
             self._enter(outer)
 
     def beat(self) -> None:
-        """Say that a long phase goes on."""
+        """Show that a long phase is still making progress."""
         self.moved = time.monotonic()
 
     def take(self, taker: str) -> dict[str, float]:
-        """Seconds in each phase since the last call of ``taker``, one of several who ask; for the main thread."""
+        """Seconds in each phase since ``reader`` last asked; for the main thread."""
         self._enter(self.now)
         before, self._taken[taker] = self._taken.get(taker, {}), dict(self._seconds)
         return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}

@@ -1,4 +1,4 @@
-"""RunState: what a run knows of itself beside its weights, in plain values; each checkpoint holds it."""
+"""RunState: what a checkpoint holds about a run besides weights and optimizer state, in plain values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from training.monitoring import EpochMetrics
 
 
 class AverageMeter:
-    """A running mean, weighted by how many rows each value stands for."""
+    """A running mean, weighted by rows."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self.count = 0
 
     def update(self, value: float, rows: int = 1) -> None:
-        """Add the mean ``value`` of ``rows`` rows."""
         self.total += value * rows
         self.count += rows
 
@@ -30,11 +29,11 @@ class AverageMeter:
 
 @dataclass
 class BadStepCount:
-    """Bad steps of a run so far, skipped since loss or gradient norm was not finite.
+    """The bad steps of a run so far: those skipped because loss or gradient norm was not finite.
 
-    ``in_a_row``: since step ``last_good``, which updated the weights, with ``suspects``, the rows to blame for them;
-    ``went_back_from``: the step whose failure last made the run go back to a checkpoint, 0 for none; ``excluded_rows``:
-    of the training split, left out since.
+    ``in_a_row``: consecutive ones since step ``last_good``, the last that updated the weights; ``suspects``: the rows
+    blamed for them. ``went_back_from``: the failed step that caused the last rollback, 0 for none; ``excluded_rows``:
+    the training rows left out since.
     """
 
     total: int = 0
@@ -45,27 +44,25 @@ class BadStepCount:
     excluded_rows: list[int] = field(default_factory=list)
 
     def add(self, suspects: Iterable[int]) -> None:
-        """Count a bad step."""
         self.total += 1
         self.in_a_row += 1
         self.suspects += suspects
 
     def end_row(self, last_good: int) -> None:
-        """Take a good step."""
         self.in_a_row, self.suspects, self.last_good = 0, [], last_good
 
     def leave_out(self, rows: Iterable[int], step: int) -> None:
-        """Take that the run went back from ``step``, and is to do without ``rows``."""
+        """Record a rollback from ``step``, after which ``rows`` are left out."""
         self.in_a_row, self.suspects = 0, []
         self.excluded_rows, self.went_back_from = sorted({*self.excluded_rows, *rows}), step
 
 
 @dataclass
 class RunState:
-    """Where a run stands.
+    """The position of a run.
 
-    The order of rows, dropout and the learning rate are functions of seed and step, so that no generator's state is
-    kept. ``seconds_before``: spent in earlier processes; ``epoch_seconds``: in this epoch so far.
+    Row order, dropout and learning rate are functions of seed and step, so no generator state has to be saved.
+    ``seconds_before``: time spent in earlier processes; ``epoch_seconds``: in this epoch so far.
     """
 
     step: int = 0
@@ -79,7 +76,7 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Time spent on this run so far, earlier processes included."""
+        """Time spent on this run so far, including earlier processes."""
         return self.seconds_before + time.perf_counter() - self.started
 
     @property
@@ -100,7 +97,7 @@ class RunState:
         }
 
     def take(self, plain: dict[str, Any]) -> None:
-        """Stand where :meth:`to_plain` was called."""
+        """Restore what :meth:`to_plain` returned."""
         self.step = plain["step"]
         self.epochs = [EpochMetrics(**epoch) for epoch in plain["epochs"]]
         self.epoch_loss.total, self.epoch_loss.count = plain["epoch_loss"]

@@ -1,4 +1,4 @@
-"""After an epoch's last step: what it has brought, measured on the validation rows."""
+"""After an epoch's last step: measure on the validation rows what it has achieved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.run.context import RunContext
 
 
 def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
-    """Evaluate the weights as they stand on the validation rows.
+    """Evaluate the current weights on the validation rows.
 
     Raises:
         EvaluationStopped: a rank was asked to stop.

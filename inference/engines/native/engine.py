@@ -1,4 +1,4 @@
-"""The engine over `kernels.c`: int8, no padding, no runtime besides numpy."""
+"""The engine on top of `kernels.c`: int8, without padding and with no runtime but numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import EncoderShape
 from inference.engines.native.library import BlockStruct, LinearStruct, ModelStruct, NormStruct, load_library
 from inference.engines.native.quantize import FILE_NAME
 
@@ -30,36 +30,32 @@ class NativeEngine:
     pads = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
-        """Read the packed weights.
-
-        Args:
-            folder: Holds what `quantize.write_native` wrote.
-            config: The contents of the model's ``config.json``.
-            threads: Processors that the engine may use.
+        """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.
 
         Raises:
             OSError: The compiled kernels or the weights cannot be read.
-            MemoryError: There is too little for the buffers.
+            MemoryError: There is not enough memory for the buffers.
             ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
         """
         self.num_slots = threads
-        self._architecture = Architecture.of(config)
+        self._shape = EncoderShape.of(config)
         self._library = load_library()
         self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
         self._model = self._model_struct()
         self._threads = _Threads(self._library, self._model, threads)
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Run one forward pass; see `inference.engines.base.Engine`."""
         self._check(batch)
         num_texts = len(batch.lengths)
         ids = np.ascontiguousarray(batch.ids, dtype=np.int32)
         starts = np.zeros(num_texts + 1, dtype=np.int32)
         np.cumsum(batch.lengths, out=starts[1:])
-        logits = np.empty((num_texts, self._architecture.num_labels), dtype=np.float32)
+        logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
-        if here.process != os.getpid():  # a fork copies memory, not threads
+        if here.process != os.getpid():  # after a fork, which copies memory but not threads
             here = self._threads = _Threads(self._library, self._model, self.num_slots)
+        # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes releases the
+        # interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
         try:
             failed = self._library.forward(
@@ -77,41 +73,44 @@ class NativeEngine:
         return logits
 
     def _check(self, batch: TokenBatch) -> None:
-        # The kernels trust their input: what would read outside of a table ends here.
+        # The kernels trust their input, so whatever would read outside of a table has to be refused here.
         if len(batch.ids) != int(batch.lengths.sum()) or len(batch.lengths) == 0 or batch.lengths.min() < 1:
-            raise ValueError("a batch needs at least one text, a token a text, and lengths that sum to its tokens")
-        if batch.lengths.max() > self._architecture.num_positions:
-            raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._architecture.num_positions}")
-        if batch.ids.min() < 0 or batch.ids.max() >= self._architecture.vocab_size:
-            raise ValueError(f"token ids must lie in 0 to {self._architecture.vocab_size - 1}")
+            raise ValueError(
+                "a batch needs at least one text, a token in each text, and lengths that sum to its tokens"
+            )
+        if batch.lengths.max() > self._shape.num_positions:
+            raise ValueError(f"{batch.lengths.max()} tokens > maximum {self._shape.num_positions}")
+        if batch.ids.min() < 0 or batch.ids.max() >= self._shape.vocab_size:
+            raise ValueError(f"token ids must be 0 to {self._shape.vocab_size - 1}")
 
     def _model_struct(self) -> ModelStruct:
-        architecture = self._architecture
-        width = architecture.width
-        self._blocks = (BlockStruct * architecture.num_blocks)()
-        for index in range(architecture.num_blocks):
+        shape = self._shape
+        width = shape.hidden_size
+        self._blocks = (BlockStruct * shape.num_layers)()
+        for index in range(shape.num_layers):
             self._fill_block(self._blocks[index], f"block.{index}.")
         return ModelStruct(
-            blocks=architecture.num_blocks,
+            blocks=shape.num_layers,
             width=width,
-            wide=architecture.wide,
-            heads=architecture.num_heads,
-            labels=architecture.num_labels,
-            activation=architecture.activation,
-            head_is_tanh=architecture.head_is_tanh,
-            norm_epsilon=architecture.norm_epsilon,
-            words=self._pointer("words", np.float16, (architecture.vocab_size, width)),
-            positions=self._pointer("positions", np.float32, (architecture.num_positions, width)),
+            wide=shape.intermediate_size,
+            heads=shape.num_heads,
+            labels=shape.num_labels,
+            activation=shape.activation,
+            head_is_tanh=shape.head_is_tanh,
+            norm_epsilon=shape.norm_epsilon,
+            words=self._pointer("words", np.float16, (shape.vocab_size, width)),
+            positions=self._pointer("positions", np.float32, (shape.num_positions, width)),
             embedding_norm=self._norm("embedding_norm"),
             block=self._blocks,
             pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
             pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
-            classifier_weight=self._pointer("classifier.weight", np.float32, (architecture.num_labels, width)),
-            classifier_bias=self._pointer("classifier.bias", np.float32, (architecture.num_labels,)),
+            classifier_weight=self._pointer("classifier.weight", np.float32, (shape.num_labels, width)),
+            classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
 
     def _fill_block(self, block: BlockStruct, prefix: str) -> None:
-        width, wide = self._architecture.width, self._architecture.wide
+        width, wide = self._shape.hidden_size, self._shape.intermediate_size
+        # (outputs, inputs) of each; keys and values are one product.
         sizes = ((width, width), (2 * width, width), (width, width), (wide, width), (width, wide))
         for name, (outputs, inputs) in zip(_LINEARS, sizes, strict=True):
             setattr(block, name, self._linear(prefix + name, outputs, inputs))
@@ -129,7 +128,7 @@ class NativeEngine:
         )
 
     def _norm(self, name: str) -> NormStruct:
-        shape = (self._architecture.width,)
+        shape = (self._shape.hidden_size,)
         return NormStruct(
             gain=self._pointer(f"{name}.gain", np.float32, shape), bias=self._pointer(f"{name}.bias", np.float32, shape)
         )
@@ -147,6 +146,7 @@ class _Threads:
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int) -> None:
         self.process = os.getpid()
+        # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
         self._opened: list[ctypes.c_void_p] = []
@@ -159,7 +159,7 @@ class _Threads:
             self.sessions.put(session)
 
     def __del__(self) -> None:
-        # A forked child has a copy of its parent's threads here that nobody can join.
+        # In a forked child this is only a copy of the parent's pool: there are no threads to join.
         if self._pool and self.process == os.getpid():
             self._library.close_pool(self._pool)
             for session in self._opened:
@@ -167,7 +167,7 @@ class _Threads:
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:
-    # The kernels load whole cache lines; a file promises no alignment.
+    # The kernels load whole cache lines, but a file promises no alignment.
     memory = np.empty(array.nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     aligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

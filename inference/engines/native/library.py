@@ -1,4 +1,4 @@
-"""Finds the compiled `kernels.c` and tells ctypes its structures."""
+"""Finds the compiled `kernels.c`, and declares its structures and functions for ctypes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModelStruct(ctypes.Structure):
 
 
 def library_path() -> Path | None:
-    """Return the compiled kernels, or None where the installation could not compile them."""
+    """Return the compiled kernels, or None if the installation could not compile them."""
     here = Path(__file__).parent
     candidates = (here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
@@ -79,11 +79,11 @@ def load_library() -> ctypes.CDLL:
     """Load the compiled kernels.
 
     Raises:
-        OSError: They are not there, do not load, or were compiled from another version of kernels.c.
+        OSError: They are missing, do not load, or were compiled from another version of kernels.c.
     """
     path = library_path()
     if path is None:
-        raise OSError("the native kernels are not compiled here; install again where a C compiler is at hand")
+        raise OSError("the native kernels are not compiled; install again with a C compiler")
     library = ctypes.CDLL(str(path))
     if library.model_bytes() != ctypes.sizeof(ModelStruct) or not hasattr(library, "open_pool"):
         raise OSError("the native kernels were compiled from another version; install again")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from inference.engines.native.architecture import Architecture
+from inference.engines.native.architecture import EncoderShape
 
 FILE_NAME = "model_int8.safetensors"
 PANEL = 64  # outputs that the kernels compute together, as in kernels.c
@@ -22,46 +22,43 @@ Weights = Mapping[str, NDArray[Any]]
 def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
     """Quantise a classifier and write it as `FILE_NAME`.
 
-    Weights become int8 with one symmetric scale an output channel; word embeddings become float16; everything else
+    Weights become int8 with one symmetric scale per output channel; word embeddings become float16; everything else
     stays float32.
 
-    Args:
-        config: The contents of a transformers ``config.json``.
-        weights: Float arrays with the names that transformers gives them.
-        folder: An existing folder.
-
     Raises:
-        ValueError: The architecture is not one that the kernels compute, or a weight is missing, NaN, infinite or, of
-            an embedding, beyond float16.
+        ValueError: The kernels do not compute this architecture, or a weight is missing, is not finite or, in an
+            embedding, is too large for float16.
     """
-    architecture = Architecture.of(config)
-    names = architecture.names
+    shape = EncoderShape.of(config)
+    family = shape.family
+    positions = _float(weights, f"{family.position_embeddings}.weight")
+    if family.token_type_embeddings:
+        # A single text is given, not a pair, so every token has type 0.
+        positions = positions + _float(weights, f"{family.token_type_embeddings}.weight")[0]
     tensors: dict[str, NDArray[Any]] = {
-        "words": _half(weights, names.words),
-        "positions": _positions(architecture, weights),
-        "classifier.weight": _float(weights, f"{names.classifier}.weight"),
-        "classifier.bias": _float(weights, f"{names.classifier}.bias"),
+        "words": _half(weights, f"{family.word_embeddings}.weight"),
+        "positions": positions,
+        "classifier.weight": _float(weights, f"{family.classifier}.weight"),
+        "classifier.bias": _float(weights, f"{family.classifier}.bias"),
         # The kernels walk over inputs first.
-        "pooler.weight": np.ascontiguousarray(_float(weights, f"{names.pooler}.weight").T),
-        "pooler.bias": _float(weights, f"{names.pooler}.bias"),
-        **_norm("embedding_norm", weights, names.embedding_norm),
+        "pooler.weight": np.ascontiguousarray(_float(weights, f"{family.pooler}.weight").T),
+        "pooler.bias": _float(weights, f"{family.pooler}.bias"),
+        **_norm("embedding_norm", weights, family.embedding_norm),
     }
-    for index in range(architecture.num_blocks):
-        tensors |= _block(f"block.{index}.", architecture, weights, index)
+    for index in range(shape.num_layers):
+        tensors |= _block(f"block.{index}.", shape, weights, shape.block_prefix(index))
     save_file(tensors, folder / FILE_NAME)
 
 
-def _block(prefix: str, architecture: Architecture, weights: Weights, index: int) -> dict[str, NDArray[Any]]:
+def _block(prefix: str, shape: EncoderShape, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
     def linear(name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        full = names.block.format(index) + name
-        return _float(weights, f"{full}.weight"), _float(weights, f"{full}.bias")
+        return _float(weights, f"{source}{name}.weight"), _float(weights, f"{source}{name}.bias")
 
-    names = architecture.names
-    query_weight, query_bias = linear(names.query)
-    key_weight, key_bias = linear(names.key)
-    value_weight, value_bias = linear(names.value)
-    scaling = np.float32(architecture.head_width**-0.5)  # saves a pass over the scores
-    block = names.block.format(index)
+    family = shape.family
+    query_weight, query_bias = linear(family.query)
+    key_weight, key_bias = linear(family.key)
+    value_weight, value_bias = linear(family.value)
+    scaling = np.float32(shape.head_size**-0.5)  # saves a pass over the scores
     return {
         **_linear(f"{prefix}query", query_weight * scaling, query_bias * scaling),
         **_linear(
@@ -69,16 +66,18 @@ def _block(prefix: str, architecture: Architecture, weights: Weights, index: int
             np.concatenate([key_weight, value_weight]),
             np.concatenate([key_bias, value_bias]),
         ),
-        **_linear(f"{prefix}attention_out", *linear(names.attention_out)),
-        **_linear(f"{prefix}wide", *linear(names.wide)),
-        **_linear(f"{prefix}narrow", *linear(names.narrow)),
-        **_norm(f"{prefix}attention_norm", weights, block + names.attention_norm),
-        **_norm(f"{prefix}output_norm", weights, block + names.output_norm),
+        **_linear(f"{prefix}attention_out", *linear(family.attention_output)),
+        **_linear(f"{prefix}wide", *linear(family.intermediate)),
+        **_linear(f"{prefix}narrow", *linear(family.output)),
+        **_norm(f"{prefix}attention_norm", weights, source + family.attention_norm),
+        **_norm(f"{prefix}output_norm", weights, source + family.output_norm),
     }
 
 
 def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     scale = np.maximum(np.abs(weight).max(axis=1), np.finfo(np.float32).tiny) / _INT8_MAX
+    # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of its weights) to each
+    # output, and that sum is known here.
     quantised = np.rint(weight / scale[:, None]).astype(np.int8)
     return {
         f"{name}.weight": _packed(quantised),
@@ -89,18 +88,12 @@ def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -
 
 
 def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Lay (outputs, inputs) out as (panels, inputs / 4, 64, 4): four inputs of 64 outputs lie side by side."""
+    # (outputs, inputs) -> (panels, inputs / 4, 64, 4). VPDPBUSD sums the products of four neighbouring inputs for each
+    # of 16 outputs, so these have to be contiguous.
     outputs, inputs = weight.shape
     filled = np.zeros((-(-outputs // PANEL) * PANEL, inputs), dtype=np.int8)
     filled[:outputs] = weight
     return np.ascontiguousarray(filled.reshape(-1, PANEL, inputs // 4, 4).transpose(0, 2, 1, 3))
-
-
-def _positions(architecture: Architecture, weights: Weights) -> NDArray[np.float32]:
-    positions = _float(weights, architecture.names.positions)
-    if architecture.names.token_types is None:
-        return positions
-    return positions + _float(weights, architecture.names.token_types)[0]  # one text, so every token has type 0
 
 
 def _norm(name: str, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
@@ -112,10 +105,10 @@ def _norm(name: str, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
 
 def _float(weights: Weights, name: str) -> NDArray[np.float32]:
     if name not in weights:
-        raise ValueError(f"the weights hold no {name}")
+        raise ValueError(f"the weights lack {name}")
     weight = np.asarray(weights[name], dtype=np.float32)
     if not np.isfinite(weight).all():
-        raise ValueError(f"{name} holds NaN or infinity, the training diverged; train with a lower learning rate")
+        raise ValueError(f"{name} holds NaN or infinity because training diverged; train with a lower learning rate")
     return weight
 
 
@@ -123,5 +116,7 @@ def _half(weights: Weights, name: str) -> NDArray[np.float16]:
     weight = _float(weights, name)
     largest = float(np.abs(weight).max())
     if largest > float(np.finfo(np.float16).max):
-        raise ValueError(f"{name} reaches {largest:g}, beyond float16's 65504; export for another engine, such as onnx")
+        raise ValueError(
+            f"{name} reaches {largest:g}, more than float16's 65504; export for another engine, such as onnx"
+        )
     return weight.astype(np.float16)

@@ -16,7 +16,7 @@ from common.errors import ModelLoadError
 from common.model_folder import read_saved_model
 from common.text import clean_text
 from inference.app import create_app
-from inference.engines.forward import PADDED_TEXTS
+from inference.engines.base import PADDED_TEXTS
 from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
 from tests.inference.servers import until
@@ -27,7 +27,7 @@ def model(model_folder: Path) -> ModelLoader:
     return ModelLoader(model_folder)
 
 
-def test_a_folder_brings_its_labels_length_and_metrics(model: ModelLoader, labels: list[str]) -> None:
+def test_labels_length_and_metrics_come_from_the_folder(model: ModelLoader, labels: list[str]) -> None:
     assert model.labels == labels
     assert model.max_length == 24
     assert model.metadata["dataset"] == "tiny"
@@ -116,7 +116,7 @@ def _assert_refused(path: Path, *parts: str) -> None:
         assert part in line
 
 
-def test_a_path_with_nothing_there_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     _assert_refused(tmp_path / "nothing", "no such model", "MODEL_CHECKPOINT")
 
 
@@ -158,7 +158,7 @@ def _poison_the_head(folder: Path) -> None:
             "model_max_length",
         ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: holds no JSON object"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda folder: (folder / "metrics.json").write_bytes(b"\xff"), "metrics.json: cannot be read"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "not a tokenizer.json"),
     ],
@@ -195,7 +195,7 @@ def test_a_pt_file_that_lacks_something_is_refused(
     _assert_refused(_changed(checkpoint, tmp_path, change), what)
 
 
-def test_a_pt_file_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+def test_a_pt_file_without_a_dict_is_refused(tmp_path: Path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     _assert_refused(tmp_path / "list.pt", "holds a list, not a dict with model_state_dict, config")
 
@@ -206,7 +206,7 @@ def test_a_damaged_pt_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     _assert_refused(path, "not a readable .pt file")
 
 
-def test_a_pt_file_with_code_in_it_is_refused_unrun(tmp_path: Path) -> None:
+def test_code_in_a_pt_file_is_refused_and_not_run(tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
             return Path.touch, (tmp_path / "ran",)
@@ -253,7 +253,7 @@ def test_a_folder_whose_weights_are_a_pickle_is_refused(folder_copy: Path) -> No
         ModelLoader(folder_copy, "torch")
 
 
-def test_a_link_is_followed_once_and_gives_the_model_its_name(folder_copy: Path, tmp_path: Path) -> None:
+def test_a_link_is_resolved_once_and_names_the_model(folder_copy: Path, tmp_path: Path) -> None:
     link = tmp_path / "current"
     link.symlink_to(folder_copy)
     loaded = ModelLoader(link, "torch")
@@ -286,11 +286,11 @@ def test_a_model_from_elsewhere_reads_texts_as_transformers_reads_them(folder_co
     assert model.predict("oil \ud83d prices") == model.predict("oil \ufffd prices")
 
 
-def test_a_folder_of_this_project_from_before_cleaning_was_a_choice_is_cleaned_as_news(folder_copy: Path) -> None:
+def test_an_older_folder_that_names_no_cleaning_is_cleaned_as_news(folder_copy: Path) -> None:
     assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, [clean_text(text) for text in MARKUP])
 
 
-def test_the_cleaning_that_the_folder_names_holds_for_every_way_in(folder_copy: Path) -> None:
+def test_the_folders_cleaning_applies_to_every_kind_of_call(folder_copy: Path) -> None:
     _edit_json(folder_copy / "config.json", text_cleaning="none")
     model = ModelLoader(folder_copy)
     assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, MARKUP)
@@ -305,6 +305,6 @@ def test_the_cleaning_that_the_folder_names_holds_for_every_way_in(folder_copy: 
         assert client.post("/predict", json={"text": "<b></b>"}).status_code == 200
 
 
-def test_a_cleaning_that_is_not_known_is_refused(folder_copy: Path) -> None:
+def test_an_unknown_cleaning_is_refused(folder_copy: Path) -> None:
     _edit_json(folder_copy / "config.json", text_cleaning="legal")
     _assert_refused(folder_copy, "text_cleaning 'legal' in config.json: must be news or none")

@@ -1,4 +1,4 @@
-"""The own kernels: their logits, whatever the lengths, the threads and the neighbours."""
+"""The native kernels: logits for any lengths, number of threads and neighbours in the batch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_logits_follow_transformers_for_every_length(make_engine: MakeEngine, mo
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
 
 
-def test_an_answer_is_the_same_to_the_bit_alone_among_others_and_on_any_number_of_threads(
+def test_answers_are_bit_equal_alone_in_a_batch_and_on_any_number_of_threads(
     make_engine: MakeEngine,
 ) -> None:
     engine, _ = make_engine(_distilbert(), threads=3)
@@ -107,7 +107,7 @@ def test_an_answer_is_the_same_to_the_bit_alone_among_others_and_on_any_number_o
             np.testing.assert_array_equal(engine.logits(TokenBatch.of([text]), threads), [row])
 
 
-def test_passes_side_by_side_do_not_disturb_each_other(make_engine: MakeEngine) -> None:
+def test_concurrent_passes_do_not_affect_each_other(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(_distilbert())
     batches = [TokenBatch.of(_random_texts(LENGTHS[: 3 + i % 7], seed=i)) for i in range(40)]
     alone = [engine.logits(batch) for batch in batches]
@@ -120,10 +120,10 @@ def test_passes_side_by_side_do_not_disturb_each_other(make_engine: MakeEngine) 
 @pytest.mark.parametrize(
     ("ids", "lengths", "what"),
     [
-        ([1, VOCABULARY], [2], "token ids must lie in 0 to 299"),
-        ([1, -1], [2], "token ids must lie in 0 to 299"),
+        ([1, VOCABULARY], [2], "token ids must be 0 to 299"),
+        ([1, -1], [2], "token ids must be 0 to 299"),
         ([1, 2], [3], "lengths that sum to its tokens"),
-        ([1, 2], [2, 0], "a token a text"),
+        ([1, 2], [2, 0], "a token in each text"),
         ([], [], "at least one text"),
         ([1] * (POSITIONS + 1), [POSITIONS + 1], "161 tokens > maximum 160"),
     ],
@@ -141,10 +141,10 @@ def test_input_that_would_read_outside_of_a_table_is_refused(
     [
         ({"model_type": "roberta"}, "model_type 'roberta'"),
         ({"activation": "silu"}, "activation 'silu'"),
-        ({"n_heads": 4}, "head_width 24"),
-        ({"n_heads": 18, "dim": 304}, "width 304 is no multiple of its 18 heads"),
-        ({"n_layers": 0}, "blocks 0"),
-        ({"hidden_dim": 66_320}, "wide 66320"),
+        ({"n_heads": 4}, "head size 24"),
+        ({"n_heads": 18, "dim": 304}, "dim 304: must be a multiple of its 18 heads"),
+        ({"n_layers": 0}, "n_layers 0"),
+        ({"hidden_dim": 66_320}, "hidden_dim 66320"),
         ({"is_decoder": True}, "is_decoder"),
     ],
 )
@@ -177,7 +177,7 @@ def _data_bytes() -> int:
 
 
 @pytest.mark.parametrize("processors", [1, 2, 8, 64, 96, 128, 256])
-def test_threads_are_as_many_as_processors_on_a_machine_of_any_size(make_engine: MakeEngine, processors: int) -> None:
+def test_there_are_as_many_threads_as_processors(make_engine: MakeEngine, processors: int) -> None:
     engine, _ = make_engine(_distilbert(n_layers=1), threads=processors)
     batch = TokenBatch.of(_random_texts([50, 160, 3, 97]))
     alone = engine.logits(batch)
@@ -187,7 +187,7 @@ def test_threads_are_as_many_as_processors_on_a_machine_of_any_size(make_engine:
     assert with_engine - _num_threads() == processors - 1
 
 
-def test_buffers_grow_with_the_processors_not_with_their_square(make_engine: MakeEngine) -> None:
+def test_buffers_grow_linearly_with_the_processors(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(_distilbert(n_layers=1), threads=64)
     batch = TokenBatch.of(_random_texts([POSITIONS] * 2))
     before = _data_bytes()
@@ -196,7 +196,7 @@ def test_buffers_grow_with_the_processors_not_with_their_square(make_engine: Mak
     assert _data_bytes() - before < 64 * 2**20  # a thread's buffers take 0.15 MiB
 
 
-def test_passes_together_may_ask_for_more_threads_than_there_are(make_engine: MakeEngine) -> None:
+def test_concurrent_passes_may_ask_for_more_threads_than_exist(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(_distilbert(), threads=3)
     batches = [TokenBatch.of(_random_texts(LENGTHS[i % 9 :], seed=i)) for i in range(24)]
     alone = [engine.logits(batch) for batch in batches]
@@ -206,7 +206,7 @@ def test_passes_together_may_ask_for_more_threads_than_there_are(make_engine: Ma
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_forked_child_answers_on_threads_of_its_own(make_engine: MakeEngine) -> None:
+def test_a_forked_child_starts_its_own_threads(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(_distilbert(), threads=2)
     batch = TokenBatch.of(_random_texts(LENGTHS))
     expected = engine.logits(batch, 2)
@@ -255,7 +255,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
         make_engine(model)
 
 
-def test_embeddings_beyond_the_range_of_float16_are_refused(make_engine: MakeEngine) -> None:
+def test_embeddings_too_large_for_float16_are_refused(make_engine: MakeEngine) -> None:
     model = _distilbert()
     with torch.no_grad():
         model.distilbert.embeddings.word_embeddings.weight[7, 3] = 70_000
@@ -275,7 +275,7 @@ def _places(value: float) -> list[str]:
 @pytest.mark.parametrize(
     "make", [_distilbert, lambda: _distilbert(activation="relu"), _bert], ids=["gelu", "relu", "tanh"]
 )
-def test_a_number_that_is_not_finite_anywhere_in_a_pass_reaches_the_answer(
+def test_a_non_finite_number_anywhere_in_a_pass_shows_in_the_answer(
     make_engine: MakeEngine, tmp_path: Path, make: Callable, value: float
 ) -> None:
     make_engine(make())

@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import manifest as manifests
 from common.errors import ModelLoadError
+from common.files import sha256_of
 from common.hardware import Hardware, usable_cpus
+from common.model_folder import MANIFEST_FILE, describe_files
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
-from inference.engines.probe import measure_speed
 from inference.engines.selection import _has_gpu_files, load_model
+from inference.engines.self_test import measure_speed
 from inference.settings import Settings
 from tests.inference.stand_in_model import StandInModel
 
@@ -53,7 +54,7 @@ def test_without_an_artefact_torch_answers_and_the_reason_says_how_to_get_one(mo
 
 def test_auto_picks_the_artefact_and_says_why(exported_folder: Path) -> None:
     info = ModelLoader(exported_folder).info
-    weights = manifests.sha256_of(exported_folder / "model.safetensors")
+    weights = sha256_of(exported_folder / "model.safetensors")
     assert (info["engine"], info["precision"], info["revision"]) == ("onnx int8", "int8", weights[:12])
     assert "onnx is the only artefact that works here" in info["reason"]
     assert ModelLoader(exported_folder, "torch").info["revision"] == weights[:12]
@@ -82,6 +83,7 @@ print(json.dumps([model.info["engine"], model.labels, model.max_length, model.pr
 def test_without_the_runtime_auto_falls_back_and_the_named_engine_is_refused(exported_folder: Path) -> None:
     code = f"""
 from common.errors import ModelLoadError
+from common.files import sha256_of
 from inference.engines.model_loader import ModelLoader
 print(ModelLoader({str(exported_folder)!r}).info["engine"])
 print(ModelLoader({str(exported_folder)!r}).info["reason"])
@@ -117,7 +119,7 @@ def _rename_a_label(folder: Path) -> None:
 
 
 def _edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "onnx" / manifests.FILE_NAME
+    path = folder / "onnx" / MANIFEST_FILE
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -131,7 +133,7 @@ def _make_probes_wrong(content: dict[str, Any]) -> None:
 def _replace_the_graph(folder: Path) -> None:
     path = folder / "onnx" / "model.onnx"
     path.write_bytes(b"no graph")
-    described = manifests.describe_files(folder / "onnx")
+    described = describe_files(folder / "onnx")
     _edit_manifest(folder, lambda content: content.update(files=described))
 
 
@@ -139,7 +141,7 @@ def _replace_the_graph(folder: Path) -> None:
     ("damage", "why"),
     [
         (_retrain, "was made from other weights than model.safetensors"),
-        (_rename_a_label, "was made when config.json was another"),
+        (_rename_a_label, "was made before config.json changed"),
         (lambda folder: (folder / "onnx" / "model.onnx").write_bytes(b"x"), "model.onnx: is not the file"),
         (lambda folder: (folder / "onnx" / "tokenizer.json").unlink(), "tokenizer.json: is missing"),
         (_replace_the_graph, "does not load"),
@@ -176,7 +178,7 @@ def test_weights_that_were_only_copied_keep_their_artefact(exported_copy: Path) 
     assert load_model(exported_copy).engine.name == "onnx int8"
 
 
-def test_a_named_engine_that_is_not_there_is_refused_with_the_command_that_makes_it(model_folder: Path) -> None:
+def test_a_missing_artefact_is_refused_with_the_command_that_writes_it(model_folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"python -m inference\.export .* --engine openvino"):
         load_model(model_folder, "openvino")
     with pytest.raises(ModelLoadError, match="no engine is called 'tensorflow'"):
@@ -194,7 +196,7 @@ def two_artefacts(exported_folder: Path, rows_file: Path, tmp_path_factory: pyte
     if not is_supported()[0]:
         pytest.skip(is_supported()[1])
     folder = Path(shutil.copytree(exported_folder, tmp_path_factory.mktemp("two") / "tiny"))
-    assert export.main([str(folder), "--engine", "native", "--rows", str(rows_file), "--max_drop", "100"]) == 0
+    export.main([str(folder), "--engine", "native", "--rows", str(rows_file), "--max_drop", "100"])
     return folder
 
 
@@ -217,7 +219,7 @@ def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path,
     assert "(measured just now)" in loaded.reason
 
 
-def test_what_was_measured_is_remembered_and_decides_whatever_the_engine(two_artefacts: Path, cache: Path) -> None:
+def test_measured_speeds_are_remembered_and_decide_at_the_next_start(two_artefacts: Path, cache: Path) -> None:
     load_model(two_artefacts)
     [file] = cache.iterdir()
     for speeds, expected in (
@@ -234,7 +236,7 @@ def test_what_was_measured_is_remembered_and_decides_whatever_the_engine(two_art
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"native": "fast"}'])
-def test_a_broken_cache_means_to_measure_again(two_artefacts: Path, cache: Path, content: str) -> None:
+def test_with_a_damaged_cache_speeds_are_measured_again(two_artefacts: Path, cache: Path, content: str) -> None:
     load_model(two_artefacts)
     [file] = cache.iterdir()
     file.write_text(content)
@@ -242,7 +244,7 @@ def test_a_broken_cache_means_to_measure_again(two_artefacts: Path, cache: Path,
     assert json.loads(file.read_text()).keys() == {"native", "onnx"}
 
 
-def test_a_cache_that_cannot_be_written_stops_no_start(two_artefacts: Path, cache: Path) -> None:
+def test_an_unwritable_cache_does_not_prevent_a_start(two_artefacts: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
     assert "(measured just now)" in load_model(two_artefacts).reason
 
@@ -295,7 +297,7 @@ def test_torch_without_a_gpu_says_so_and_cuda_that_was_asked_for_is_an_error(
         load_model(exported_folder, "onnx", Hardware(device="cuda"))
 
 
-def test_threads_are_those_of_the_setting_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_setting_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Hardware().num_threads == Hardware(threads=10_000).num_threads == usable_cpus()
     monkeypatch.setenv("THREADS", "1")
     monkeypatch.setenv("DEVICE", "CPU")

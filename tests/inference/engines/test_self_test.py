@@ -109,7 +109,7 @@ def test_a_model_without_any_length_limit_is_refused(make_folder: MakeFolder) ->
 
 
 @pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression"])
-def test_another_problem_than_one_label_a_text_is_refused(make_folder: MakeFolder, problem_type: str) -> None:
+def test_a_model_that_does_not_choose_one_label_per_text_is_refused(make_folder: MakeFolder, problem_type: str) -> None:
     line = _refusal(make_folder("Bert", problem_type=problem_type, **SIZES))
     assert f"problem_type {problem_type!r}" in line
 
@@ -118,14 +118,14 @@ def test_a_model_with_one_label_is_refused(make_folder: MakeFolder) -> None:
     assert "one label" in _refusal(make_folder("Bert", labels=["score"], **SIZES))
 
 
-def test_two_classes_of_one_name_are_refused(make_folder: MakeFolder) -> None:
+def test_two_classes_with_the_same_name_are_refused(make_folder: MakeFolder) -> None:
     folder = make_folder("Bert", **SIZES)
     _edit_config(folder, id2label={"0": "A", "1": "A", "2": "B", "3": "C"})
     assert "two classes are named 'A'" in _refusal(folder)
 
 
 @pytest.mark.parametrize("num_labels", [2, 3])
-def test_labels_that_transformers_leaves_out_have_its_own_default_names(
+def test_labels_that_transformers_leaves_out_get_its_default_names(
     make_folder: MakeFolder, num_labels: int, texts: list[str]
 ) -> None:
     names = [f"LABEL_{i}" for i in range(num_labels)]

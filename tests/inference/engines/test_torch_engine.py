@@ -42,7 +42,7 @@ def test_a_compiled_model_gives_the_same_logits_for_every_length(model_folder: P
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_compiled_is_one_line_and_exit_code_2(model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_compiled_ends_in_one_line_and_exit_code_2(model_folder: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "inference.predict", "--model", str(model_folder), "--engine", "torch_compiled"]
     run = subprocess.run(
@@ -54,7 +54,7 @@ def test_a_model_that_cannot_be_compiled_is_one_line_and_exit_code_2(model_folde
     assert "serve it with another engine" in line
 
 
-def test_a_weights_file_that_is_overwritten_and_cut_changes_no_answer(folder_copy: Path) -> None:
+def test_overwriting_or_truncating_the_weights_file_changes_no_answer(folder_copy: Path) -> None:
     engine = _engine(folder_copy)
     before = engine.logits(BATCH)
     weights = folder_copy / "model.safetensors"

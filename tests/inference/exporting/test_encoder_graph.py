@@ -12,8 +12,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from inference.exporting.encoder_graph import EncoderGraph
-from inference.exporting.onnx_writer import build_module
+from inference.exporting.encoder_graph import EncoderGraph, build_module
 
 SIZES = {"vocab_size": 90, "max_position_embeddings": 40, "initializer_range": 0.25, "num_labels": 5}
 
@@ -59,7 +58,7 @@ def test_small_embeddings_change_little() -> None:
     graph, _ = build_module(model.config.to_dict(), model.state_dict(), int8=True)
     ids, mask = _inputs()
     torch.testing.assert_close(graph(ids, mask), model(ids, mask).logits, atol=0.05, rtol=0.05)
-    assert graph.words.table.dtype is torch.int8
+    assert graph.word_embeddings.table.dtype is torch.int8
 
 
 @torch.inference_mode()
@@ -76,7 +75,7 @@ def test_another_architecture_is_exported_whole() -> None:
     torch.testing.assert_close(module(ids, mask), model(ids, mask).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_causal_bert_is_exported_whole_since_the_lean_graph_is_not_causal() -> None:
+def test_a_causal_bert_is_exported_whole() -> None:
     model = _bert("gelu")
     _, kind = build_module(model.config.to_dict() | {"is_decoder": True}, model.state_dict(), int8=False)
     assert kind == "whole"

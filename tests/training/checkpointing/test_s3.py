@@ -105,7 +105,7 @@ def test_a_run_whose_bucket_goes_away_in_a_save_says_so_and_goes_on(
     line.cut_at = b"PUT /bucket/run/step_00000006/__1_0.distcp"
 
     run = launch(2, *flags(4, tmp_path / "model"), *IN_THE_BUCKET, wait=False)
-    run.wait_until(lambda: "Training goes on, but the checkpoint" in run.out)
+    run.wait_until(lambda: "Training continues, but the checkpoint" in run.out)
     line.mend()
 
     assert run.wait() == 0, run.err

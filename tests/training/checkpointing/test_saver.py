@@ -239,7 +239,7 @@ def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_
     assert first["stands"] == ["latest", "step_00000001"]
     [line] = first["said"]
     where = f"the checkpoint of step 2 could not be written to {tmp_path}"
-    assert line.startswith(f"Training goes on, but {where} (rank 1: File too large)")
+    assert line.startswith(f"Training continues, but {where} (rank 1: File too large)")
     assert line.endswith("; attempt 1 of 3, the next within a minute")
     assert (first["due"], second["due"]) == (True, False), "rank 0's clock counts"
     assert read_whole(f"{tmp_path}/step_00000002").model["weight"].unique().tolist() == [2.0]
@@ -302,7 +302,7 @@ def test_the_third_failure_in_a_row_ends_the_run_in_one_line(tmp_path: Path) -> 
 
     assert line == same
     assert "(rank 0: Not a directory" in line
-    assert "for the 3rd time in a row" in line
+    assert "3 times in a row" in line
     assert (first_quiet, second_quiet) == (False, True)
 
 
@@ -328,14 +328,14 @@ def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_tim
     saver = saver_into(tmp_path / "file" / "checkpoints", ALONE)
     saver.save(1, lambda: _state(1.0), {}, None)
 
-    with pytest.raises(TrainingFailure, match="for the 3rd time in a row; there is no checkpoint before it: free some space"):
+    with pytest.raises(TrainingFailure, match="3 times in a row; there is no earlier checkpoint: free some space"):
         saver.wait()
 
     assert [line.partition("; ")[2] for line in SAID] == [
         "attempt 1 of 3, the next in 0 s",
         "attempt 2 of 3, the next in 0 s",
     ]
-    assert all(line.startswith("The run waits, since the checkpoint of step 1 could not be written") for line in SAID)
+    assert all(line.startswith("Waiting, because the checkpoint of step 1 could not be written") for line in SAID)
 
 
 def test_tensors_on_the_cpu_are_copied_without_touching_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, smal
 from training.config import TrainConfig
 from training.data.balance import Balance, Stopwatch
 from training.data.batching import DataPlace, MicroBatch, rank_share
+from training.run.step import forward_backward
 
 Gradients = dict[str, torch.Tensor]
 BATCH = np.arange(GLOBAL_BATCH)
@@ -71,7 +72,7 @@ def test_shares_settle_where_all_ranks_take_the_same_time() -> None:
 def _trained(name: str, speeds: list[float] | None, accumulation: int) -> tuple[Gradients, list[float]]:
     """The gradients of a first step, and the losses of five."""
     strategy = small_strategy(strategy=name)
-    strategy.run(rank_share(small_rows(), BATCH, strategy.place, accumulation, speeds=speeds), step=1)
+    forward_backward(strategy, rank_share(small_rows(), BATCH, strategy.place, accumulation, speeds=speeds), step=1)
     gradients = {name: parameter.grad.clone() for name, parameter in strategy.parameters.items()}
     strategy.optimizer.zero_grad()
     return gradients, take_steps(strategy, range(1, 6), accumulation=accumulation, speeds=speeds)

@@ -28,7 +28,7 @@ from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import StepResult
-from training.run.step_log import StepLog, StepRecord
+from training.run.step import StepLog, StepRecord, optimizer_step
 from training.run.trainer import Trainer
 
 GLOBAL_BATCH = 8
@@ -131,7 +131,7 @@ def train_without(config: TrainConfig, rows: Sequence[int]) -> State:
         if len(left):
             share = rank_share(news.tokens.train, left, strategy.place, max_length=48)
             rate = learning_rate_at(step, LAST_STEP, config.peak_learning_rate, config.warmup, config.schedule)
-            strategy.step(share, step, rate)
+            optimizer_step(strategy, share, step, rate)
     return strategy.state_dict().tensors
 
 
@@ -214,15 +214,15 @@ def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
 def train_beside_damage(config: TrainConfig, at_step: int, file: Path) -> str:
     """A run one of whose files is torn before a step; returns what it fails from."""
     trainer = Trainer(config, here())
-    take_step = trainer.context.strategy.step
+    begin_step = trainer.context.strategy.begin_step
 
-    def tear_and_step(micro_batches: Any, step: int, learning_rate: float) -> StepResult:
-        if step == at_step:
+    def tear_and_begin(learning_rate: float) -> None:
+        if trainer.context.state.step + 1 == at_step:
             trainer.report_saves(trainer.saver.wait)
             file.write_bytes(b"torn")
-        return take_step(micro_batches, step, learning_rate)
+        begin_step(learning_rate)
 
-    trainer.context.strategy.step = tear_and_step
+    trainer.context.strategy.begin_step = tear_and_begin
     with pytest.raises(TrainingFailure) as failed:
         trainer.fit()
     return str(failed.value)
@@ -293,13 +293,13 @@ def test_where_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect
     losses = torch.tensor([0.5, 0.4, 0.3])
     log.add(StepRecord(4, 1, 1e-3, batch, 30, batch, StepResult(losses.mean(), losses, torch.tensor(math.inf), False)))
 
-    agreed = log.flush(1.0, {})
+    synced = log.sync(1.0, {})
 
-    assert agreed.bad[4].suspects == [7, 3, 9]
-    assert str(agreed.bad[4]) == (
+    assert synced.bad[4].suspects == [7, 3, 9]
+    assert str(synced.bad[4]) == (
         "step 4: the gradient norm is inf (every row has a finite loss, the gradient overflowed)"
     )
-    assert [(step.skipped, step.bad) for step in agreed.steps] == [(True, True)]
+    assert [(step.skipped, step.bad) for step in synced.steps] == [(True, True)]
 
 
 def test_what_the_loss_scale_explains_is_skipped_but_not_bad() -> None:
@@ -308,6 +308,6 @@ def test_what_the_loss_scale_explains_is_skipped_but_not_bad() -> None:
         result = StepResult(torch.tensor(loss), torch.tensor([loss]), torch.tensor(math.inf), scaler_skipped=True)
         log.add(StepRecord(step, 1, 1e-3, batch, 30, batch, result))
 
-    steps = log.flush(1.0, {}).steps
+    steps = log.sync(1.0, {}).steps
 
     assert [(step.skipped, step.bad) for step in steps] == [(True, False), (True, True)]

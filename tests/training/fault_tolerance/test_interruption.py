@@ -211,5 +211,5 @@ def test_the_launcher_script_passes_a_stop_on_and_ends_with_0(
     os.kill(run.process.pid, number)
 
     assert run.wait() == 0, run.err
-    assert "all saved. To go on, start the same command again." in run.out
+    assert "everything is saved. To resume, rerun the same command." in run.out
     assert "Traceback" not in run.err

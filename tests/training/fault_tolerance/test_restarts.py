@@ -166,7 +166,7 @@ def test_a_stopped_run_is_not_started_again_and_ends_with_the_code_that_was_aske
     os.kill(run.process.pid, signal.SIGTERM)
 
     assert run.wait() == 75, run.err
-    assert run.out.count("all saved. To go on, start the same command again.") == 1
+    assert run.out.count("everything is saved. To resume, rerun the same command.") == 1
     assert RunFolder(tmp_path / "model.run").refresh().starts == 1
 
 

@@ -11,7 +11,7 @@ SAVED = "all ranks stop after the same step, with all saved; started again, they
 NAMED = "the rank and where it stands are named; " + AGAIN
 REPORTED = "the failed save is reported and tried again, the run goes on"
 WHOLE = "the damaged checkpoint is named, the newest whole one gone on from"
-WENT_ON = r"Training goes on, but the checkpoint of step \d+ could not be written.*"
+WENT_ON = r"Training continues, but the checkpoint of step \d+ could not be written.*"
 
 NO_RESTARTS = ("--standalone", "--nproc_per_node=2", "--max_restarts=0")
 TWO_MACHINES = ("--nnodes=2", "--nproc_per_node=1", "--max_restarts=3")
@@ -126,7 +126,7 @@ def _stored() -> list[Fault]:
             mend=free,
             disk=256,
             launcher=NO_RESTARTS,
-            says=r"error: .*for the 3rd time in a row.*",
+            says=r"error: .*3 times in a row.*",
         ),
         *(
             Fault(

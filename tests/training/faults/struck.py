@@ -190,7 +190,7 @@ def _watch_phases() -> None:
 
 def _note_rows() -> None:
     """Have every step append the rows that this rank computed to a file of its own."""
-    from training.run.step_log import StepLog
+    from training.run.step import StepLog
 
     add, first = StepLog.add, []
     place = {"launch": LAUNCH, "restart": RESTART}
@@ -199,7 +199,7 @@ def _note_rows() -> None:
     def noted(self: StepLog, record: Any) -> None:
         add(self, record)
         first.append(record.step)
-        rows = [int(row) for row in record.mine if row >= 0]
+        rows = [int(row) for row in record.local_rows if row >= 0]
         note = {"time": time.monotonic(), "first_step": first[0], "step": record.step, "epoch": record.epoch}
         with (FOLDER / f"rows_{RANK}.jsonl").open("a") as file:
             file.write(json.dumps(place | note | {"rows": rows}) + "\n")

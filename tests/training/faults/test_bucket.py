@@ -14,7 +14,7 @@ from tests.training.faults.cases import BUCKET
 from tests.training.faults.faults import Suffering
 from tests.training.faults.judgement import Finding, Reference
 
-REPORTED = "Training goes on, but the checkpoint"
+REPORTED = "Training continues, but the checkpoint"
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from training.model.classifier import LABEL_MAP, NewsClassifier, try_unknown_fam
 from training.model.dropout import RowDropout
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.registry import STRATEGIES
+from training.run.step import optimizer_step
 
 TOLERANCE = 1e-6  # fp32, weights of the usual size
 EXACT = 1e-10  # fp64, where only another computation could differ by more
@@ -131,7 +132,7 @@ def test_logits_and_every_gradient_equal_transformers_own_in_eval(
 
 @pytest.mark.parametrize("architecture", ["distilbert", "bert", "roberta"])
 @pytest.mark.parametrize("dropout", [0.0, NEVER_DROPS])
-def test_logits_and_every_gradient_equal_transformers_own_in_training_where_nothing_is_dropped(
+def test_logits_and_every_gradient_equal_transformers_own_in_training_without_dropout(
     architecture: str, dropout: float, batch: tuple[torch.Tensor, torch.Tensor], tmp_path: Path
 ) -> None:
     classifier = classifier_of(save_encoder(tmp_path / "ours", architecture, dropout)).train()
@@ -224,7 +225,7 @@ def test_activation_checkpointing_gives_equal_gradients_though_dropout_has_moved
 
 
 @pytest.mark.parametrize("architecture", ["distilbert", "bert", "roberta"])
-def test_dropout_of_a_share_of_the_batch_is_that_of_the_whole_batch(architecture: str, tmp_path: Path) -> None:
+def test_dropout_of_part_of_a_batch_is_that_of_the_whole_batch(architecture: str, tmp_path: Path) -> None:
     classifier = classifier_of(save_encoder(tmp_path, architecture, dropout=0.3)).train()
     ids, mask = BATCHES["padded"]
     classifier.seed_dropout(seed=1, step=5, first_row=0)
@@ -249,7 +250,7 @@ def test_attention_dropout_reaches_the_logits(tmp_path: Path) -> None:
     assert not torch.allclose(first, second, atol=1e-3)
 
 
-def test_every_dropout_of_the_network_is_one_that_belongs_to_rows(tmp_path: Path) -> None:
+def test_every_dropout_of_the_network_is_replaced_by_row_dropout(tmp_path: Path) -> None:
     classifier = NewsClassifier(4, str(save_encoder(tmp_path, "bert", dropout=0.1)))
 
     places = [module for module in classifier.modules() if isinstance(module, torch.nn.Dropout | RowDropout)]
@@ -259,7 +260,7 @@ def test_every_dropout_of_the_network_is_one_that_belongs_to_rows(tmp_path: Path
     assert len({place.site for place in places}) == len(places)
 
 
-def test_predict_gives_the_most_probable_class_and_puts_the_mode_back(tmp_path: Path) -> None:
+def test_predict_gives_the_most_probable_class_and_restores_the_mode(tmp_path: Path) -> None:
     classifier = NewsClassifier(4, str(save_encoder(tmp_path, "distilbert", dropout=0.5)))
     expected = classifier.eval()(*BATCHES["padded"]).argmax(dim=1)
     classifier.train()
@@ -271,7 +272,7 @@ def test_predict_gives_the_most_probable_class_and_puts_the_mode_back(tmp_path: 
     assert classifier.training
 
 
-def test_labels_are_ag_news_where_none_are_named() -> None:
+def test_labels_are_those_of_ag_news_by_default() -> None:
     classifier = NewsClassifier(pretrained_model="tiny", vocab_size=64)
 
     assert LABEL_MAP == {0: "World", 1: "Sports", 2: "Business", 3: "Sci/Tech"}
@@ -287,7 +288,7 @@ def test_other_labels_are_kept_by_name_and_number() -> None:
     assert classifier(*BATCHES["unpadded"]).shape == (4, 3)
 
 
-def test_a_head_of_another_size_is_made_anew_and_the_encoder_kept(tmp_path: Path) -> None:
+def test_a_head_of_another_size_is_initialised_and_the_encoder_kept(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, "distilbert")
 
     classifier = NewsClassifier(7, str(folder)).double()
@@ -297,7 +298,7 @@ def test_a_head_of_another_size_is_made_anew_and_the_encoder_kept(tmp_path: Path
     assert_same(classifier.network.distilbert.state_dict(), encoder)
 
 
-def test_max_positions_leaves_out_those_that_roberta_keeps_for_padding(tmp_path: Path) -> None:
+def test_max_positions_excludes_those_that_roberta_reserves_for_padding(tmp_path: Path) -> None:
     model = NewsClassifier(4, str(save_encoder(tmp_path, "roberta")))
 
     assert model.max_positions == model.network.config.max_position_embeddings - model.network.config.pad_token_id - 1
@@ -326,7 +327,7 @@ def other_classifier(family: str) -> NewsClassifier:
 
 
 @pytest.mark.parametrize("family", ["mpnet", "squeezebert", "big_bird"])
-def test_padding_changes_nothing_in_families_that_compute_attention_by_themselves(family: str) -> None:
+def test_padding_changes_nothing_in_families_with_their_own_attention(family: str) -> None:
     model = other_classifier(family).eval()
     ids, mask = batch_of([6, 14])
 
@@ -364,11 +365,11 @@ def _two_steps(family: str) -> float:
     strategy = STRATEGIES["ddp"](model, TrainConfig(device="cpu", precision="fp32"), here(), "fp32")
     ids, mask = batch_of([6, 9])
     batch = MicroBatch(ids, mask, torch.tensor([0, 1]), torch.full((2,), 0.25), np.arange(2), here().rank * 2, 4)
-    return [float(strategy.step([batch], step, 1e-3).loss) for step in (1, 2)][-1]
+    return [float(optimizer_step(strategy, [batch], step, 1e-3).loss) for step in (1, 2)][-1]
 
 
 @pytest.mark.slow
-def test_a_family_with_parameters_that_nothing_reads_trains_on_two_ranks(
+def test_a_family_with_unused_parameters_trains_on_two_ranks(
     run_on_ranks: Callable[..., list[float]],
 ) -> None:
     losses = run_on_ranks(2, _two_steps, "big_bird")

@@ -130,7 +130,7 @@ def test_the_backward_pass_uses_the_forward_passes_mask(row_dropout: MakeDropout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_type_of_numbers_is_kept(dtype: torch.dtype, row_dropout: MakeDropout) -> None:
+def test_the_dtype_is_kept(dtype: torch.dtype, row_dropout: MakeDropout) -> None:
     x = torch.randn(4, 8, dtype=dtype, requires_grad=True)
 
     y = row_dropout(0.5)(x)
@@ -146,7 +146,7 @@ def test_nothing_is_dropped_in_evaluation_or_at_zero(row_dropout: MakeDropout) -
     assert torch.equal(row_dropout(0.0)(x), x)
 
 
-def test_use_row_dropout_numbers_every_place_and_keeps_the_state_dict(row_dropout: MakeDropout) -> None:
+def test_use_row_dropout_numbers_every_layer_and_keeps_the_state_dict(row_dropout: MakeDropout) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25)))
     before = list(model.state_dict())
 
@@ -185,7 +185,7 @@ def test_the_devices_stream_is_splitmix64() -> None:
     assert numbers == [expected((key + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(10)]
 
 
-def test_the_devices_stream_takes_few_operations_and_never_waits() -> None:
+def test_the_devices_stream_takes_few_operations_and_does_not_synchronise() -> None:
     stream = DropoutStream()
     with Operations() as operations:
         stream.device_draws(0, torch.Size((4, 5, 6)), torch.device("meta"))  # which has no values to wait for
@@ -193,7 +193,7 @@ def test_the_devices_stream_takes_few_operations_and_never_waits() -> None:
     assert len(operations.names) <= 20
 
 
-def test_ranks_that_split_heads_seed_attention_apart_and_others_alike() -> None:
+def test_only_ranks_that_split_heads_seed_attention_differently() -> None:
     def seed(tensor_rank: int | None) -> int:
         stream = DropoutStream()
         stream.tensor_rank = tensor_rank

@@ -27,14 +27,14 @@ def test_the_warm_up_rises_evenly_to_the_peak(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_after_the_warm_up_the_rate_only_falls_and_the_last_step_still_counts(schedule: str) -> None:
+def test_after_the_warm_up_the_rate_only_falls_and_the_last_one_is_not_zero(schedule: str) -> None:
     found = rates(schedule)[9:]
 
     assert all(later <= earlier for earlier, later in pairwise(found))
     assert 0 < found[-1] < 0.02 * PEAK
 
 
-def test_the_linear_fall_is_half_at_its_middle() -> None:
+def test_linear_decay_is_half_at_its_middle() -> None:
     found = rates("linear")
 
     assert found[10] == pytest.approx(PEAK)
@@ -42,7 +42,7 @@ def test_the_linear_fall_is_half_at_its_middle() -> None:
     assert found[99] == pytest.approx(PEAK / 90)
 
 
-def test_the_cosine_fall_follows_the_cosine() -> None:
+def test_cosine_decay_follows_the_cosine() -> None:
     found = rates("cosine")
 
     assert found[10] == pytest.approx(PEAK)
@@ -62,7 +62,7 @@ def test_every_step_of_a_short_run_has_a_rate(schedule: str, warmup: float, tota
     assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates(schedule, warmup, total))
 
 
-def test_weight_decay_leaves_biases_and_layer_norms_alone() -> None:
+def test_biases_and_layer_norms_have_no_weight_decay() -> None:
     model = NewsClassifier(pretrained_model="tiny", vocab_size=64)
     spared = {
         parameter

@@ -18,7 +18,7 @@ from training.parallelism.strategy import Strategy
 
 
 @pytest.mark.parametrize(("bf16_slower", "chosen"), [(2.0, "fp32"), (0.5, "bf16"), (0.95, "fp32")])
-def test_auto_takes_bf16_on_a_cpu_only_where_it_computes_that_faster(
+def test_auto_takes_bf16_on_a_cpu_only_if_it_is_faster(
     bf16_slower: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -44,7 +44,7 @@ def scaled(scale: float) -> Strategy:
     return strategy
 
 
-def test_it_halves_at_once_and_doubles_after_many_good_steps() -> None:
+def test_the_scale_halves_at_once_and_doubles_after_many_good_steps() -> None:
     scale = LossScale(enabled=True)
 
     scale.update(finite=False)
@@ -55,7 +55,7 @@ def test_it_halves_at_once_and_doubles_after_many_good_steps() -> None:
     assert scale.scale == LossScale.FIRST / 2 * 2 / 2
 
 
-def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
+def test_a_bad_step_resets_the_count_and_a_checkpoint_keeps_it() -> None:
     scale, resumed = LossScale(enabled=True), LossScale(enabled=True)
     for _ in range(LossScale.GROWS_AFTER - 1):
         scale.update(finite=True)
@@ -68,7 +68,7 @@ def test_a_bad_step_starts_the_count_anew_and_a_checkpoint_keeps_it() -> None:
     assert scale.state_dict() == {"scale": LossScale.FIRST / 2, "good_steps": 0}
 
 
-def test_gradients_that_overflow_at_every_scale_end_the_run_in_one_line() -> None:
+def test_gradients_that_overflow_at_every_scale_end_the_run_with_one_line() -> None:
     strategy = scaled(2.0**-13)
     with torch.no_grad():
         strategy.parameters["network.classifier.bias"].fill_(math.inf)
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_precision_leaves_the_scale_at_its_first_value()
     assert scale.scale == LossScale.FIRST
 
 
-def test_without_fp16_it_is_one_and_stays_so() -> None:
+def test_without_fp16_the_scale_stays_one() -> None:
     scale = LossScale(enabled=False)
 
     scale.update(finite=False)
@@ -125,7 +125,7 @@ def test_a_step_whose_gradients_overflow_leaves_weights_and_moments_alone() -> N
 @pytest.mark.parametrize(
     ("device", "wanted", "precision"), [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "highest")]
 )
-def test_tf32_is_used_only_where_it_is_asked_for_and_on_gpus(device: str, wanted: bool, precision: str) -> None:
+def test_tf32_is_used_only_on_request_and_on_gpus(device: str, wanted: bool, precision: str) -> None:
     allow_tf32(wanted=wanted, device=torch.device(device))
     found = torch.get_float32_matmul_precision()
     allow_tf32(wanted=False, device=torch.device("cpu"))

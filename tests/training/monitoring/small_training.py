@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -25,14 +24,14 @@ def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0
     with ranks(config.device) as mine:
         torch.set_num_threads(1)
         trainer = Trainer(config, mine)
-        take_step = trainer.context.strategy.step
+        begin_step = trainer.context.strategy.begin_step
 
-        def step_or_die(micro_batches: Any, step: int, learning_rate: float) -> Any:
-            if mine.rank == 1 and step == dies_in_step:
+        def begin_or_die(learning_rate: float) -> None:
+            if mine.rank == 1 and trainer.context.state.step + 1 == dies_in_step:
                 while not list(config.run_dir.glob("checkpoints/step_*/manifest.json")):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return take_step(micro_batches, step, learning_rate)
+            begin_step(learning_rate)
 
-        trainer.context.strategy.step = step_or_die
+        trainer.context.strategy.begin_step = begin_or_die
         trainer.fit()

@@ -33,6 +33,7 @@ from training.monitoring.stragglers import (
 )
 from training.parallelism.strategy import Strategy
 from training.run.phases import Phases
+from training.run.step import optimizer_step
 
 SECONDS = 0.5  # by which a rank is held up in a step, far more than a busy machine holds up the other
 EVERY = 1
@@ -82,7 +83,7 @@ def _take_steps(context: SimpleNamespace, steps: range, *, slow_data: bool) -> N
             if slow_data and here().rank == 1:
                 _wait()
         with context.phases("step"):
-            strategy.step(share, step, 1e-3)
+            optimizer_step(strategy, share, step, 1e-3)
         context.events.publish(StepDone(step, share))
         here().barrier()  # as the agreement on the losses
         context.events.publish(StepsAgreed([]))
@@ -120,7 +121,11 @@ def test_a_rank_that_is_slow_in_two_phases_and_recovers_in_one_is_still_slow(tmp
     with closing(Exporter(TrainConfig(), ALONE, phases)) as exporter:
         status, events = StatusFile(tmp_path, ALONE, phases), EventStream(tmp_path, ALONE, phases)
         context = SimpleNamespace(config=TrainConfig(), ranks=ALONE, phases=phases, exporter=exporter, status=status)
-        context.events, context.say, context.strategy = events, lambda line: None, SimpleNamespace(pass_model=None)
+        context.events, context.say, context.strategy = (
+            events,
+            lambda line: None,
+            SimpleNamespace(unsynchronized_model=None),
+        )
         stragglers = Stragglers(context, CollectiveRecorder(exporter, "gloo", EVERY), EVERY)
         stragglers.hosts = ["here"]
         for _ in range(CHECKS_IN_A_ROW):

@@ -17,6 +17,7 @@ from training.data.tokenized import TokenizedRows
 from training.parallelism.distributed import Ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
+from training.run.step import optimizer_step
 
 GLOBAL_BATCH = 12
 
@@ -51,7 +52,7 @@ def take_steps(
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
         share = rank_share(rows, batch, strategy.place, accumulation, speeds=speeds)
         moved = [micro_batch.to(ranks.device) for micro_batch in share]
-        result = strategy.step(moved, number, learning_rate=1e-3)
+        result = optimizer_step(strategy, moved, number, learning_rate=1e-3)
         losses.append(ranks.sum_(result.loss.clone()).item())
         if norms is not None:
             norms.append(result.grad_norm)

@@ -139,7 +139,7 @@ def _sent_and_counted(asked: str) -> tuple[int, int, int]:
     dist.all_reduce = counting
     _gradients(replica, PLAIN_STEPS)
     dist.all_reduce = all_reduce
-    return sum(sent), compression.traffic.sent, compression.traffic.plain
+    return sum(sent), compression.traffic.sent, compression.traffic.uncompressed
 
 
 @pytest.mark.parametrize("asked", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), "powersgd"])

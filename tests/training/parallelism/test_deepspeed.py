@@ -24,6 +24,7 @@ from training.model.classifier import NewsClassifier
 from training.parallelism.ddp import DDPStrategy
 from training.parallelism.deepspeed import DeepSpeedStrategy
 from training.parallelism.distributed import Ranks
+from training.run.step import optimizer_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,7 +62,7 @@ def _train(strategy: Any, fields: Fields, steps: range, ranks: Ranks) -> dict[st
     for step in steps:
         batch = np.arange(7 * (step - 1), 7 * step)
         share = rank_share(_rows(), batch, strategy.place, fields.get("gradient_accumulation", 1))
-        result = strategy.step(share, step, LEARNING_RATE)
+        result = optimizer_step(strategy, share, step, LEARNING_RATE)
         made["losses"].append(float(result.loss))
         made["norms"].append(float(result.grad_norm))
         if step == steps[0]:
@@ -184,13 +185,13 @@ def _meet_a_bad_step(all_fields: list[tuple[str, Fields]]) -> list[tuple[float, 
         first, second, third = (rank_share(_rows(), np.arange(i, i + 7), strategy.place) for i in (0, 7, 14))
         if here().rank == 1:
             second = [replace(batch, weights=batch.weights * math.inf) for batch in second]
-        strategy.step(first, 1, LEARNING_RATE)
+        optimizer_step(strategy, first, 1, LEARNING_RATE)
         before = _tensors(strategy)
-        norm = float(strategy.step(second, 2, LEARNING_RATE).grad_norm)
+        norm = float(optimizer_step(strategy, second, 2, LEARNING_RATE).grad_norm)
         changed_nothing = _equal(before, _tensors(strategy))
-        strategy.step(third, 3, LEARNING_RATE)
-        spared.step(first, 1, LEARNING_RATE)
-        spared.step(third, 3, LEARNING_RATE)
+        optimizer_step(strategy, third, 3, LEARNING_RATE)
+        optimizer_step(spared, first, 1, LEARNING_RATE)
+        optimizer_step(spared, third, 3, LEARNING_RATE)
         assert not _equal(before, _tensors(strategy))
         met.append((norm, changed_nothing, _equal(_tensors(spared), _tensors(strategy))))
     return met

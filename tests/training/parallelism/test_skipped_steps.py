@@ -13,7 +13,8 @@ import torch
 from tests.training.parallelism.ranks import run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.data.batching import rank_share
-from training.parallelism.strategy import StepResult, Strategy, row_losses, weighted_loss
+from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
+from training.run.step import optimizer_step
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,7 +41,7 @@ def _bad_step(strategy: Strategy, accumulation: int) -> StepResult:
     share = rank_share(small_rows(), np.arange(GLOBAL_BATCH), strategy.place, accumulation)
     if strategy.place.rank == strategy.place.size - 1:
         share = [replace(batch, weights=batch.weights * math.inf) for batch in share]
-    return strategy.step(share, BAD_STEP, learning_rate=1e-3)
+    return optimizer_step(strategy, share, BAD_STEP, learning_rate=1e-3)
 
 
 def _own(strategy: Strategy) -> Tensors:
@@ -97,7 +98,7 @@ def test_a_loss_that_is_not_finite_always_shows_in_the_gradient(logit: float, sm
     logits = torch.tensor([[0.5, 0.1], [logit, 0.3]], requires_grad=True)
     losses = row_losses(logits, torch.tensor([0, 0]), smoothing)
 
-    weighted_loss(losses, torch.tensor([0.5, 0.5])).backward()
+    loss_share(losses, torch.tensor([0.5, 0.5])).backward()
 
     assert not losses[1].isfinite()
     assert logits.grad[0].isfinite().all()
@@ -108,7 +109,7 @@ def test_finite_losses_give_the_gradient_that_they_did() -> None:
     logits, weights = torch.randn(8, 4, requires_grad=True), torch.rand(8)
     losses = row_losses(logits, torch.arange(8) % 4, 0.0)
 
-    [found] = torch.autograd.grad(weighted_loss(losses, weights), logits, retain_graph=True)
+    [found] = torch.autograd.grad(loss_share(losses, weights), logits, retain_graph=True)
     [plain] = torch.autograd.grad((losses * weights).sum(), logits)
 
     assert found.equal(plain)

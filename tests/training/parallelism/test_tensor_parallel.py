@@ -1,4 +1,4 @@
-"""Matrices cut over real ranks compute what one process computes."""
+"""Matrices split over real ranks compute what one process computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 DROPOUT = 0.1
 STEPS = 3
-SEED, FIRST_ROW = 11, 4  # where in the stream of dropout the rows lie
+SEED, FIRST_ROW = 11, 4  # the rows' position in the dropout stream
 # Llama's norms and rotations compute in fp32 whatever the type of the weights.
 TOLERANCE = {"distilbert": 1e-8, "bert": 1e-8, "llama": 1e-6}
 Found = dict[str, Any]
@@ -56,7 +56,7 @@ def _backward(model: NewsClassifier, step: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _train(model: NewsClassifier) -> tuple[Found, list[float]]:
-    """The first step's logits, loss and gradients, and the weights after the last, whole; each step's norm."""
+    """Logits, loss and gradients of the first step and the weights after the last, unsharded; each step's norm."""
     optimizer = build_optimizer(model.parameters(), weight_decay=0.01)
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
@@ -77,7 +77,7 @@ def _train(model: NewsClassifier) -> tuple[Found, list[float]]:
     return {**found, "weights": weights}, norms
 
 
-def _cut(family: str, *, sequence_parallel: bool, mesh: DeviceMesh | None = None) -> NewsClassifier:
+def _split(family: str, *, sequence_parallel: bool, mesh: DeviceMesh | None = None) -> NewsClassifier:
     model = small_model(family, DROPOUT, torch.float64)
     mesh = mesh or init_device_mesh("cpu", (here().world_size,), mesh_dim_names=("tp",))
     apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
@@ -85,19 +85,19 @@ def _cut(family: str, *, sequence_parallel: bool, mesh: DeviceMesh | None = None
 
 
 def _train_all() -> dict[tuple[str, bool], Any]:
-    """Each family and layout: what one process finds, and what the ranks find."""
+    """For each family and layout: the results of one process, and of the ranks."""
     found = {}
     for family in FAMILIES:
         alone = _train(small_model(family, DROPOUT, torch.float64))
         for sequence_parallel in (False, True):
-            together = _train(_cut(family, sequence_parallel=sequence_parallel))
+            together = _train(_split(family, sequence_parallel=sequence_parallel))
             found[family, sequence_parallel] = alone, together
     return found
 
 
 @pytest.fixture(scope="module")
 def trained_on(run_on_ranks: Callable[..., list[Any]]) -> Callable[[int], list[Any]]:
-    """`trained_on(world_size)`: what each rank of so many found, computed once."""
+    """`trained_on(world_size)`: the results of each rank, computed once."""
     return cache(lambda world_size: run_on_ranks(world_size, _train_all))
 
 
@@ -114,13 +114,13 @@ def test_training_with_dropout_equals_one_process(
 
 
 def _train_as_on_gpus() -> tuple[list[Any], int]:
-    """Alone and cut, with and without the sequence, by the devices' stream of dropout; and the seed of attention."""
+    """One process and both layouts, with the dropout stream of GPUs; and the seed of attention."""
     found = []
     for sequence_parallel in (None, False, True):
         if sequence_parallel is None:
             model = small_model("distilbert", DROPOUT, torch.float64)
         else:
-            model = _cut("distilbert", sequence_parallel=sequence_parallel)
+            model = _split("distilbert", sequence_parallel=sequence_parallel)
         model.dropout_stream.draws = model.dropout_stream.device_draws
         found.append(_train(model))
     strategy = small_strategy(strategy="tp")
@@ -128,7 +128,7 @@ def _train_as_on_gpus() -> tuple[list[Any], int]:
     return found, torch.initial_seed()
 
 
-def test_on_devices_ranks_drop_what_one_process_does_and_split_attention_apart(
+def test_on_gpus_ranks_drop_the_values_of_one_process_except_in_attention(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:
     ranks = run_on_ranks(2, _train_as_on_gpus)
@@ -136,15 +136,15 @@ def test_on_devices_ranks_drop_what_one_process_does_and_split_attention_apart(
     for (alone, *cut), _ in ranks:
         for together in cut:
             torch.testing.assert_close(together[0], alone[0], rtol=1e-8, atol=1e-8)
-    # Fused attention kernels draw from torch's generator: other heads, other masks.
+    # Fused attention kernels draw from torch's generator: ranks have different heads, so they need different masks.
     assert len({seed for _, seed in ranks}) == 2
 
 
 def _calls_of_a_block() -> dict[tuple[str, bool], tuple[dict[str, int], dict[str, int]]]:
-    """Collective calls of the first block, forward and backward."""
+    """The number of collectives in the first block, forward and backward."""
     found = {}
     for family, sequence_parallel in itertools.product(FAMILIES, (False, True)):
-        model = _cut(family, sequence_parallel=sequence_parallel)
+        model = _split(family, sequence_parallel=sequence_parallel)
         length = 16 // here().world_size if sequence_parallel else 16
         hidden = torch.randn(4, length, 32, dtype=torch.float64, requires_grad=True)
         context = model.architecture.context(model.network, hidden, small_batch()[1])
@@ -160,7 +160,7 @@ def _by_name(calls: CommDebugMode) -> dict[str, int]:
     return {str(call).rpartition(".")[2]: count for call, count in calls.get_comm_counts().items()}
 
 
-def test_a_block_calls_the_other_ranks_twice_forward_and_twice_backward(
+def test_a_block_has_two_collectives_forward_and_two_backward(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:
     (found, _) = run_on_ranks(2, _calls_of_a_block)
@@ -172,13 +172,13 @@ def test_a_block_calls_the_other_ranks_twice_forward_and_twice_backward(
 
 
 def _shares() -> dict[str, tuple[bool, float]]:
-    """Of each parameter: whether it is a DTensor, and the share of it that lies here."""
+    """For each parameter: whether it is a DTensor, and the share of it that this rank has."""
     whole = dict(small_model("llama").named_parameters())
-    cut = _cut("llama", sequence_parallel=False).named_parameters()
+    cut = _split("llama", sequence_parallel=False).named_parameters()
     return {name: (isinstance(share, DTensor), share.to_local().numel() / whole[name].numel()) for name, share in cut}
 
 
-def test_every_matrix_of_a_block_is_shared_out_and_every_parameter_is_on_one_mesh(
+def test_every_matrix_of_a_block_is_split_and_every_parameter_is_on_one_mesh(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:
     shares = run_on_ranks(4, _shares)[0]
@@ -189,19 +189,19 @@ def test_every_matrix_of_a_block_is_shared_out_and_every_parameter_is_on_one_mes
     assert shares["network.model.embed_tokens.weight"][1] == pytest.approx(0.25, abs=0.01)
 
 
-def _complaints() -> list[str]:
-    complaints = []
+def _refusals() -> list[str]:
+    refusals = []
     for family in (*FAMILIES, "roberta"):
         with pytest.raises(UserError) as refused:
-            _cut(family, sequence_parallel=False)
-        complaints.append(str(refused.value))
-    return complaints
+            _split(family, sequence_parallel=False)
+        refusals.append(str(refused.value))
+    return refusals
 
 
-def test_what_cannot_be_shared_out_is_refused_with_what_can(run_on_ranks: Callable[..., list[Any]]) -> None:
-    complaints = run_on_ranks(3, _complaints)[0]
+def test_a_degree_that_does_not_fit_is_refused_with_those_that_do(run_on_ranks: Callable[..., list[Any]]) -> None:
+    refusals = run_on_ranks(3, _refusals)[0]
 
-    assert complaints == [
+    assert refusals == [
         "--tp 3: 4 attention heads cannot be split evenly; use one of 1, 2, 4",
         "--tp 3: 4 attention heads cannot be split evenly; use one of 1, 2, 4",
         "--tp 3: 8 attention heads cannot be split evenly; use one of 1, 2, 4",
@@ -223,7 +223,7 @@ def _gradients_in_fp32(stages: Sequence[Stage]) -> dict[str, torch.Tensor]:
 
 
 def _errors_in_fp32() -> dict[str, float]:
-    """How far all gradients together are from those that one process finds in fp64, relative to their norm."""
+    """The distance of all gradients from those of one process in fp64, relative to their norm."""
     mesh = init_device_mesh("cpu", (here().world_size,), mesh_dim_names=("tp",))
     errors = {}
     for family in FAMILIES:
@@ -244,7 +244,7 @@ def _errors_in_fp32() -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_in_fp32_are_within_a_millionth_also_of_stages(
+def test_fp32_gradients_are_within_a_millionth_also_with_pipeline_stages(
     run_on_ranks: Callable[..., list[Any]], world_size: int
 ) -> None:
     for errors in run_on_ranks(world_size, _errors_in_fp32):
@@ -252,7 +252,7 @@ def test_gradients_in_fp32_are_within_a_millionth_also_of_stages(
         assert {name: error for name, error in errors.items() if not error < 1e-6} == {}
 
 
-def _complaint_of_three_heads() -> str:
+def _refusal_with_three_heads() -> str:
     config = small_config("distilbert")
     config.n_heads = 3
     config.dim, config.hidden_dim = 24, 48
@@ -263,21 +263,21 @@ def _complaint_of_three_heads() -> str:
     return str(refused.value)
 
 
-def test_ranks_that_do_not_divide_the_lengths_are_refused_along_the_sequence(
+def test_sequence_parallel_ranks_that_do_not_divide_the_lengths_are_refused(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:
-    assert run_on_ranks(3, _complaint_of_three_heads)[0] == (
+    assert run_on_ranks(3, _refusal_with_three_heads)[0] == (
         "--sequence_parallel with --tp 3: lengths are multiples of 16, which 3 ranks do not divide; "
         "leave it out, or use a power of 2"
     )
 
 
 def _logits_compiled(family: str, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Of one process, and of compiled blocks cut over the ranks; how many graphs those have."""
+    """Of one process, and of compiled blocks that are split over the ranks; and the number of graphs."""
     ids, mask, _ = small_batch()
-    model = _cut(family, sequence_parallel=sequence_parallel)
+    model = _split(family, sequence_parallel=sequence_parallel)
     compile_block = nn.Module.compile
-    # What comes before the generated code is what cutting could break, and takes seconds, not minutes.
+    # Splitting could break tracing, not code generation, which would take minutes.
     nn.Module.compile = lambda block, **how: compile_block(block, **how, backend="aot_eager")
     apply_to_blocks(model, TrainConfig(compile=True), model.dropout_stream)
     alone, together = small_model(family, DROPOUT, torch.float64).eval()(ids, mask), model.eval()(ids, mask)
@@ -288,7 +288,7 @@ def _logits_compiled(family: str, sequence_parallel: bool) -> tuple[torch.Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_compiled_after_the_cut_compute_the_same(
+def test_blocks_compiled_after_tensor_parallelism_compute_the_same(
     run_on_ranks: Callable[..., list[Any]], family: str, sequence_parallel: bool
 ) -> None:
     for alone, together, num_graphs in run_on_ranks(2, _logits_compiled, family, sequence_parallel):
@@ -297,9 +297,9 @@ def test_blocks_compiled_after_the_cut_compute_the_same(
 
 
 def _train_wrapped(family: str, sequence_parallel: bool) -> list[tuple[Found, list[float]]]:
-    """Alone; and cut over two ranks, checkpointed, and shared out over two pairs of them that see the same rows."""
+    """One process; and two tensor-parallel pairs, checkpointed and sharded, which see the same rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    model = _cut(family, sequence_parallel=sequence_parallel, mesh=mesh["tp"])
+    model = _split(family, sequence_parallel=sequence_parallel, mesh=mesh["tp"])
     for block in model.blocks:
         apply_activation_checkpointing(block, "full", model.dropout_stream)
     apply_fsdp(model, model.blocks, mesh["dp_shard"], reshard_after_forward=True)
@@ -309,10 +309,10 @@ def _train_wrapped(family: str, sequence_parallel: bool) -> list[tuple[Found, li
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_and_sharding_afterwards_change_nothing(
+def test_activation_checkpointing_and_sharding_afterwards_change_nothing(
     run_on_ranks: Callable[..., list[Any]], family: str, sequence_parallel: bool
 ) -> None:
     for (alone, norms_alone), (together, norms) in run_on_ranks(4, _train_wrapped, family, sequence_parallel):
-        # Sharding sums gradients in fp32, whatever their type.
+        # FSDP sums gradients in fp32, whatever their dtype.
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(norms, norms_alone, rtol=1e-6, atol=0)

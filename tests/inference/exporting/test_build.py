@@ -3,27 +3,27 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from common import manifest
-from inference.exporting.artefact import replaced_whole
+from common.model_folder import MANIFEST_FILE
+from inference.exporting.build import replaced_whole
 
 
-def test_an_artefact_that_is_replaced_is_there_at_every_instant(tmp_path: Path) -> None:
+def test_an_artefact_exists_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "onnx"
     target.mkdir()
-    (target / manifest.FILE_NAME).touch()
+    (target / MANIFEST_FILE).touch()
     is_over = threading.Event()
     missed = []
 
     def look() -> None:
         while not is_over.is_set():
-            if not (target / manifest.FILE_NAME).is_file():
+            if not (target / MANIFEST_FILE).is_file():
                 missed.append(1)
 
     watcher = threading.Thread(target=look)
     watcher.start()
     for i in range(300):
         with replaced_whole(target) as folder:
-            (folder / manifest.FILE_NAME).touch()
+            (folder / MANIFEST_FILE).touch()
             (folder / str(i)).touch()
     is_over.set()
     watcher.join()

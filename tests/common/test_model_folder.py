@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import ModelLoadError
-from common.manifest import (
-    FILE_NAME,
+from common.model_folder import (
+    MANIFEST_FILE,
     Manifest,
     describe_files,
     describe_source,
@@ -53,14 +53,14 @@ def artefact(tmp_path: Path, weights: Path) -> Path:
 
 def test_a_manifest_is_read_as_it_was_written(artefact: Path) -> None:
     manifest = read_manifest(artefact)
-    assert json.loads((artefact / FILE_NAME).read_text())["format"] == 1
+    assert json.loads((artefact / MANIFEST_FILE).read_text())["format"] == 1
     assert manifest.engine == "onnx"
     assert manifest.files["model.onnx"]["bytes"] == 5
     verify_files(artefact, manifest)
 
 
 def _edit(artefact: Path, **changes: Any) -> None:
-    path = artefact / FILE_NAME
+    path = artefact / MANIFEST_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -69,8 +69,8 @@ def _edit(artefact: Path, **changes: Any) -> None:
     [
         (lambda folder: (folder / "model.onnx").write_bytes(b"grapf"), "model.onnx: is not the file"),
         (lambda folder: (folder / "model.onnx").unlink(), "model.onnx: is missing"),
-        (lambda folder: (folder / FILE_NAME).write_text("{"), "cannot be read"),
-        (lambda folder: (folder / FILE_NAME).write_text("[]"), "format None"),
+        (lambda folder: (folder / MANIFEST_FILE).write_text("{"), "cannot be read"),
+        (lambda folder: (folder / MANIFEST_FILE).write_text("[]"), "format None"),
         (lambda folder: _edit(folder, format=2), "format 2, this version reads format 1"),
         (lambda folder: _edit(folder, probes={}), "probes must be a list"),
         (lambda folder: _edit(folder, files={"../model.safetensors": {}}), "not a plain file name"),
@@ -86,7 +86,7 @@ def test_a_damaged_artefact_is_refused_in_one_line(
     assert "python -m inference.export" in str(refusal.value)
 
 
-def test_other_weights_are_told_from_the_same_weights_copied(artefact: Path, weights: Path) -> None:
+def test_changed_weights_are_distinguished_from_a_copy_of_the_same(artefact: Path, weights: Path) -> None:
     manifest = read_manifest(artefact)
     assert is_from(manifest, weights)
     os.utime(weights, (0, 0))

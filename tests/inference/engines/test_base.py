@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.engines.forward import PADDED_TEXTS, RAGGED_TOKENS, forward_passes, softmax
+from inference.engines.base import PADDED_TEXTS, RAGGED_TOKENS, forward_passes, softmax
 
 LENGTHS = st.lists(st.integers(1, 512), max_size=200)
 
@@ -17,7 +17,7 @@ def test_every_text_is_in_one_pass(lengths: list[int], pads: bool) -> None:
 
 
 @given(LENGTHS)
-def test_a_padding_engine_gets_few_texts_of_near_lengths(lengths: list[int]) -> None:
+def test_a_padding_engine_gets_few_texts_of_similar_length(lengths: list[int]) -> None:
     passes = [[lengths[i] for i in one] for one in forward_passes(lengths, pads=True)]
     assert all(len(one) <= PADDED_TEXTS for one in passes)
     assert [length for one in passes for length in one] == sorted(lengths)
@@ -30,6 +30,6 @@ def test_an_engine_without_padding_gets_texts_in_order_within_the_token_budget(l
     assert all(sum(lengths[i] for i in one) <= RAGGED_TOKENS for one in passes)
 
 
-def test_huge_scores_are_no_overflow() -> None:
+def test_huge_scores_do_not_overflow() -> None:
     probabilities = softmax(np.array([[1e30, 0.0], [5.0, 5.0]], dtype=np.float32))
     assert probabilities.tolist() == [[1.0, 0.0], [0.5, 0.5]]

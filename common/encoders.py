@@ -1,0 +1,156 @@
+"""The one table of encoder families: how transformers names the parts of each and the sizes in its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFamily:
+    """A family of sequence classifiers in transformers.
+
+    Module names are dotted. Those of a block are relative to the block, all others to the network; None if the family
+    has no such module. Llama is a decoder, but its classifier is built like the others: embeddings, blocks, head.
+    """
+
+    name: str
+    model_type: str
+    network_class: str
+
+    # The network.
+    embeddings: str  # from ids to the hidden states that enter the first block
+    word_embeddings: str
+    position_embeddings: str | None = None
+    token_type_embeddings: str | None = None
+    embedding_norm: str | None = None
+    blocks: str
+    final_norm: str | None = None  # after the last block
+    pooler: str | None = None  # the linear layer between the last block and the classifier
+    pooler_activation: str = ""
+    classifier: str = "classifier"
+    head_dropout: tuple[str, ...] = ()
+
+    # A block. Its two norms follow the residual sums, or, in a family with a final norm, precede attention and
+    # feed-forward.
+    attention: str  # gets the hidden states once, for query, key and value
+    query: str
+    key: str
+    value: str
+    attention_output: str
+    attention_norm: str
+    attention_dropout: tuple[str, ...] = ()  # of the attention weights
+    feed_forward: str | None = None  # of a gated family: gets the hidden states once, for gate and intermediate
+    gate: str | None = None  # its activation times the intermediate features goes to the output
+    intermediate: str
+    output: str
+    output_norm: str
+    output_dropout: tuple[str, ...] = ()  # of what attention and feed-forward add to the hidden states
+
+    # Keys of config.json. All families have `vocab_size`, `max_position_embeddings` and `id2label`.
+    num_layers_key: str = "num_hidden_layers"
+    num_heads_key: str = "num_attention_heads"
+    hidden_size_key: str = "hidden_size"
+    intermediate_size_key: str = "intermediate_size"
+    activation_key: str = "hidden_act"
+    norm_epsilon: str | float = "layer_norm_eps"  # a key, or the value that the family fixes
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The modules behind the last block that hold parameters."""
+        return tuple(name for name in (self.final_norm, self.pooler, self.classifier) if name)
+
+
+DISTILBERT = EncoderFamily(
+    name="DistilBERT",
+    model_type="distilbert",
+    network_class="DistilBertForSequenceClassification",
+    embeddings="distilbert.embeddings",
+    word_embeddings="distilbert.embeddings.word_embeddings",
+    position_embeddings="distilbert.embeddings.position_embeddings",
+    embedding_norm="distilbert.embeddings.LayerNorm",
+    blocks="distilbert.transformer.layer",
+    pooler="pre_classifier",
+    pooler_activation="relu",
+    head_dropout=("dropout",),
+    attention="attention",
+    query="attention.q_lin",
+    key="attention.k_lin",
+    value="attention.v_lin",
+    attention_output="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    attention_dropout=("attention.dropout",),
+    intermediate="ffn.lin1",
+    output="ffn.lin2",
+    output_norm="output_layer_norm",
+    output_dropout=("ffn.dropout",),
+    num_layers_key="n_layers",
+    num_heads_key="n_heads",
+    hidden_size_key="dim",
+    intermediate_size_key="hidden_dim",
+    activation_key="activation",
+    norm_epsilon=1e-12,
+)
+BERT = EncoderFamily(
+    name="BERT",
+    model_type="bert",
+    network_class="BertForSequenceClassification",
+    embeddings="bert.embeddings",
+    word_embeddings="bert.embeddings.word_embeddings",
+    position_embeddings="bert.embeddings.position_embeddings",
+    token_type_embeddings="bert.embeddings.token_type_embeddings",
+    embedding_norm="bert.embeddings.LayerNorm",
+    blocks="bert.encoder.layer",
+    pooler="bert.pooler.dense",
+    pooler_activation="tanh",
+    head_dropout=("dropout",),
+    attention="attention.self",
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    attention_output="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    attention_dropout=("attention.self.dropout",),
+    intermediate="intermediate.dense",
+    output="output.dense",
+    output_norm="output.LayerNorm",
+    output_dropout=("attention.output.dropout", "output.dropout"),
+)
+LLAMA = EncoderFamily(
+    name="Llama",
+    model_type="llama",
+    network_class="LlamaForSequenceClassification",
+    embeddings="model.embed_tokens",
+    word_embeddings="model.embed_tokens",
+    blocks="model.layers",
+    final_norm="model.norm",
+    classifier="score",
+    attention="self_attn",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    attention_output="self_attn.o_proj",
+    attention_norm="input_layernorm",
+    feed_forward="mlp",
+    gate="mlp.gate_proj",
+    intermediate="mlp.up_proj",
+    output="mlp.down_proj",
+    output_norm="post_attention_layernorm",
+    norm_epsilon="rms_norm_eps",
+)
+
+# These number positions from behind the padding id (`create_position_ids_from_input_ids` in transformers), so that many
+# rows of their position table are never used.
+_POSITIONS_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the position table of a ``config.json`` has room for, None if it has no table."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions is not None and config.get("model_type") in _POSITIONS_AFTER_PADDING:
+        positions -= config.get("pad_token_id", 1) + 1
+    return positions
