@@ -22,8 +22,8 @@ from common.text import clean_text
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
 from training.evaluation.metrics import classification_metrics
+from training.monitoring.events import read_metrics
 from training.monitoring.records import format_percent, format_time, wilson_interval
-from training.monitoring.run_log import read_metrics
 
 MODULE = "benchmarks.accuracy"
 BASELINE = "TF-IDF of words and pairs + linear SVM"

@@ -39,7 +39,7 @@ from learn.by_hand.data_parallel import average_gradients
 from learn.by_hand.demonstration import largest_gap
 from learn.by_hand.shapes import draw_shapes
 from learn.cards.distributed.allreduce import all_reduce_gradients
-from training.monitoring.profile_summary import communication
+from training.monitoring.profiler import communication
 from training.parallelism.distributed import Ranks
 from training.parallelism.distributed import ranks as start_ranks
 

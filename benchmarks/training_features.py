@@ -13,8 +13,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, mean, median, stdev
@@ -43,16 +42,16 @@ from training.data.batching import MicroBatch, rank_share
 from training.data.dataset import SAMPLE, load_news
 from training.data.tokenized import TokenizedRows, load_tokenizer
 from training.model.classifier import NewsClassifier
-from training.monitoring.divergence import first_difference
-from training.monitoring.events import read_events, restart_split
-from training.monitoring.observer import Observers
+from training.monitoring.events import Event, EventStream, StepsAgreed, StepStarted, read_events
+from training.monitoring.replicas import first_difference
+from training.monitoring.run_folder import restart_split
 from training.monitoring.status import read_statuses
 from training.parallelism.distributed import ranks as start_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.tensor_parallel import apply_tensor_parallel
-from training.run.observers import LOOK_EVERY, build_observers
 from training.run.quiet import quiet_libraries
 from training.run.step import optimizer_step
+from training.run.subscribers import COMPARE_EVERY
 from training.run.trainer import Trainer
 
 MODULE = "benchmarks.training_features"
@@ -499,10 +498,10 @@ OBSERVATION_COST = f"""
 All monitoring is on: metrics, events, metrics.jsonl and TensorBoard, status file, watchdog, loss spikes, and with two
 processes stragglers, collectives and the comparison of replicas.
 
-- *step*: from before its rows are read until all observers have its result; the mean from step {FIRST_STEADY_STEP} on.
-- *hooks*: the part of it inside the observers, with the wait for other ranks when they communicate.
-- *look*: by how much a step whose collectives are recorded is longer outside the observers, between medians; one step
-  in {LOOK_EVERY} is.
+- *step*: from before its rows are read until all subscribers have received its last event; the mean from step {FIRST_STEADY_STEP} on.
+- *hooks*: the part of it inside the subscribers, with the wait for other ranks when they communicate.
+- *look*: by how much a step whose collectives are recorded is longer outside the subscribers, between medians; one step
+  in {COMPARE_EVERY} is.
 - *comparison* of replicas, counted once in {COMPARISON_EVERY} steps; a *page* of metrics, every {PAGE_EVERY:.0f} s; the
   *status* file, every {STATUS_EVERY:.0f} s: timed separately, the median of {REPEATS} times.
 - *all together*: as a share of a step without monitoring; its median over rounds, with the smallest and the largest.
@@ -579,9 +578,9 @@ def observation_cost(options: Namespace) -> None:
 
 def monitoring_share(found: dict[str, float]) -> float:
     """The cost of all monitoring as a share of a step without it."""
-    # Per step: the hooks in each, the look in one of LOOK_EVERY, the comparison in one of COMPARISON_EVERY. Per second:
+    # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of COMPARISON_EVERY. Per second:
     # the page and the status file.
-    at_steps = found["hooks"] + found["look"] / LOOK_EVERY
+    at_steps = found["hooks"] + found["look"] / COMPARE_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
     return (at_steps + found["comparison"] / COMPARISON_EVERY) / (found["step"] - at_steps) + by_time
 
@@ -589,10 +588,10 @@ def monitoring_share(found: dict[str, float]) -> float:
 def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     """What one rank found, in milliseconds. With one rank there is nothing to compare or to look at."""
     steps = list(zip(rank["seconds"], rank["watching"], strict=True))
-    # Every LOOK_EVERY-th step records its collectives. What that costs outside the observers is the difference between
-    # such steps and the others, each without the time inside observers.
-    looked = [step - watching for step, watching in steps[LOOK_EVERY - 1 :: LOOK_EVERY]]
-    others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % LOOK_EVERY]
+    # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers is the difference between
+    # such steps and the others, each without the time inside subscribers.
+    looked = [step - watching for step, watching in steps[COMPARE_EVERY - 1 :: COMPARE_EVERY]]
+    others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY]
     several = rank["world_size"] > 1
     found = {
         "step": fmean(step for step, _ in steps[FIRST_STEADY_STEP - 1 :]),
@@ -605,51 +604,36 @@ def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     return {name: 1000 * seconds for name, seconds in found.items()}
 
 
-class TimedObservers(Observers):
-    """Observers with a clock: ``seconds`` of each step, and ``watching``, the part of it inside the observers."""
+class TimedStream(EventStream):
+    """An event stream with a clock: ``seconds`` of each step, and ``watching``, the part of it inside subscribers."""
 
-    # A step spans three calls: it begins, ends, and is known to all ranks. Only those calls count as watching, but the
-    # whole span as the step.
-
-    def __init__(self, observers: Sequence[Any]) -> None:
-        super().__init__(observers)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.seconds: list[float] = []
         self.watching: list[float] = []
         self._began = self._watched = 0.0
+        self._depth = 0
 
-    def step_begins(self, step: int) -> None:
-        self._began, self._watched = time.perf_counter(), 0.0
-        with self._timed():
-            super().step_begins(step)
-
-    def step_ends(self, *step: Any) -> None:
-        with self._timed():
-            super().step_ends(*step)
-
-    def steps_agreed(self, steps: Any) -> None:
-        with self._timed():
-            super().steps_agreed(steps)
-        self.seconds.append(time.perf_counter() - self._began)
-        self.watching.append(self._watched)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def publish(self, event: Event) -> None:
         began = time.perf_counter()
-        yield
-        self._watched += time.perf_counter() - began
+        if isinstance(event, StepStarted):
+            self._began, self._watched = began, 0.0
+        # Publishing agreed steps publishes the logged ones too, whose time is already within theirs.
+        self._depth += 1
+        super().publish(event)
+        self._depth -= 1
+        if not self._depth:
+            self._watched += time.perf_counter() - began
+        if isinstance(event, StepsAgreed):
+            self.seconds.append(time.perf_counter() - self._began)
+            self.watching.append(self._watched)
 
 
 def observed_rank(flags: list[str]) -> dict[str, Any]:
-    """Train with timed observers; then time what they do only now and then."""
+    """Train with a timed event stream; then time what its subscribers do only now and then."""
     config = parse_config(flags)
-    timed: list[TimedObservers] = []
-
-    def build(*parts: Any) -> Observers:
-        timed.append(TimedObservers(build_observers(*parts).observers))
-        return timed[-1]
-
-    # The trainer builds its observers itself and offers no hook around all of them, so its factory is replaced.
-    training.run.trainer.build_observers = build
+    # The trainer creates its event stream itself, so the class is replaced.
+    training.run.trainer.EventStream = TimedStream
     with start_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         trainer.fit()
@@ -666,8 +650,8 @@ def observed_rank(flags: list[str]) -> dict[str, Any]:
 
         return {
             "world_size": ranks.world_size,
-            "seconds": timed[-1].seconds,
-            "watching": timed[-1].watching,
+            "seconds": context.events.seconds,
+            "watching": context.events.watching,
             "comparison": repeated(lambda: first_difference(context.strategy.parameters, ranks)),
             "page": repeated(lambda: generate_latest(context.exporter.registry)),
             "status": repeated(context.status.write),

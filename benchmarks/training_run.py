@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.processes import Layout, run_ranks
 from training.config import parse_config
-from training.monitoring.run_log import read_metrics
+from training.monitoring.events import read_metrics
 from training.parallelism.distributed import ranks as start_ranks
 from training.run.trainer import Trainer
 

@@ -25,7 +25,7 @@ from common.errors import TrainingFailure, positive
 from training.config import TINY
 from training.data.dataset import SAMPLE
 from training.model.precision import cpu_has_bf16
-from training.monitoring.run_log import METRICS_FILE
+from training.monitoring.events import METRICS_FILE
 
 MODULE = "benchmarks.training_throughput"
 MATMUL = "matmul-"

@@ -30,12 +30,10 @@ from safetensors.numpy import load_file
 
 from common.errors import TrainingFailure, UserError, run_command
 from deployment.launchers import Cluster, kill, kill_tree, launch, usable_cores
-from training.monitoring.dashboard import draw
-from training.monitoring.events import read_events, restart_split
-from training.monitoring.run_folder import RunFolder
-from training.monitoring.run_log import read_metrics
+from training.monitoring.events import read_events, read_metrics
+from training.monitoring.run_folder import RunFolder, restart_split
 from training.monitoring.status import read_statuses
-from training.watch import make_console
+from training.watch import draw, make_console
 
 ROOT = Path(__file__).resolve().parents[1]
 # 250 steps of 24 rows. The learning rate is low enough for rounding to stay rounding: sums over two ranks and over
@@ -105,7 +103,7 @@ class Stage:
         if self._folder is None:
             with contextlib.suppress(UserError):  # it has not begun to write
                 self._folder = RunFolder(self.run_dir)
-        run = draw(self._folder.look()) if self._folder else Text("starting ...")
+        run = draw(self._folder.refresh()) if self._folder else Text("starting ...")
         self._live.update(Group(*self._said[-6:], Rule(style="dim"), run), refresh=True)
 
 

@@ -8,28 +8,55 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # started by path: the imports below need the folder above this one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from common.errors import OneLineParser, run_command
-from training.monitoring.dashboard import draw
-from training.monitoring.run_folder import Picture, RunFolder
+from training.monitoring.records import format_percent, format_time
+from training.monitoring.run_folder import RunFolder, RunSnapshot
+from training.monitoring.status import LOST, RankStatus
 
 SECONDS_PER_FRAME = 0.5
 PLAIN_WIDTH = 120
+# Letters, so that the bar can be read without colours too.
+PHASES = {
+    "data": ("d", "yellow"),
+    "forward": ("f", "green"),
+    "backward": ("b", "cyan"),
+    "optimizer": ("o", "blue"),
+    "agree": ("a", "magenta"),
+    "evaluate": ("e", "bright_black"),
+    "save": ("s", "red"),
+}
+OTHER = (".", "bright_black")
+STATES = {"running": "green", "finished": "bold green", "stopped": "yellow", "failed": "bold red", "silent": "red"}
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_CELLS = 32
+PHASE_CELLS = 12
+MOST_RANKS = 16
+MOST_EVENTS = 6
+MOST_REMARKS = 4
+# Fields of an event that every event has, or that are elsewhere in the frame.
+HIDDEN_FIELDS = {"kind", "time", "rank", "restart", "step", "total_steps", "seconds", "host", "pid", "process_started"}
+HIDDEN_FIELDS |= {"learning_rate", "is_best", "num_bytes", "blocked_seconds", "validation_loss", "validation_macro_f1"}
 
 
 def main() -> None:
-    """Show a run until it has finished or a person leaves."""
+    """Show a run until it has finished or the user leaves."""
     parser = OneLineParser(prog="python -m training.watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
-    parser.add_argument("--once", action="store_true", help="print one frame and leave; so it is without a terminal")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit, as without a terminal")
     options = parser.parse_args()
     folder = RunFolder(options.run)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -38,10 +65,10 @@ def main() -> None:
     if console.is_terminal and not options.once:
         with contextlib.suppress(KeyboardInterrupt):
             _follow(folder, console)
-    elif (picture := folder.look()).has_strangers:
-        # By then a rank that lives has written again, and one that does not is silent.
-        time.sleep(picture.silent_seconds + 1)
-    console.print(draw(folder.look()))
+    elif (snapshot := folder.refresh()).has_remote_ranks:
+        # By then a rank that is alive has written again, and one that is not is silent.
+        time.sleep(snapshot.silent_seconds + 1)
+    console.print(draw(folder.refresh()))
 
 
 def make_console() -> Console:
@@ -51,17 +78,11 @@ def make_console() -> Console:
     return Console(force_terminal=is_terminal, width=width, markup=False, highlight=False, emoji=False)
 
 
-def fitted(picture: Picture, console: Console) -> RenderableType:
-    """The frame with as many ranks as the terminal has lines for: it shows nothing beyond its last one."""
-    num_others = len(console.render_lines(draw(picture, most_ranks=0)))
-    return draw(picture, max(1, console.height - num_others))
-
-
 def _follow(folder: RunFolder, console: Console) -> None:
     """Redraw until the run has finished, or q is pressed."""
     with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while (picture := folder.look()).state != "finished":
-            live.update(fitted(picture, console), refresh=True)
+        while (snapshot := folder.refresh()).state != "finished":
+            live.update(fit_to_height(snapshot, console), refresh=True)
             if pressed(SECONDS_PER_FRAME) in ("q", "Q"):
                 return
 
@@ -81,6 +102,176 @@ def _key_pressed() -> Iterator[Callable[[float], str]]:
         yield lambda seconds: sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def fit_to_height(snapshot: RunSnapshot, console: Console) -> RenderableType:
+    """The frame with as many ranks as the terminal has lines for, because a live frame cannot be scrolled."""
+    num_others = len(console.render_lines(draw(snapshot, most_ranks=0)))
+    return draw(snapshot, max(1, console.height - num_others))
+
+
+def draw(snapshot: RunSnapshot, most_ranks: int = MOST_RANKS) -> RenderableType:
+    """One frame, for 80 columns or more: progress, curves, ranks, last events.
+
+    Of more than ``most_ranks`` ranks, those that need attention are shown first.
+    """
+    parts = [_title(snapshot), _progress(snapshot), _figures(snapshot), _checkpoint(snapshot), Text("")]
+    # Why ranks failed. Those that only lost another rank say nothing if that one gives a reason.
+    failed = [rank for rank in snapshot.statuses if rank.message]
+    with_reason = [rank for rank in failed if not rank.message.startswith(LOST)]
+    remarks = [f"rank {rank.rank}: {rank.message}" for rank in with_reason or failed]
+    remarks += [
+        f"rank {rank.rank} is slower than the others in: {', '.join(rank.slow_now)}"
+        for rank in snapshot.statuses
+        if rank.slow_now
+    ]
+    parts += [Text(remark, "red") for remark in remarks[:MOST_REMARKS]]
+    if snapshot.statuses:
+        hidden = len(snapshot.statuses) - most_ranks
+        legend = f"and {hidden} more ranks; " if hidden > 0 else ""
+        legend += "  ".join(f"{letter} {name}" for name, (letter, _) in PHASES.items()) + "  . other"
+        parts += [_ranks(snapshot, most_ranks), Text(legend, "dim", no_wrap=True)]
+    if snapshot.events:
+        parts += [Text(""), *(_event(event) for event in list(snapshot.events)[-MOST_EVENTS:])]
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], cells: int = SPARKLINE_CELLS) -> str:
+    """A curve in one line: the mean of each part of it, from the lowest to the highest block."""
+    if not values:
+        return ""
+    cells = min(cells, len(values))
+    edges = [i * len(values) // cells for i in range(cells + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    height = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / height * (len(BARS) - 1))] for mean in means)
+
+
+def _title(snapshot: RunSnapshot) -> Text:
+    config, state = snapshot.config, snapshot.state
+    facts = [str(config[name]) for name in ("model", "dataset", "strategy") if name in config]
+    if snapshot.statuses:
+        size = snapshot.statuses[0].world_size
+        facts.append(f"{size} rank{'s' * (size > 1)}")
+    if snapshot.starts > 1:
+        facts.append(f"{snapshot.starts - 1} restart{'s' * (snapshot.starts > 2)}")
+    parts = ((snapshot.name, "bold"), "  ", (state, STATES.get(state, "")), "  ", (", ".join(facts), "dim"))
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _progress(snapshot: RunSnapshot) -> RenderableType:
+    if not snapshot.total_steps:
+        return Text("no step yet" if snapshot.state == "running" else f"step {snapshot.step:,}")
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    # Ranks that resumed a finished run took no step themselves: then the last logged step has the epoch.
+    last_epoch = snapshot.recent[-1].get("epoch", 0) if snapshot.recent else 0
+    epoch = max(last_epoch, *(status.epoch for status in snapshot.statuses))
+    left = snapshot.seconds_left
+    eta = f"ETA {format_time(left)}" if left and snapshot.state == "running" else ""
+    share = format_percent(snapshot.step / snapshot.total_steps, digits=0)
+    bar = ProgressBar(snapshot.total_steps, snapshot.step)
+    grid.add_row(f"step {snapshot.step:,}/{snapshot.total_steps:,}", bar, f"{share}  epoch {epoch}  {eta}".rstrip())
+    return grid
+
+
+def _figures(snapshot: RunSnapshot) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    last = snapshot.recent[-1] if snapshot.recent else {}
+    if last.get("loss") is not None:
+        text.append(f"loss {last['loss']:.4f} ")
+    text.append(sparkline(snapshot.losses) if last else "", "cyan")
+    for name, pattern in (
+        ("learning_rate", " lr {:.2e}"),
+        ("samples_per_second", "  {:,.0f} samples/s"),
+        ("tokens_per_second", "  {:,.0f} tokens/s"),
+    ):
+        if last.get(name) is not None:
+            text.append(pattern.format(last[name]))
+    return text
+
+
+def _checkpoint(snapshot: RunSnapshot) -> Text:
+    event = snapshot.checkpoint or {}
+    saved = [status for status in snapshot.statuses if status.last_checkpoint_step is not None]
+    if not saved:
+        if event and snapshot.statuses:
+            return Text(f"checkpoint of step {event['step']:,}, by an earlier start of this run")
+        return Text("no checkpoint yet" if snapshot.statuses else "", "dim")
+    first = saved[0]
+    parts = [f"checkpoint of step {first.last_checkpoint_step:,}"]
+    if first.last_checkpoint_time is not None and snapshot.state == "running":
+        parts.append(f"{format_time(max(0.0, first.written - first.last_checkpoint_time))} ago")
+    if event.get("step") == first.last_checkpoint_step:
+        parts.append(f"{event.get('blocked_seconds', 0):.2f} s blocked of {event.get('seconds', 0):.2f} s")
+        if event.get("num_bytes"):
+            parts.append(_bytes(event["num_bytes"]))
+    return Text(", ".join(parts))
+
+
+def _ranks(snapshot: RunSnapshot, most: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for heading in ("rank", "host", "pid", "state", "phase", "step", "a step's time", "memory"):
+        right = heading in ("rank", "pid", "step", "memory")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+
+    def urgency(rank: RankStatus) -> int:  # the most urgent first
+        return 0 if rank.state == "failed" else 1 if snapshot.is_silent(rank) else 2 if rank.slow_now else 3
+
+    shown = sorted(snapshot.statuses, key=lambda rank: (urgency(rank), rank.rank))[:most]
+    for rank in sorted(shown, key=lambda rank: rank.rank):
+        state = Text(rank.state, STATES.get(rank.state, ""))
+        if snapshot.is_silent(rank):
+            state = Text(f"silent {_short(snapshot.silent[rank.rank])}", "bold red")
+        elif rank.slow_now:
+            state = Text("slow", "bold yellow")
+        phase = f"{rank.phase} {_short(rank.phase_seconds)}" if rank.state == "running" else ""
+        process = [str(rank.rank), rank.host[:10], str(rank.pid)]
+        table.add_row(*process, state, phase, f"{rank.step:,}", _phase_bar(rank.phases), _bytes(rank.memory_bytes))
+    return table
+
+
+def _phase_bar(phases: dict[str, float]) -> Text:
+    """A step's time as a bar; each cell is the phase that the middle of the cell falls into."""
+    total, text = sum(phases.values()), Text()
+    if total <= 0:
+        return text
+    order = [*(name for name in PHASES if name in phases), *(name for name in phases if name not in PHASES)]
+    until, ends = 0.0, []
+    for name in order:
+        until += phases[name] / total
+        ends.append((until, PHASES.get(name, OTHER)))
+    for cell in range(PHASE_CELLS):
+        middle = (cell + 0.5) / PHASE_CELLS
+        text.append(*next((look for end, look in ends if middle <= end), ends[-1][1]))
+    return text
+
+
+def _event(event: dict[str, Any]) -> Text:
+    fields = []
+    for name, value in event.items():
+        if name not in HIDDEN_FIELDS and value not in (None, "") and not isinstance(value, dict | list):
+            fields.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    who = f"rank {event.get('rank', '?')}, step {event.get('step', '?')}"
+    style = {"failed": "red", "hang": "red", "checkpoint_failed": "red", "straggler": "yellow"}.get(event["kind"], "")
+    what = f"{event['kind'].replace('_', ' ')}  {', '.join(fields)}".rstrip()
+    return Text.assemble((f"{clock}  {who:18} ", "dim"), (what, style), no_wrap=True, overflow="ellipsis")
+
+
+def _short(seconds: float) -> str:
+    return format_time(seconds) if seconds >= 60 else f"{seconds:.0f}s"
+
+
+def _bytes(count: float) -> str:
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while count >= 1000 and unit != "TB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.1f} {unit}" if count < 10 and unit != "B" else f"{count:.0f} {unit}"
 
 
 if __name__ == "__main__":

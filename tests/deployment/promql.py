@@ -16,6 +16,7 @@ from tests.deployment.documented import REPOSITORY
 from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
 from training.monitoring import Exporter
+from training.monitoring.events import StepStarted
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
@@ -75,7 +76,7 @@ def _training_page() -> str:
     port, phases = free_port(), Phases()
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
     with closing(Exporter(TrainConfig(metrics_port=port), alone, phases)) as exporter:
-        exporter.step_begins(1)
-        exporter.collective("all_reduce", num_bytes=4, seconds=0.1)
+        exporter.receive(StepStarted(1))
+        exporter.count_collective("all_reduce", num_bytes=4, seconds=0.1)
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             return page.read().decode()

@@ -75,5 +75,5 @@ def test_the_demonstration_ends_as_if_nothing_had_happened(tmp_path: Path) -> No
     ]
     assert run.stdout.rstrip().endswith("The run ended as if nothing had happened.")
     assert "\x1b" not in run.stdout
-    picture = RunFolder(tmp_path / "demo.run").look()
+    picture = RunFolder(tmp_path / "demo.run").refresh()
     assert (picture.state, picture.step, len(picture.statuses)) == ("finished", 250, 3)

@@ -19,19 +19,20 @@ from rich.console import Console
 from common.errors import run_command
 from tests.training.monitoring.small_training import train_on_ranks
 from training import watch
-from training.monitoring.dashboard import draw, sparkline
+from training.monitoring.events import RunStarted, StepsAgreed
 from training.monitoring.records import SavedCheckpoint, StepMetrics
 from training.monitoring.run_folder import RunFolder
 from training.monitoring.status import StatusFile, read_statuses, status_path
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
+from training.watch import draw, sparkline
 
 WIDTH = 80
 
 
 def _frame(folder: RunFolder, width: int = WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False)
-    console.print(draw(folder.look()))
+    console.print(draw(folder.refresh()))
     return console.file.getvalue()
 
 
@@ -73,9 +74,9 @@ def alive(tmp_path: Path) -> Iterator[tuple[Path, StatusFile]]:
     phases.step, phases.now = 40, "backward"
     steps = [StepMetrics(step, 1, 2 - step / 40, 1e-3, 1.0, 80.0, 3000.0, step / 10, 8) for step in range(1, 41)]
     with StatusFile(tmp_path, ranks, phases) as status:
-        status.run_starts(0, 100, [])
-        status.steps_agreed(steps)
-        status.checkpoint_saved(SavedCheckpoint(30, 0.01, 0.2, 24_000_000))
+        status.receive(RunStarted(0, 100, []))
+        status.receive(StepsAgreed(steps))
+        status.receive(SavedCheckpoint(30, 0.01, 0.2, 24_000_000))
         status.write()
         lines = [json.dumps({"kind": "step", **asdict(step)}) for step in steps]
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -127,13 +128,13 @@ def test_no_line_is_wider_than_the_terminal(alive: tuple[Path, StatusFile], fini
 def test_a_rank_that_no_longer_writes_is_called_silent(alive: tuple[Path, StatusFile]) -> None:
     run_dir, status = alive
     folder = RunFolder(run_dir)
-    assert folder.look().state == "running"
+    assert folder.refresh().state == "running"
 
     gone = asdict(status.status) | {"rank": 1, "written": time.time() - 60}
     status_path(run_dir, 1).write_text(json.dumps(gone))
 
     assert "silent 1m 00s" in _frame(folder)
-    assert folder.look().state == "running"  # rank 0 is
+    assert folder.refresh().state == "running"  # rank 0 is
 
 
 def test_a_machine_with_another_clock_is_judged_by_what_it_writes_alone(alive: tuple[Path, StatusFile]) -> None:
@@ -141,9 +142,9 @@ def test_a_machine_with_another_clock_is_judged_by_what_it_writes_alone(alive: t
     elsewhere = asdict(status.status) | {"rank": 1, "host": "elsewhere", "written": time.time() - 3600}
     status_path(run_dir, 1).write_text(json.dumps(elsewhere))
 
-    picture = RunFolder(run_dir).look()
+    picture = RunFolder(run_dir).refresh()
 
-    assert picture.has_strangers
+    assert picture.has_remote_ranks
     assert not any(picture.is_silent(status) for status in picture.statuses)
 
 
@@ -171,12 +172,12 @@ def test_a_resumed_run_shows_what_it_is_now(alive: tuple[Path, StatusFile]) -> N
     run_dir, _ = alive
     (run_dir / "config.yaml").write_text("strategy: ddp\n")
     folder = RunFolder(run_dir)
-    assert folder.look().config == {"strategy": "ddp"}
+    assert folder.refresh().config == {"strategy": "ddp"}
 
     (run_dir / "new").write_text("strategy: zero3\n")
     (run_dir / "new").replace(run_dir / "config.yaml")
 
-    assert folder.look().config == {"strategy": "zero3"}
+    assert folder.refresh().config == {"strategy": "zero3"}
 
 
 def test_nothing_of_a_run_that_was_moved_aside_is_shown_beside_the_new_one(alive: tuple[Path, StatusFile]) -> None:
@@ -184,13 +185,13 @@ def test_nothing_of_a_run_that_was_moved_aside_is_shown_beside_the_new_one(alive
     start, saved = {"kind": "start", "time": 1.0}, {"kind": "checkpoint", "time": 2.0, "step": 30}
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, start, saved)))
     folder = RunFolder(run_dir)
-    assert (folder.look().starts, len(folder.look().events)) == (2, 3)
+    assert (folder.refresh().starts, len(folder.refresh().events)) == (2, 3)
 
     (run_dir / "new").write_text(json.dumps(start) + "\n")
     (run_dir / "events.jsonl").rename(run_dir / "events.old")
     (run_dir / "new").rename(run_dir / "events.jsonl")
 
-    picture = folder.look()
+    picture = folder.refresh()
     assert (picture.starts, len(picture.events), picture.checkpoint) == (1, 1, None)
 
 
@@ -203,7 +204,7 @@ def test_a_frame_is_no_higher_than_the_terminal_and_shows_first_what_needs_a_loo
         status_path(run_dir, rank).write_text(json.dumps(asdict(status.status) | {"rank": rank} | state))
     console = Console(file=io.StringIO(), width=WIDTH, height=24, markup=False, highlight=False, emoji=False)
 
-    console.print(watch.fitted(RunFolder(run_dir).look(), console))
+    console.print(watch.fit_to_height(RunFolder(run_dir).refresh(), console))
 
     lines = console.file.getvalue().splitlines()
     assert 20 < len(lines) <= 24
@@ -273,19 +274,19 @@ def test_files_that_are_torn_or_missing_cost_their_part_of_the_picture_alone(fin
 def test_what_is_written_later_is_read_and_curves_that_were_cut_are_forgotten(alive: tuple[Path, StatusFile]) -> None:
     run_dir, _ = alive
     folder = RunFolder(run_dir)
-    assert len(folder.look().losses) == 40
+    assert len(folder.refresh().losses) == 40
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
 
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(lines[0][:-10])  # half a line: the run is writing it now
         file.flush()
-        assert len(folder.look().losses) == 40
+        assert len(folder.refresh().losses) == 40
         file.write(lines[0][-10:])
-    assert len(folder.look().losses) == 41
+    assert len(folder.refresh().losses) == 41
 
     (run_dir / "new").write_text("".join(lines[:5]))
     shutil.move(run_dir / "new", run_dir / "metrics.jsonl")
-    assert len(folder.look().losses) == 5
+    assert len(folder.refresh().losses) == 5
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(

@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from common.errors import TrainingFailure
-from training.monitoring.json_lines import JsonLines
+from training.monitoring.events import JsonLines
 from training.monitoring.records import StepMetrics
 from training.run.context import RunContext
 
@@ -64,7 +64,7 @@ class BadSteps:
         texts = context.news.texts
         if context.ranks.is_first and texts.left_out and not context.state.step:
             self.file.write({"step": 0, "rows_left_out": texts.left_out, "what": texts.notes[-1]})
-            context.events.agreed("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
+            context.events.write_on_rank0("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
     def remaining(self, batch: np.ndarray) -> np.ndarray:
         """The rows of a global batch without the excluded ones, in order."""
@@ -105,8 +105,7 @@ class BadSteps:
         return {*count.excluded_rows, *count.suspects}
 
     def tell_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
-        """Report and record a rollback from step ``last`` to the checkpoint ``path``."""
-        self.context.events.agreed("rolled_back", from_step=last.step, rows=sorted(rows))
+        """Report a rollback from step ``last`` to the checkpoint ``path``."""
         self.context.say(
             f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
             f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"
@@ -118,7 +117,7 @@ class BadSteps:
 
     def _record(self, bad: BadStep) -> None:
         self.context.exporter.bad_steps.inc()
-        self.context.events.agreed("skipped_step", step=bad.step, what=bad.what, rows=bad.rows)
+        self.context.events.write_on_rank0("skipped_step", step=bad.step, what=bad.what, rows=bad.rows)
         if self.context.ranks.is_first:
             fields = {"step": bad.step, "epoch": bad.epoch, "ranks": list(bad.found), "rows": bad.rows}
             self.file.write({**fields, "loss": bad.loss, "norm": bad.grad_norm, "what": bad.what})

@@ -13,8 +13,7 @@ from typing import NoReturn
 from common.errors import LostRank, in_one_line
 from training.fault_tolerance.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
 from training.fault_tolerance.interruption import STOP_SECONDS, leave
-from training.monitoring.observer import Observer
-from training.monitoring.records import EpochMetrics, StepMetrics
+from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscriber
 from training.parallelism.distributed import is_lost_rank, limit_waiting, start_timeout
 from training.run.context import RunContext
 
@@ -24,7 +23,7 @@ SECONDS_TO_SPEAK = 10.0
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
 
-class Watchdog(Observer):
+class Watchdog(Subscriber):
     """Ends this process when its main thread makes no progress for longer than the timeout, or cannot stop when asked
     to.
 
@@ -64,16 +63,16 @@ class Watchdog(Observer):
                 line = f"{self._line(missing, 'a connection ended')}. PyTorch's own error: {words}"
                 raise LostRank(line, quiet=not speaks) from error
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Give the process groups of the strategy the longer timeout of a start."""
-        limit_waiting(self._limit)
-
-    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """From now on downloads and compilation are done, so the normal timeout applies."""
-        if steps and not self._has_stepped:
-            self._has_stepped = True
-            self._limit = self._timeout
-            limit_waiting(self._timeout)
+    def receive(self, event: Event) -> None:
+        """Set the timeout of a start, and the normal one once the first steps have downloaded and compiled all."""
+        match event:
+            case RunStarted():
+                limit_waiting(self._limit)  # also in the process groups of the strategy
+            case StepsAgreed(steps):
+                if steps and not self._has_stepped:
+                    self._has_stepped = True
+                    self._limit = self._timeout
+                    limit_waiting(self._timeout)
 
     def _watch(self) -> None:
         still = asked = 0.0

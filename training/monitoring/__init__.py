@@ -1,22 +1,8 @@
-"""Monitoring: what a person sees of a run, and the files the run leaves."""
+"""Monitoring: one stream of a run's events, and its readers: files, console, exporter, trackers, profiler, checks."""
 
 from training.monitoring.console import Console
-from training.monitoring.events import EventLog
+from training.monitoring.events import EventStream
 from training.monitoring.exporter import Exporter
-from training.monitoring.records import EpochMetrics, ReportData, SavedCheckpoint, StepMetrics, WrongText
-from training.monitoring.report import write_report
-from training.monitoring.run_log import RunLog, read_metrics
+from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 
-__all__ = [
-    "Console",
-    "EpochMetrics",
-    "EventLog",
-    "Exporter",
-    "ReportData",
-    "RunLog",
-    "SavedCheckpoint",
-    "StepMetrics",
-    "WrongText",
-    "read_metrics",
-    "write_report",
-]
+__all__ = ["Console", "EpochMetrics", "EventStream", "Exporter", "SavedCheckpoint", "StepMetrics"]

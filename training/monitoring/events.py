@@ -1,185 +1,336 @@
-"""Events: what happened in a run and when, in the words of its ranks; and how long each part of a restart took."""
+"""Events: what happens in a run, published once. ``events.jsonl`` is their record; everything else reads along."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import platform
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
-from training.monitoring.json_lines import JsonLines, read_lines
-from training.monitoring.observer import Observer
+from common.files import write_whole
 from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
 from training.run.phases import Phases
 
 if TYPE_CHECKING:
     from training.data.batching import MicroBatch
     from training.parallelism.distributed import Ranks
-    from training.parallelism.strategy import StepResult
 
 EVENTS_FILE = "events.jsonl"
-# What is written of a loss after it, not by what was lost.
-_AFTERMATH = ("failed", "hang", "stop_asked")
+METRICS_FILE = "metrics.jsonl"
 
 
-class EventLog(Observer):
-    """Appends this rank's events to the run folder's ``events.jsonl``, which all ranks share.
+@dataclass(frozen=True)
+class RunStarted:
+    """The first step of this process is next; ``step`` steps and ``epochs`` were done before a resume."""
 
-    A line has ``time`` (Unix), ``rank``, ``restart``, ``step`` (steps done) and ``kind``, and what belongs to its kind.
-    Until :meth:`writing` lines are kept back, since a run that cannot start writes nothing. No method raises: a full
-    disk loses the line, not the run. Any thread may write. As an observer it is for rank 0.
+    step: int
+    total_steps: int
+    epochs: Sequence[EpochMetrics]
+
+
+@dataclass(frozen=True)
+class StepStarted:
+    """Optimizer step ``step`` begins; its rows are not read yet."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """This rank has taken optimizer step ``step`` with ``micro_batches``; a GPU may still be computing it."""
+
+    step: int
+    micro_batches: Sequence[MicroBatch]
+
+
+@dataclass(frozen=True)
+class StepsAgreed:
+    """All ranks know the losses of the steps since the last such event; there may be none."""
+
+    steps: Sequence[StepMetrics]
+
+
+@dataclass(frozen=True)
+class CheckpointStarted:
+    """The state after ``step`` is about to be saved."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """After ``step`` steps it turned out that a checkpoint could not be written; training continues."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run is back at ``step``: later ones, up to ``from_step``, do not count. ``rows`` are left out from now on."""
+
+    step: int
+    from_step: int
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RunTested:
+    """The best epoch's evaluation on the test rows, once ``step`` steps were done."""
+
+    step: int
+    test: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run has ended without an error: finished, or stopped with all saved, to be resumed."""
+
+    finished: bool
+
+
+# StepMetrics is published for the steps that --log_every asks for: the others are only in StepsAgreed.
+Event = (
+    RunStarted
+    | StepStarted
+    | StepDone
+    | StepsAgreed
+    | StepMetrics
+    | EpochMetrics
+    | CheckpointStarted
+    | CheckpointFailed
+    | SavedCheckpoint
+    | RolledBack
+    | RunTested
+    | RunEnded
+)
+
+
+class Subscriber:
+    """Reads a run's events while it runs.
+
+    Every rank publishes the same events in the same order, so a subscriber that all ranks have may communicate, and
+    may end the run with an error that it raises on all of them.
+    """
+
+    follows_steps = False  # whether it receives StepStarted and StepDone too
+
+    def receive(self, event: Event) -> None:
+        """Called with each event, on the thread that trains."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free files, threads and ports; called once the run has ended, well or badly."""
+
+
+class EventStream:
+    """One rank's events: recorded in the run folder's ``events.jsonl``, which all ranks share, and passed on.
+
+    A line has ``time`` (Unix), ``rank``, ``restart``, ``step`` (steps done), ``kind`` and the fields of its kind. Lines
+    are held back until :meth:`recording`, because a run that cannot start writes nothing. A full disk loses lines, not
+    the run.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, phases: Phases, log_every: int = 1) -> None:
+        self.subscribers: list[Subscriber] = []
         self._lines = JsonLines(run_dir / EVENTS_FILE)
-        self._kept: list[dict[str, Any]] | None = []
+        self._held_back: list[dict[str, Any]] | None = []
         self._ranks = ranks
         self._phases = phases
         self._log_every = log_every
         self._first_step = self._total_steps = 0
         for kind, when in ranks.milestones.items():
-            self.agreed(kind, time=when, **({"process_started": process_started()} if kind == "imported" else {}))
+            extra = {"process_started": process_started()} if kind == "imported" else {}
+            self.write_on_rank0(kind, time=when, **extra)
+
+    def publish(self, event: Event) -> None:
+        """Record an event that all ranks know, and pass it to the subscribers in their order."""
+        # A step publishes three events, and most subscribers need only the last of them.
+        inside_step = type(event) in (StepStarted, StepDone)
+        if type(event) is RunStarted:
+            self._first_step, self._total_steps = event.step + 1, event.total_steps
+        if type(event) is StepsAgreed:
+            for metrics in event.steps:
+                if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
+                    self.publish(metrics)
+        elif self._ranks.is_first and not (inside_step and event.step != self._first_step):
+            self._record(event)
+        for subscriber in self.subscribers:
+            if subscriber.follows_steps or not inside_step:
+                subscriber.receive(event)
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case StepDone(step):
+                self.write("first_step", step=step)
+            case StepMetrics():
+                self.write("step", **vars(event))  # flat, and asdict would copy it deeply each step
+            case RunStarted(step, total_steps):
+                process = {"world_size": self._ranks.world_size, "host": platform.node(), "pid": os.getpid()}
+                self.write("start", step=step, total_steps=total_steps, **process)
+            case EpochMetrics():
+                fields = asdict(event)
+                self.write("epoch", **fields, **_headline("validation_", fields.pop("validation")))
+            case SavedCheckpoint():
+                self.write("checkpoint", **asdict(event))
+            case CheckpointFailed():
+                self.write("checkpoint_failed")
+            case RolledBack(from_step=from_step, rows=rows):
+                self.write("rolled_back", from_step=from_step, rows=list(rows))
+            case RunTested(test=test):
+                self.write("test", **_headline("test_", test))
+            case RunEnded(finished):
+                self.write("finished" if finished else "stopped")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write what happened to this rank; ``fields`` may hold another ``time`` or ``step`` than now's."""
+        """Record what only this rank knows, from any thread; ``fields`` may hold another ``time`` or ``step``."""
         now = {"time": time.time(), "rank": self._ranks.rank, "restart": self._ranks.restart, "step": self._phases.step}
-        event = {**now, "kind": kind, **fields}
-        if self._kept is None:
-            self._lines.write(event)
+        line = {**now, "kind": kind, **fields}
+        if self._held_back is None:
+            self._lines.write(line)
         else:
-            self._kept.append(event)
+            self._held_back.append(line)
 
-    def agreed(self, kind: str, **fields: Any) -> None:
-        """Write what all ranks know: rank 0 does."""
+    def write_on_rank0(self, kind: str, **fields: Any) -> None:
+        """Record once what all ranks know and no subscriber needs."""
         if self._ranks.is_first:
             self.write(kind, **fields)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """From here on the folder is this run's; what raises is written down as ``failed``."""
-        kept, self._kept = self._kept or [], None
-        for event in kept:
-            self._lines.write(event)
+    def recording(self) -> Iterator[None]:
+        """The folder belongs to this run from here on; an error that leaves this context is recorded as ``failed``."""
+        held_back, self._held_back = self._held_back or [], None
+        for line in held_back:
+            self._lines.write(line)
         try:
             yield
         except BaseException as error:
             self.write("failed", message=reason_to_record(error))
             raise
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Write where the run stands."""
-        self._first_step, self._total_steps = step + 1, total_steps
-        place = {"world_size": self._ranks.world_size, "host": platform.node(), "pid": os.getpid()}
-        self.write("start", step=step, total_steps=total_steps, **place)
+    def close(self) -> None:
+        """Close the subscribers, the last one first."""
+        for subscriber in reversed(self.subscribers):
+            subscriber.close()
 
-    def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
-        """Write this process's first step."""
-        if step == self._first_step:
-            self.write("first_step", step=step)
 
-    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Write the steps that are due."""
-        for metrics in steps:
-            if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
-                self.write("step", **asdict(metrics))
+def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    return {prefix + name: evaluation.get(name) for name in ("loss", "accuracy", "macro_f1")}
 
-    def epoch_ends(self, epoch: EpochMetrics) -> None:
-        """Write an epoch with the figures of its validation."""
-        fields = asdict(epoch)
-        validation = fields.pop("validation")
-        figures = {f"validation_{name}": validation.get(name) for name in ("loss", "accuracy", "macro_f1")}
-        self.write("epoch", **fields, **figures)
 
-    def checkpoint_failed(self, step: int) -> None:
-        """Write that a checkpoint is not there."""
-        self.write("checkpoint_failed")
+class MetricsFile(Subscriber):
+    """Writes the run's curves to ``metrics.jsonl``: logged steps, epochs with their whole validation, the test.
 
-    def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
-        """Write a checkpoint."""
-        self.write("checkpoint", **asdict(saved))
+    Records after ``resume_step`` are dropped first, so a resumed run has one line per step; 0 starts an empty file.
+    What cannot be written is lost and does not end the run.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int, say: Callable[[str], None] = print) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(run_dir / METRICS_FILE)
+        self._say = say
+        self._drop_after(resume_step)
+
+    def receive(self, event: Event) -> None:
+        """Append what belongs to the curves."""
+        match event:
+            case StepMetrics():
+                self._lines.write({"kind": "step", **vars(event)})
+            case EpochMetrics():
+                self._lines.write({"kind": "epoch", **asdict(event)})
+            case RunTested(step, test):
+                self._lines.write({"kind": "test", **test, "step": step})
+            case RolledBack(step):
+                self._drop_after(step)
+
+    def _drop_after(self, step: int) -> None:
+        path = self._lines.path
+        if not path.exists():
+            return
+        # A test belongs to a finished run; one that resumes makes its own.
+        kept = [record for record in read_lines(path) if record["kind"] != "test" and record["step"] <= step]
+        try:
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        except OSError as error:
+            self._say(f"{path}: the lines after step {step} could not be removed ({error.strerror}); the run continues")
+
+
+class JsonLines:
+    """Appends records to a file, each in one write, so that lines of several processes do not mix.
+
+    On NFS that holds only for processes on one machine: lines that several machines write at the same moment may
+    overwrite one another (open(2), ``O_APPEND``), and readers skip what is torn.
+
+    A full or broken disk raises nothing here: a record is lost, not the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._torn = False
+
+    def write(self, record: Mapping[str, Any]) -> bool:
+        """Append a record, with null for what is not finite; returns whether the system took all of it."""
+        line = json.dumps(_null_if_not_finite(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        if self._torn:  # part of the last line is in the file: end it, so that it spoils only itself
+            line = b"\n" + line
+        written = 0
+        try:
+            # Opened for each line, because the file may have been replaced meanwhile.
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                written = os.write(file, line)
+            finally:
+                os.close(file)
+        except OSError:
+            pass
+        self._torn = 0 < written < len(line) or (self._torn and not written)
+        return written == len(line)
+
+
+def _null_if_not_finite(value: Any) -> Any:
+    # JSON has no NaN and no infinity; a browser or jq would refuse the whole line.
+    if isinstance(value, Mapping):
+        return {key: _null_if_not_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null_if_not_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """The records in the bytes of a JSON lines file; torn lines are skipped."""
+    records = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON lines file in their order; a missing file has none, torn lines are skipped."""
+    return parse_lines(path.read_bytes()) if path.exists() else []
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's events in the order in which they were written."""
+    return read_lines(run_dir / EVENTS_FILE)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's curves: the records of its ``metrics.jsonl``."""
+    return read_lines(run_dir / METRICS_FILE)
 
 
 def process_started() -> float:
-    """Unix time at which this process began; NaN where the system does not tell (it does on Linux)."""
+    """Unix time at which this process began; NaN on systems other than Linux."""
     try:
         after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
     except (OSError, AttributeError):
         return math.nan
-
-
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Read a run's events in the order in which they were written; torn lines are left out."""
-    return read_lines(run_dir / EVENTS_FILE)
-
-
-@dataclass(frozen=True)
-class RestartSplit:
-    """The moments of a restart, in Unix time; NaN for one that is not known.
-
-    ``lost``: the last sign of life of the processes before. ``detected``: the launcher saw one of them gone. The rest
-    are rank 0's: its process began, had read the program, stood in the process group, had data, model and checkpoint,
-    and had done its first optimizer step.
-    """
-
-    lost: float
-    detected: float
-    started: float
-    imported: float
-    grouped: float
-    loaded: float
-    stepped: float
-
-    def seconds(self) -> dict[str, float]:
-        """How long each part took; ``rendezvous`` begins with ending the ranks that are left."""
-        moments = list(asdict(self).values())
-        names = ("detection", "rendezvous", "import", "group", "load", "first_step")
-        parts = {name: after - before for name, (before, after) in zip(names, pairwise(moments), strict=True)}
-        return parts | {"total": self.stepped - self.lost}
-
-
-def restart_split(run_dir: Path, launcher_log: str = "") -> list[RestartSplit]:
-    """Say of each start of a run but the first what its time went into.
-
-    Args:
-        run_dir: the run folder.
-        launcher_log: what torchrun printed on the machine of the lost rank, for ``detected``.
-    """
-    attempts: list[list[dict[str, Any]]] = []
-    for event in read_events(run_dir):
-        if event["kind"] == "imported":
-            attempts.append([])
-        if attempts:
-            attempts[-1].append(event)
-    return [_split(before, after, launcher_log) for before, after in pairwise(attempts)]
-
-
-def _split(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], launcher_log: str) -> RestartSplit:
-    times = {event["kind"]: event["time"] for event in reversed(after)}  # of a kind's first event
-    imported, started = after[0]["time"], after[0]["process_started"] or math.nan
-    alive = [event["time"] for event in before if event["kind"] not in _AFTERMATH]
-    seen = [when for when in _losses(launcher_log, imported) if alive[0] < when < imported]
-    return RestartSplit(
-        lost=max(alive),
-        detected=seen[0] if seen else math.nan,
-        started=started,
-        imported=imported,
-        grouped=times.get("group_formed", imported),
-        loaded=times.get("start", math.nan),
-        stepped=times.get("first_step", math.nan),
-    )
-
-
-def _losses(launcher_log: str, near: float) -> list[float]:
-    """When torchrun saw a rank fail. Its lines name no year and count in local time: those of ``near`` are meant."""
-    year = time.localtime(near).tm_year
-    found = re.findall(r"^E(\d{4} \d\d:\d\d:\d\d)(\.\d+) .*failed \(exitcode:", launcher_log, re.MULTILINE)
-    return [time.mktime(time.strptime(f"{year} {clock}", "%Y %m%d %H:%M:%S")) + float(rest) for clock, rest in found]

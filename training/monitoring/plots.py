@@ -1,12 +1,12 @@
 """Plots: the curves and the confusion matrix of a run as PNG, for a light and a dark page.
 
-Imports matplotlib, which takes a second: the report imports this module when it is written, nobody else does.
+This module imports matplotlib, which takes a second, so only the report imports it, when it is written.
 """
 
 import io
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,39 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from training.monitoring.records import Curves
-
 DOTS_PER_INCH = 200
-# Small in inches, so that the letters can still be read where a phone shows the figure 360 pixels wide.
+# Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
 CURVE_INCHES = (4.6, 2.9)
 LONGEST_LABEL = 20
 FEWEST_TO_SMOOTH = 15
-INCHES_A_LETTER = 0.085
-# Beyond this many classes a cell has no room for a legible number; the colour must do.
+INCHES_PER_LETTER = 0.085
+# With more classes a cell has no room for a legible number, only for its colour.
 MOST_CLASSES_WITH_NUMBERS = 24
 
 
 @dataclass(frozen=True)
+class Curves:
+    """The step and epoch records of metrics.jsonl, in the order of steps, each step once."""
+
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+
+    def column(self, name: str) -> list[float]:
+        """One field of the step records; null became NaN."""
+        return _nan_for_null([record[name] for record in self.steps])
+
+    def validation(self, name: str) -> list[float]:
+        """One figure of each epoch's validation; null became NaN."""
+        return _nan_for_null([record["validation"][name] for record in self.epochs])
+
+
+def _nan_for_null(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+@dataclass(frozen=True)
 class Theme:
-    """Colours of one page; the two series differ for colour-blind eyes too (Okabe and Ito)."""
+    """Colours of one page; those of the two series can be told apart by colour-blind readers (Okabe and Ito)."""
 
     surface: str
     ink: str
@@ -46,10 +64,9 @@ DARK = Theme("#161b22", "#e6edf3", "#9aa5b1", "#2b323b", "#56b4e9", "#f0a23b")
 
 
 def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Draw every plot for which there are records.
+    """PNG bytes of each plot for which there are records.
 
-    Returns:
-        PNG bytes by name: loss, accuracy, learning_rate, throughput, gradient_norm, confusion_matrix.
+    The names are loss, accuracy, learning_rate, throughput, gradient_norm and confusion_matrix.
     """
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
@@ -63,28 +80,30 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
             figures["gradient_norm"] = _gradient_norm(curves, theme)
         if test:
             figures["confusion_matrix"] = _confusion_matrix(test, theme)
-        return {name: _png(figure) for name, figure in figures.items()}
+        pngs = {}
+        for name, figure in figures.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+            pngs[name] = buffer.getvalue()
+        return pngs
 
 
 def _loss(curves: Curves, theme: Theme) -> Figure:
     figure, axes = _curve_axes("Loss", "step")
     if curves.steps:
-        _training_loss(axes, curves.column("step"), np.array(curves.column("loss")), theme)
+        steps, losses = curves.column("step"), np.array(curves.column("loss"))
+        if len(losses) < FEWEST_TO_SMOOTH:
+            axes.plot(steps, losses, "o-", color=theme.first, label="training")
+        else:
+            window = max(3, len(losses) // 25)
+            mean = _moving_mean(losses, window)
+            axes.plot(steps, losses, color=theme.first, alpha=0.4, linewidth=0.8, label="training")
+            axes.plot(steps, mean, color=theme.first, label=f"mean of {window:,} points")
     if curves.epochs:
         steps = [record["step"] for record in curves.epochs]
         axes.plot(steps, curves.validation("loss"), "o-", color=theme.second, label="validation")
     _legend_above(axes)
     return figure
-
-
-def _training_loss(axes: Axes, steps: list[float], losses: np.ndarray, theme: Theme) -> None:
-    if len(losses) < FEWEST_TO_SMOOTH:
-        axes.plot(steps, losses, "o-", color=theme.first, label="training")
-        return
-    window = max(3, len(losses) // 25)
-    mean = _moving_mean(losses, window)
-    axes.plot(steps, losses, color=theme.first, alpha=0.4, linewidth=0.8, label="training")
-    axes.plot(steps, mean, color=theme.first, label=f"mean of {window:,} points")
 
 
 def _accuracy(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
@@ -132,7 +151,7 @@ def _gradient_norm(curves: Curves, theme: Theme) -> Figure:
     norms = curves.column("grad_norm")
     axes.plot(curves.column("step"), norms, _mark(curves), color=theme.first, linewidth=1.2)
     known = [norm for norm in norms if math.isfinite(norm)]
-    # One spike of a hundred times the rest would press the curve into the floor.
+    # On a linear axis, one spike of a hundred times the rest would press the curve into the floor.
     if known and min(known) > 0 and max(known) > 20 * statistics.median(known):
         axes.set_yscale("log")
     else:
@@ -147,14 +166,14 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     labels = [_shorten(label) for label in test["labels"]]
     cell = float(np.interp(classes, [2, 4, 20], [1.2, 0.9, 0.52]))
     side = cell * min(classes, 40)
-    longest = INCHES_A_LETTER * max(map(len, labels))
+    longest = INCHES_PER_LETTER * max(map(len, labels))
     is_slanted = longest > cell
     width = side + longest + 0.65
     height = side + (longest if is_slanted else 0.25) + 0.75
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     colours = LinearSegmentedColormap.from_list("share", [theme.surface, theme.first])
-    # The power spreads the small shares, which are the confusions.
+    # The exponent makes small shares visible, which are the confusions.
     axes.imshow(shares, cmap=colours, norm=PowerNorm(0.6, 0, 1))
     axes.set_title("Confusion matrix", pad=10)
     axes.set_xlabel("predicted class")
@@ -170,17 +189,13 @@ def _confusion_matrix(test: Mapping[str, Any], theme: Theme) -> Figure:
     if is_slanted:
         axes.tick_params(axis="x", labelrotation=45, labelrotation_mode="xtick")
     if classes <= MOST_CLASSES_WITH_NUMBERS:
-        _write_cells(axes, counts, shares, theme)
+        size = float(np.interp(classes, [4, 20], [11, 7.5]))
+        for row, column in np.ndindex(counts.shape):
+            count, share = int(counts[row, column]), float(shares[row, column])
+            text = f"{count:,}\n{share:.1%}" if count else "0"
+            colour = theme.surface if share > 0.7 else (theme.ink if count else theme.muted)
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
     return figure
-
-
-def _write_cells(axes: Axes, counts: np.ndarray, shares: np.ndarray, theme: Theme) -> None:
-    size = float(np.interp(len(counts), [4, 20], [11, 7.5]))
-    for row, column in np.ndindex(counts.shape):
-        count, share = int(counts[row, column]), float(shares[row, column])
-        text = f"{count:,}\n{share:.1%}" if count else "0"
-        colour = theme.surface if share > 0.7 else (theme.ink if count else theme.muted)
-        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=size)
 
 
 def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
@@ -194,12 +209,12 @@ def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
 
 
 def _legend_above(axes: Axes) -> None:
-    # Between title and curves, where no curve can run through it.
+    # Between title and curves, so that no curve runs through it.
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, borderpad=0, columnspacing=1.4)
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    # Centred, so that it does not lag; over fewer values at both ends and beside a gap.
+    # Centred, so that it does not lag; over fewer values at both ends and next to a gap.
     known = np.isfinite(values)
     ones = np.ones(window)
     count = np.convolve(known, ones, mode="same")
@@ -212,14 +227,8 @@ def _mark(curves: Curves) -> str:
 
 
 def _shorten(label: str) -> str:
-    # Cut in the middle: names of one family differ at their ends.
+    # Cut in the middle, because names of one family differ at their ends.
     return label if len(label) <= LONGEST_LABEL else f"{label[:10]}…{label[-9:]}"
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-    return buffer.getvalue()
 
 
 def _style(theme: Theme) -> dict[str, Any]:

@@ -1,55 +1,91 @@
-"""Profiler: PyTorch's traces of a few steps on chosen ranks, and what they come to."""
+"""Profiler: PyTorch's traces of a few steps on chosen ranks, and their summary.
+
+The summary has the costliest operators, how much of the communication is hidden behind computation, and how long a rank
+waited for data.
+"""
 
 from __future__ import annotations
 
 import gzip
+import json
+import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common.errors import first_line
-from training.monitoring.observer import Observer
-from training.monitoring.profile_summary import (
-    FOLDER,
-    RankProfile,
-    operator_table,
-    rank_table,
-    summarise,
-    write_summary,
-)
-from training.monitoring.records import EpochMetrics
+from common.files import write_json
+from training.monitoring.events import Event, RunStarted, StepDone, StepStarted, Subscriber
+from training.monitoring.records import format_percent
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler_util import EventList, FunctionEvent
+
     from training.config import TrainConfig
-    from training.data.batching import MicroBatch
     from training.monitoring.console import Console
     from training.parallelism.distributed import Ranks
-    from training.parallelism.strategy import StepResult
     from training.run.phases import Phases
 
+FOLDER = "profile"
+SUMMARY_FILE = "summary.json"
 FIRST_STEPS = 10  # in which caches warm up and buckets settle
+MOST_OPERATORS = 12
 _MEMORY_EVENTS = 100_000
+# A collective's name when gloo or NCCL runs it, and when torch asks for it.
+_COMMUNICATION = ("gloo:", "nccl")
+_ASKED = ("c10d::", "_c10d_functional::", "record_param_comms")
+_PHASES = ("data", "forward", "backward", "optimizer")
+_RANK_HEADINGS = ("Rank", "A step", "Data wait", "Forward", "Backward", "Optimizer", "Other", "Collectives", "Hidden")
+
+Interval = tuple[float, float]
+Table = tuple[list[str], list[list[str]]]  # headings, rows
 
 
-class Profiler(Observer):
+@dataclass(frozen=True)
+class Operator:
+    """All calls of one operator; ``seconds`` exclude the operators that it called, ``share`` is of all operators."""
+
+    name: str
+    calls: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The profiled steps of one rank.
+
+    ``phases``: shares of ``seconds``. ``communication``: seconds in which a collective was in progress, the wait for
+    other ranks included. ``hidden``: the share of those in which operators ran too; None without communication.
+    """
+
+    rank: int
+    first_step: int
+    last_step: int
+    seconds: float
+    phases: dict[str, float]
+    communication: float
+    hidden: float | None
+    operators: list[Operator]
+    trace: str
+
+
+class Profiler(Subscriber):
     """Records ``--profile`` steps; afterwards rank 0 prints and keeps what all recorded ranks found.
 
-    The phases of a step are ranges of the trace. On a GPU a snapshot of its memory is kept as well, with where each
-    piece was asked for. What goes wrong is one line, and ends no run.
-
-    Args:
-        config: which steps and which ranks.
-        ranks: all of them make one.
-        phases: of this rank.
-        console: on rank 0.
-
-    ``steps`` are those still to be recorded.
+    The phases of a step are ranges of the trace. On a GPU a snapshot of its memory is kept as well, with the place in
+    the code that asked for each piece. A problem costs one line and does not end the run. All ranks have a profiler;
+    ``console`` is on rank 0, ``steps`` are those still to be recorded.
     """
+
+    follows_steps = True
 
     def __init__(self, config: TrainConfig, ranks: Ranks, phases: Phases, console: Console | None) -> None:
         self._config = config
@@ -57,14 +93,32 @@ class Profiler(Observer):
         self._phases = phases
         self._console = console
         self._folder = config.run_dir / FOLDER
+        self._on_gpu = ranks.device.type == "cuda"
         every, asked = range(ranks.world_size), config.profile_ranks
         self._chosen = set(every if asked == "all" else map(int, asked.split(",")))
         self.steps = range(0)
         self._profile: profile | None = None
         self._problem = ""
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Choose the steps."""
+    def receive(self, event: Event) -> None:
+        """Start before the first chosen step, stop after the last one."""
+        match event:
+            case StepStarted(step):
+                is_chosen = self.steps and step >= self.steps.start and self._ranks.rank in self._chosen
+                if is_chosen and not (self._profile or self._problem):
+                    self._try(self._start)
+            case StepDone(step):
+                if self.steps and step >= self.steps[-1]:
+                    self._finish()
+            case RunStarted(step, total_steps):
+                self._choose_steps(step, total_steps)
+
+    def close(self) -> None:
+        """Drop a recording that the run's end has cut short."""
+        if self._profile:
+            self._try(self._stop_recording)
+
+    def _choose_steps(self, step: int, total_steps: int) -> None:
         if max(self._chosen) >= self._ranks.world_size:
             last = self._ranks.world_size - 1
             self._say(f"--profile_ranks {self._config.profile_ranks}: the ranks of this run are 0 to {last}")
@@ -73,97 +127,77 @@ class Profiler(Observer):
         self.steps = range(first, min(first + asked - 1, total_steps) + 1)
         if first <= step or not self.steps:
             self.steps = range(0)
-            self._say(f"--profile_start {first}: steps {step + 1} to {total_steps} are to be made; none is recorded")
-
-    def step_begins(self, step: int) -> None:
-        """Begin, where this rank is to."""
-        if (
-            self.steps
-            and step >= self.steps.start
-            and self._ranks.rank in self._chosen
-            and not (self._profile or self._problem)
-        ):
-            self._guarded(self._start)
-
-    def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
-        """After the last step, write and show what was found; all ranks take part."""
-        if not self.steps or step < self.steps[-1]:
-            return
-        with self._phases("profile"):
-            found = self._guarded(self._stop) if self._profile else None
-            self.steps = range(0)
-            gathered = self._ranks.gather(found or self._problem)
-        for rank, problem in enumerate(gathered):
-            if isinstance(problem, str) and problem:
-                self._say(f"rank {rank}: no profile ({problem}); the run goes on")
-        profiles = [found for found in gathered if isinstance(found, RankProfile)]
-        if profiles and self._console:
-            self._show(profiles, self._console)
-
-    def close(self) -> None:
-        """Drop a recording that the run's end has cut short."""
-        if self._profile:
-            self._guarded(self._leave)
+            self._say(f"--profile_start {first}: this run has steps {step + 1} to {total_steps}; none is recorded")
 
     def _start(self) -> None:
-        on_gpu = self._ranks.device.type == "cuda"
         self._folder.mkdir(parents=True, exist_ok=True)
-        starting = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
+        starting = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
         starting.start()
         self._profile = starting
-        if on_gpu:
+        if self._on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         self._phases.mark = lambda name: record_function(f"phase/{name}")
         self._phases.take("profiler")
 
-    def _leave(self) -> profile:
+    def _stop_recording(self) -> profile:
         stopped, self._profile = self._profile, None
         self._phases.mark = nullcontext
         stopped.stop()
-        if self._ranks.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         return stopped
 
-    def _stop(self) -> RankProfile:
+    def _finish(self) -> None:
+        """Write this rank's trace, gather all summaries and show them; all ranks take part."""
+        with self._phases("profile"):
+            found = self._try(self._write_profile) if self._profile else None
+            self.steps = range(0)
+            gathered = self._ranks.gather(found or self._problem)
+        for rank, problem in enumerate(gathered):
+            if isinstance(problem, str) and problem:
+                self._say(f"rank {rank}: no profile ({problem}); the run continues")
+        profiles = [found for found in gathered if isinstance(found, RankProfile)]
+        if not (profiles and self._console):
+            return
+        first = profiles[0]
+        self._console.table(f"Profile of steps {first.first_step} to {first.last_step}", *rank_table(profiles))
+        self._console.table(f"Costliest operators of rank {first.rank}", *operator_table(first))
+        self._say(f"Traces for ui.perfetto.dev: {self._folder}")
+        try:
+            summary = {"ranks": [asdict(profile) for profile in profiles]}
+            write_json(self._folder / SUMMARY_FILE, summary)
+        except OSError as error:
+            self._say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
+
+    def _write_profile(self) -> RankProfile:
         seconds = self._phases.take("profiler")
         seconds.pop("profile", None)
-        first, last = self.steps[0], self.steps[-1]
-        name = f"rank_{self._ranks.rank}_step_{first}_{last}"
-        on_gpu = self._ranks.device.type == "cuda"
-        if on_gpu:
+        total = sum(seconds.values())
+        name = f"rank_{self._ranks.rank}_step_{self.steps[0]}_{self.steps[-1]}"
+        if self._on_gpu:
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
-        stopped = self._leave()
+        stopped = self._stop_recording()
         trace = self._folder / f"{name}.json.gz"
         _write_trace(stopped, trace)
-        total = sum(seconds.values())
+        events = stopped.events()
         return RankProfile(
             rank=self._ranks.rank,
-            first_step=first,
-            last_step=last,
+            first_step=self.steps[0],
+            last_step=self.steps[-1],
             seconds=total,
             phases={phase: spent / total for phase, spent in seconds.items() if spent},
+            **communication(events, on_gpu=self._on_gpu),
+            operators=_top_operators(events, on_gpu=self._on_gpu),
             trace=trace.name,
-            **summarise(stopped.events(), on_gpu=on_gpu),
         )
 
-    def _guarded(self, work: Callable[[], object]) -> RankProfile | None:
-        """Do what may fail for many reasons, none of which is to end a run."""
+    def _try(self, work: Callable[[], Any]) -> Any:
+        """Do what may fail for many reasons, none of which should end a run."""
         try:
-            result = work()
+            return work()
         except Exception as error:
             self._problem = first_line(error)
             return None
-        return result if isinstance(result, RankProfile) else None
-
-    def _show(self, profiles: Sequence[RankProfile], console: Console) -> None:
-        of = profiles[0]
-        console.table(f"Profile of steps {of.first_step} to {of.last_step}", *rank_table(profiles))
-        console.table(f"Costliest operators of rank {of.rank}", *operator_table(of))
-        console.say(f"Traces for ui.perfetto.dev: {self._folder}")
-        try:
-            write_summary(self._config.run_dir, profiles)
-        except OSError as error:
-            console.say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
 
     def _say(self, text: str) -> None:
         if self._console:
@@ -171,7 +205,7 @@ class Profiler(Observer):
 
 
 def _write_trace(stopped: profile, path: Path) -> None:
-    """Write a trace as compressed JSON; raises OSError if it is not whole, of which the library says nothing."""
+    """Write a trace as compressed JSON; raises OSError if it is cut short, which the library does not report."""
     plain = path.with_suffix("")
     try:
         stopped.export_chrome_trace(str(plain))
@@ -184,3 +218,93 @@ def _write_trace(stopped: profile, path: Path) -> None:
                 shutil.copyfileobj(source, target)
     finally:
         plain.unlink(missing_ok=True)
+
+
+def communication(events: Iterable[FunctionEvent], *, on_gpu: bool) -> dict[str, Any]:
+    """The fields ``communication`` and ``hidden`` of a profiler's events.
+
+    On a GPU the times are those of the kernels that run there, on a CPU those of the operators.
+    """
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    ran = [event for event in events if event.device_type == device]
+    # gloo marks its work as an annotation, as user code would; NCCL's kernels are kernels.
+    collectives = [e for e in ran if e.name.startswith(_COMMUNICATION) and not (on_gpu and e.is_user_annotation)]
+    # Of other nested events only the innermost: an outer one, such as a node of autograd, may be waiting.
+    operators = [e for e in ran if not e.is_user_annotation and (e.name.startswith("aten::") or not e.cpu_children)]
+    computing = [e for e in operators if not e.name.startswith(_COMMUNICATION + _ASKED)]
+    communicating = merge_intervals((e.time_range.start, e.time_range.end) for e in collectives)
+    working = merge_intervals(interval for e in computing for interval in _own_times(e))
+    microseconds = math.fsum(end - start for start, end in communicating)
+    hidden = overlap(communicating, working) / microseconds if microseconds else None
+    return {"communication": microseconds / 1e6, "hidden": hidden}
+
+
+def _own_times(event: FunctionEvent) -> Iterator[Interval]:
+    """When an operator ran, the operators that it called excluded."""
+    start = event.time_range.start
+    for child in sorted((child.time_range for child in event.cpu_children), key=lambda span: span.start):
+        yield start, child.start
+        start = child.end
+    yield start, event.time_range.end
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times, as rising intervals that do not touch."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """How long both are in progress; both as :func:`merge_intervals` returns them."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def _top_operators(events: EventList, *, on_gpu: bool) -> list[Operator]:
+    averages = [a for a in events.key_averages() if a.device_type == DeviceType.CPU and not a.is_user_annotation]
+    seconds = {a.key: (a.self_device_time_total if on_gpu else a.self_cpu_time_total) / 1e6 for a in averages}
+    total = math.fsum(seconds.values()) or 1.0
+    top = sorted(averages, key=lambda average: -seconds[average.key])[:MOST_OPERATORS]
+    return [Operator(a.key, a.count, seconds[a.key], seconds[a.key] / total) for a in top if seconds[a.key] > 0]
+
+
+def read_summary(run_dir: Path) -> list[RankProfile]:
+    """The profiles of a run, in the order of ranks; empty without ``--profile``."""
+    path = run_dir / FOLDER / SUMMARY_FILE
+    if not path.exists():
+        return []
+    ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+    return [RankProfile(**{**rank, "operators": [Operator(**o) for o in rank["operators"]]}) for rank in ranks]
+
+
+def rank_table(profiles: Sequence[RankProfile]) -> Table:
+    """What each rank's time went into."""
+    rows = []
+    for rank in profiles:
+        shares = [rank.phases.get(name, 0.0) for name in _PHASES]
+        times = [*shares, max(0.0, 1 - sum(shares)), rank.communication / rank.seconds]
+        hidden = "-" if rank.hidden is None else format_percent(rank.hidden, 1)
+        step = rank.seconds / (rank.last_step - rank.first_step + 1)
+        rows.append([str(rank.rank), _milliseconds(step), *(format_percent(time, 1) for time in times), hidden])
+    return [*_RANK_HEADINGS], rows
+
+
+def operator_table(profile: RankProfile) -> Table:
+    """A rank's costliest operators."""
+    rows = [[o.name, f"{o.calls:,}", _milliseconds(o.seconds), format_percent(o.share, 1)] for o in profile.operators]
+    return ["Operator", "Calls", "Own time", "Share"], rows
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"

@@ -1,4 +1,4 @@
-"""Records: what a run measures, and how its figures are written for people."""
+"""Records: what a run measures of a step, an epoch and a checkpoint, and how figures are written for people."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any
 class StepMetrics:
     """One optimizer step that all ranks agree on.
 
-    `seconds` counts from the run's start, time before a resume included; `rows` are those of the global batch;
-    `skipped` says that the weights were left alone, `bad` that no loss scale explains it.
+    ``seconds``: since the run's start, time before a resume included; ``rows``: of the global batch; ``skipped``: the
+    weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it.
     """
 
     step: int
@@ -27,13 +27,13 @@ class StepMetrics:
 
     @property
     def step_seconds(self) -> float:
-        """How long the step took, in the mean of those agreed upon with it."""
+        """Mean time of the steps that were agreed on together with this one."""
         return self.rows / self.samples_per_second
 
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One finished epoch; `validation` is an evaluation (loss, accuracy, macro_f1, per_class ...)."""
+    """One finished epoch; ``validation`` is an evaluation (loss, accuracy, macro_f1, per_class ...)."""
 
     epoch: int
     step: int
@@ -45,7 +45,7 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that stands: how long training waited for it, how long it took in all, and its size."""
+    """A complete checkpoint: how long training waited for it, how long it took in all, and its size."""
 
     step: int
     blocked_seconds: float
@@ -53,49 +53,8 @@ class SavedCheckpoint:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class WrongText:
-    """A text the model got wrong, with the confidence (0 to 1) it had in its answer."""
-
-    text: str
-    label: str
-    predicted: str
-    confidence: float
-
-
-@dataclass(frozen=True)
-class ReportData:
-    """What the report shows beside the curves of metrics.jsonl; `test` is an evaluation."""
-
-    title: str
-    configuration: dict[str, Any]
-    environment: dict[str, str]
-    test: dict[str, Any]
-    wrong_texts: list[WrongText]
-    notes: list[str]
-    seconds: float
-    model_folder: str
-
-
-@dataclass(frozen=True)
-class Curves:
-    """The step and epoch records of metrics.jsonl, in order of steps, each step once."""
-
-    steps: list[dict[str, Any]]
-    epochs: list[dict[str, Any]]
-
-    def column(self, name: str) -> list[float]:
-        """One field of the step records; null became NaN."""
-        return [math.nan if record[name] is None else record[name] for record in self.steps]
-
-    def validation(self, name: str) -> list[float]:
-        """One figure of each epoch's validation; null became NaN."""
-        figures = [record["validation"][name] for record in self.epochs]
-        return [math.nan if figure is None else figure for figure in figures]
-
-
 def wilson_interval(share: float, rows: int) -> tuple[float, float]:
-    """Give the 95% interval of a share measured on `rows` independent rows.
+    """The 95% interval of a share measured on ``rows`` independent rows.
 
     Source: Wilson (1927), "Probable inference, the law of succession, and statistical inference".
     """
@@ -108,7 +67,6 @@ def wilson_interval(share: float, rows: int) -> tuple[float, float]:
 
 
 def format_percent(share: float, digits: int = 2) -> str:
-    """Write a share between 0 and 1 as a percentage."""
     return f"{100 * share:.{digits}f}%"
 
 

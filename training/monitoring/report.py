@@ -1,17 +1,23 @@
-"""Report: one page that tells what a run came to, whole in one file; and its plots as PNG beside it."""
+"""Report: one HTML page, complete in one file, of what a run achieved; and its plots as PNG files next to it."""
+
+from __future__ import annotations
 
 import base64
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.files import write_whole
-from training.monitoring.profile_summary import operator_table, rank_table, read_summary
-from training.monitoring.records import Curves, ReportData, WrongText, format_percent, format_time, wilson_interval
-from training.monitoring.run_log import read_metrics
+from training.monitoring.events import read_metrics
+from training.monitoring.profiler import operator_table, rank_table, read_summary
+from training.monitoring.records import format_percent, format_time, wilson_interval
+
+if TYPE_CHECKING:
+    from training.monitoring.plots import Curves
 
 REPORT_FILE = "report.html"
 MOST_WRONG_TEXTS = 20
@@ -26,16 +32,43 @@ PLOTS = {
 }
 
 
+@dataclass(frozen=True)
+class WrongText:
+    """A text that the model got wrong, with its confidence (0 to 1) in its answer."""
+
+    text: str
+    label: str
+    predicted: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation.
+
+    Of the ``wrong_texts`` it shows those in whose answer the model was most confident.
+    """
+
+    title: str
+    configuration: dict[str, Any]
+    environment: dict[str, str]
+    test: dict[str, Any]
+    wrong_texts: Sequence[WrongText]
+    notes: list[str]
+    seconds: float
+    model_folder: str
+
+
 def write_report(run_dir: Path, report: ReportData) -> Path:
-    """Write `report.html` and `plots/*.png` into `run_dir` from its metrics.jsonl.
+    """Write ``report.html`` and ``plots/*.png`` into ``run_dir`` from its metrics.jsonl.
 
     Returns:
         The page's path. It needs no other file and no network.
     """
     import jinja2
 
-    # matplotlib takes a second to import; the hours before are not its time.
-    from training.monitoring.plots import DARK, LIGHT, draw_all
+    # Here and not at the top, because matplotlib takes a second to import.
+    from training.monitoring.plots import DARK, LIGHT, Curves, draw_all
 
     records = read_metrics(run_dir)
     curves = Curves(_last_of_each_step(records, "step"), _last_of_each_step(records, "epoch"))
@@ -44,6 +77,17 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     for name, png in light.items():
         write_whole(run_dir / "plots" / f"{name}.png", png)
 
+    profiles, profile = read_summary(run_dir), None
+    if profiles:
+        first = profiles[0]
+        profile = {
+            "steps": f"{first.first_step:,} to {first.last_step:,}",
+            "rank": first.rank,
+            "tables": [rank_table(profiles), operator_table(first)],
+            "traces": [one.trace for one in profiles],
+        }
+    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.confidence)[:MOST_WRONG_TEXTS]
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -51,33 +95,21 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": format_percent, "decimal": _decimal, "duration": format_time}
+    filters = {"percent": format_percent, "decimal": _decimal, "duration": format_time, "shorten": _shorten}
+    environment.filters |= filters
     page = environment.get_template(REPORT_FILE).render(
         report=report,
         test=report.test,
         headline=_headline(report, curves),
         epochs=curves.epochs,
         best_epoch=max((record["epoch"] for record in curves.epochs if record["is_best"]), default=None),
-        plots={name: (alt, _data(light[name]), _data(dark[name])) for name, alt in PLOTS.items() if name in light},
-        profile=_profile(run_dir),
-        wrong_texts=_most_wrong(report.wrong_texts),
+        plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
+        profile=profile,
+        wrong_texts=wrong_texts,
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
     )
     write_whole(run_dir / REPORT_FILE, page.encode())
     return run_dir / REPORT_FILE
-
-
-def _profile(run_dir: Path) -> dict[str, Any] | None:
-    profiles = read_summary(run_dir)
-    if not profiles:
-        return None
-    of = profiles[0]
-    return {
-        "steps": f"{of.first_step:,} to {of.last_step:,}",
-        "rank": of.rank,
-        "tables": [rank_table(profiles), operator_table(of)],
-        "traces": [profile.trace for profile in profiles],
-    }
 
 
 def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -87,62 +119,38 @@ def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dic
 
 
 def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
-    # (name, figure, small print)
+    """The tiles at the top of the page: name, figure, small print."""
     tiles = []
     if test := report.test:
-        low, high = wilson_interval(test["accuracy"], test["rows"])
+        low, high = (format_percent(bound) for bound in wilson_interval(test["accuracy"], test["rows"]))
+        classes = f"over {len(test['labels'])} classes, {test['rows']:,} texts"
+        calibration = format_percent(test["calibration_error"])
         tiles = [
-            (
-                "Test accuracy",
-                format_percent(test["accuracy"]),
-                f"95% interval {format_percent(low)} to {format_percent(high)}",
-            ),
-            (
-                "Macro F1",
-                format_percent(test["macro_f1"]),
-                f"over {len(test['labels'])} classes, {test['rows']:,} texts",
-            ),
-            (
-                "Calibration error",
-                format_percent(test["calibration_error"]),
-                "how far confidence is from accuracy",
-            ),
+            ("Test accuracy", format_percent(test["accuracy"]), f"95% interval {low} to {high}"),
+            ("Macro F1", format_percent(test["macro_f1"]), classes),
+            ("Calibration error", calibration, "how far confidence is from accuracy"),
         ]
-    tiles.append(("Time", format_time(report.seconds), _step_count(curves)))
-    if speeds := _known(curves, "samples_per_second"):
-        tokens = statistics.median(_known(curves, "tokens_per_second") or [0.0])
-        tiles.append(
-            (
-                "Samples per second",
-                f"{statistics.median(speeds):,.1f}",
-                f"median; {tokens:,.0f} tokens per second",
-            )
-        )
+    steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
+    steps_done = f"{steps:,} optimizer steps" if steps else "no step was logged"
+    tiles.append(("Time", format_time(report.seconds), steps_done))
+    samples, tokens = (
+        [value for value in curves.column(name) if math.isfinite(value)]
+        for name in ("samples_per_second", "tokens_per_second")
+    )
+    if samples:
+        small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
+        tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
     return tiles
 
 
-def _known(curves: Curves, name: str) -> list[float]:
-    return [value for value in curves.column(name) if math.isfinite(value)]
-
-
-def _step_count(curves: Curves) -> str:
-    steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
-    return f"{steps:,} optimizer steps" if steps else "no step was logged"
-
-
-def _most_wrong(texts: Sequence[WrongText]) -> list[WrongText]:
-    chosen = sorted(texts, key=lambda wrong: wrong.confidence, reverse=True)[:MOST_WRONG_TEXTS]
-    return [WrongText(_cut(wrong.text), wrong.label, wrong.predicted, wrong.confidence) for wrong in chosen]
-
-
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1].rstrip() + "…"
 
 
-def _data(png: bytes) -> str:
+def _data_url(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _decimal(value: float | None) -> str:
-    # metrics.jsonl holds null where a loss was not finite.
+    # metrics.jsonl holds null if a loss was not finite.
     return "not finite" if value is None else f"{value:.4f}"

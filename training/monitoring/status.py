@@ -1,4 +1,4 @@
-"""Status files: what each rank is doing now, rewritten about once per second, or less often by many ranks."""
+"""Status files: what each rank is doing now, rewritten about once per second, or less often if there are many ranks."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ import platform
 import resource
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from common.errors import reason_to_record
-from training.monitoring.observer import Observer
-from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
+from training.monitoring.events import Event, RolledBack, RunEnded, RunStarted, StepsAgreed, Subscriber
+from training.monitoring.records import SavedCheckpoint
 
 if TYPE_CHECKING:
     from training.parallelism.distributed import Ranks
     from training.run.phases import Phases
 
 PERIOD = 1.0  # seconds between two writings, with few ranks
-MOST_WRITES = 250  # per second, of all ranks: each is a rename, for which they share the server of a file system
+MOST_WRITES = 250  # per second, of all ranks: each is a rename, and a shared file system has one server for them
 STEPS_AVERAGED = 10
-# How the last message of a rank begins that ends only because of others.
+# The beginning of a rank's last message if it ends only because of others.
 LOST = "lost at step"
-_TAKER = "status"
 
 
 @dataclass
 class RankStatus:
     """What one rank does.
 
-    ``state``: running, stopped (asked to, and saved), finished or failed, then ``message`` says why. Times are Unix
-    times of the rank's own clock: readers compare them with one another or watch ``written`` change, and do not
-    compare them with a clock of another machine. ``step``: steps done; ``phases``: mean seconds a step in each;
-    ``slow_phases``: those in which the rank is slower than the others.
+    ``state``: running, stopped (as asked, and saved), finished or failed, which ``message`` explains. Times are Unix
+    times of the rank's own clock: readers compare them with each other or watch ``written`` change, and never compare
+    them with another machine's clock. ``step``: steps done; ``phases``: mean seconds per step in each; ``slow_phases``:
+    those in which the rank is slower than the others.
     """
 
     rank: int
@@ -73,22 +71,22 @@ class RankStatus:
 
     @property
     def slow_now(self) -> list[str]:
-        """The phases in which a rank that still runs is slow: one that has ended holds up nobody."""
+        """The phases in which a rank is slow, if it still runs: one that has ended delays nobody."""
         return self.slow_phases if self.state == "running" else []
 
 
-class StatusFile(Observer):
+class StatusFile(Subscriber):
     """Writes this rank's status file while its context lasts, from a thread of its own, and at the end.
 
-    Never fails a run: what cannot be written is left out, and tried again a second later.
+    Never fails a run: what cannot be written is skipped, and tried again a second later.
     """
 
     def __init__(self, run_dir: Path, ranks: Ranks, phases: Phases) -> None:
         place = (ranks.rank, platform.node(), os.getpid(), ranks.local_rank, ranks.world_size, ranks.restart)
         self.status = RankStatus(*place)
-        self._path = status_path(run_dir, ranks.rank)
+        self._run_dir, self._path = run_dir, status_path(run_dir, ranks.rank)
         self._phases = phases
-        self._steps_before = 0
+        self._averaged_from = 0  # the step after which the phases are averaged
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
@@ -97,7 +95,9 @@ class StatusFile(Observer):
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self.status.rank == 0:
-                _remove_beyond(self._path.parent, self.status.world_size)
+                for status in read_statuses(self._run_dir):
+                    if status.rank >= self.status.world_size:  # of an earlier start, which had more ranks
+                        status_path(self._run_dir, status.rank).unlink(missing_ok=True)
         self.write()
         self._thread.start()
         return self
@@ -106,7 +106,7 @@ class StatusFile(Observer):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(PERIOD)  # a disk that does not answer is no reason to stay
+        self._thread.join(PERIOD)  # with a limit: a disk that does not answer must not keep the process
         if error is not None:
             self.failed(reason_to_record(error))
             return
@@ -119,7 +119,11 @@ class StatusFile(Observer):
         if not self._lock.acquire(timeout=PERIOD):
             return  # another thread waits for the disk
         try:
-            self._look()
+            now, phases, status = time.time(), self._phases, self.status
+            status.phase, status.step, status.written = phases.now, phases.step, now
+            # Both times by one clock, so that their difference survives a jump of it.
+            status.phase_since = now - (time.monotonic() - phases.since)
+            status.cpu_seconds, status.memory_bytes = time.process_time(), _resident_bytes()
             aside = self._path.with_suffix(".tmp")
             aside.write_text(json.dumps(asdict(self.status)), encoding="utf-8")
             aside.replace(self._path)
@@ -128,47 +132,38 @@ class StatusFile(Observer):
         finally:
             self._lock.release()
 
-    def stopped(self) -> None:
-        """Take that the run was asked to stop and has saved."""
-        self.status.state = "stopped"
-
     def failed(self, message: str) -> None:
-        """Say why this rank ends, at once."""
+        """Write at once why this rank ends."""
         self.status.state, self.status.message = "failed", message
         self.write()
 
-    def _look(self) -> None:
-        now, phases, status = time.time(), self._phases, self.status
-        status.phase, status.step, status.written = phases.now, phases.step, now
-        # Both times by one clock, so that their difference survives a jump of it.
-        status.phase_since = now - (time.monotonic() - phases.since)
-        status.cpu_seconds, status.memory_bytes = time.process_time(), _resident_bytes()
+    def receive(self, event: Event) -> None:
+        """Keep what the next writing is to show."""
+        status = self.status
+        match event:
+            case StepsAgreed(steps):
+                if not steps:
+                    return
+                last = steps[-1]
+                status.epoch, status.loss = last.epoch, last.loss if math.isfinite(last.loss) else None
+                status.samples_per_second, status.tokens_per_second = last.samples_per_second, last.tokens_per_second
+                count = last.step - self._averaged_from
+                if count >= STEPS_AVERAGED:
+                    status.phases = {name: seconds / count for name, seconds in self._phases.take("status").items()}
+                    self._averaged_from = last.step
+            case SavedCheckpoint(step):
+                status.last_checkpoint_step, status.last_checkpoint_time = step, time.time()
+            case RunStarted(step, total_steps):
+                status.total_steps = total_steps
+                self._average_from(step)
+            case RolledBack(step):
+                self._average_from(step)
+            case RunEnded(finished):
+                status.state = "finished" if finished else "stopped"
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Take how far the run is to go."""
-        self.status.total_steps, self._steps_before = total_steps, step
-        self._phases.take(_TAKER)
-
-    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Take the last step's figures, and the phases of the last few."""
-        if not steps:
-            return
-        last, status = steps[-1], self.status
-        status.epoch, status.loss = last.epoch, last.loss if math.isfinite(last.loss) else None
-        status.samples_per_second, status.tokens_per_second = last.samples_per_second, last.tokens_per_second
-        count = last.step - self._steps_before
-        if count >= STEPS_AVERAGED:
-            status.phases = {name: seconds / count for name, seconds in self._phases.take(_TAKER).items()}
-            self._steps_before = last.step
-
-    def rolled_back(self, step: int) -> None:
-        """Begin anew to average: the steps since do not count."""
-        self._steps_before = step
-        self._phases.take(_TAKER)
-
-    def checkpoint_saved(self, saved: SavedCheckpoint) -> None:
-        """Take when the newest checkpoint stood."""
-        self.status.last_checkpoint_step, self.status.last_checkpoint_time = saved.step, time.time()
+    def _average_from(self, step: int) -> None:
+        self._averaged_from = step
+        self._phases.take("status")
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(writing_period(self.status.world_size)):
@@ -176,17 +171,16 @@ class StatusFile(Observer):
 
 
 def writing_period(world_size: int) -> float:
-    """Seconds between two writings of a rank's status."""
+    """Seconds between two writings of a rank's status file."""
     return max(PERIOD, world_size / MOST_WRITES)
 
 
 def status_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's status file lies."""
     return run_dir / "ranks" / f"rank_{rank:05d}.json"
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
-    """Read all ranks' statuses in the order of ranks; one that is missing or cannot be read is left out."""
+    """All ranks' statuses in the order of ranks, those that are missing or unreadable skipped."""
     known = {known.name for known in fields(RankStatus)}
     statuses = []
     for path in sorted((run_dir / "ranks").glob("rank_*.json")):
@@ -196,15 +190,8 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
     return statuses
 
 
-def _remove_beyond(folder: Path, world_size: int) -> None:
-    """An earlier start of the run may have had more ranks."""
-    for status in read_statuses(folder.parent):
-        if status.rank >= world_size:
-            status_path(folder.parent, status.rank).unlink(missing_ok=True)
-
-
 def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # only Linux tells what is resident now
+    except OSError:  # only Linux has this file
         return 0

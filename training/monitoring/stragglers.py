@@ -1,177 +1,262 @@
-"""Stragglers: which rank is slower than the others, and in what.
+"""Stragglers: which rank is slower than the others, and in what; and the collectives in which the others wait for it.
 
-A step ends for all when its slowest rank is done, and who is faster waits for it in a collective: the seconds of a
-step, or of a whole backward pass, are the same on all ranks and name nobody (github.com/pytorch/pytorch/issues/71303).
-Compared is what a rank does before it waits: getting its rows, its forward pass, its backward pass up to the last
-gradient. Where the passes themselves are full of collectives, it is the time of a step in which none of them runs.
+A step ends for all ranks when the slowest one is done, because the faster ones wait for it in a collective: the seconds
+of a step, or of a whole backward pass, are the same on all ranks and name nobody
+(github.com/pytorch/pytorch/issues/71303). So what is compared is what a rank does before it waits: getting its rows,
+its forward pass, its backward pass up to the last gradient. If the passes themselves are full of collectives, it is the
+time of a step in which none of them runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 from statistics import fmean, median_low
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from training.data.balance import Stopwatch
 from training.fault_tolerance.failures import translate_errors
-from training.monitoring.collectives import Collectives
-from training.monitoring.exporter import COMPARED
-from training.monitoring.observer import Observer
-from training.monitoring.records import EpochMetrics, StepMetrics
+from training.monitoring.events import Event, RunStarted, StepDone, StepsAgreed, StepStarted, Subscriber
+from training.monitoring.exporter import COMPARED, Exporter
+from training.monitoring.profiler import merge_intervals
 from training.run.context import RunContext
 
-if TYPE_CHECKING:
-    from training.data.batching import MicroBatch
-    from training.parallelism.strategy import StepResult
+BACKENDS = ("gloo", "nccl")
+# By the profiler's names of types; one byte for those that are not here.
+BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2, "short int": 2}
 
-LOOKS_IN_A_ROW = 3
-SLOW = 1.2  # times the median of the ranks; of two that is the faster one
-LEAST_SECONDS = 0.01  # a step
+CHECKS_IN_A_ROW = 3
+SLOW = 1.2  # times the median of the ranks; with two ranks that is the faster one
+LEAST_SECONDS = 0.01  # per step
 PASSES = ("forward", "backward", "optimizer", "step")
 
-Seconds = dict[str, float]  # a step, by phase
-Slowness = dict[tuple[int, str], tuple[float, float]]  # of a rank in a phase: its seconds, the median
+Seconds = dict[str, float]  # per step, by phase
+Slowness = dict[tuple[int, str], tuple[float, float]]  # by rank and phase: its seconds, the median
 
 
-class Stragglers(Observer):
-    """Compares the ranks every so many steps; one that is slow in several looks in a row is named, once.
+@dataclass(frozen=True)
+class Collective:
+    """One call: the ``num_bytes`` that this rank passed to it, and when it ran, in seconds of the profiler's clock."""
 
-    Args:
-        context: whose ranks, strategy, phases, exporter, status, events and console are used.
-        collectives: looks at one step in as many.
-        every: optimizer steps between two looks.
+    operation: str
+    num_bytes: int
+    start: float
+    end: float
+
+
+class CollectiveRecorder(Subscriber):
+    """Records the collectives of every ``every``-th step (0 = never), of the same steps on all ranks.
+
+    DDP's reducer and DTensors call theirs from C++, so no wrapper in Python sees them; PyTorch's flight recorder sees
+    all, but knows no durations with gloo. The profiler sees both. It records only named ranges here, of which a step
+    has a few dozen, and no operators, so that a recorded step costs about a millisecond more. With ``nccl`` no seconds
+    are known, because its calls return before the GPU has begun.
     """
 
-    def __init__(self, context: RunContext, collectives: Collectives, every: int) -> None:
+    follows_steps = True
+
+    def __init__(self, exporter: Exporter, backend: str, every: int) -> None:
+        self.exporter = exporter
+        self.has_seconds = backend == "gloo"
+        self.every = every
+        self.waited: float | None = None  # seconds of the last step in which a collective ran; None if not recorded
+        self._records = False
+
+    def receive(self, event: Event) -> None:
+        """Record a step that is due, unless another profiler is at work."""
+        match event:
+            case StepStarted(step):
+                self.waited = None
+                is_due = self.every > 0 and step % self.every == 0
+                self._records = is_due and not torch.autograd._profiler_enabled() and _start_recording()
+            case StepDone():
+                if not self._records:
+                    return
+                self._records = False
+                found = _stop_recording()
+                self.exporter.collective_steps.inc()
+                for collective in found:
+                    seconds = collective.end - collective.start if self.has_seconds else None
+                    self.exporter.count_collective(collective.operation, collective.num_bytes, seconds)
+                self.waited = covered_seconds(found) if self.has_seconds else None
+
+    def close(self) -> None:
+        """End a recording that an error cut short."""
+        if self._records:
+            _stop_recording()
+
+
+def covered_seconds(collectives: Iterable[Collective]) -> float:
+    """Seconds in which at least one of them ran."""
+    return sum(end - start for start, end in merge_intervals((one.start, one.end) for one in collectives))
+
+
+def _start_recording() -> bool:
+    """Record named ranges from now on; false if this build of PyTorch cannot."""
+    # torch.profiler has no public way to record named ranges only (as of 2.13).
+    with contextlib.suppress(ImportError, AttributeError, TypeError, RuntimeError):
+        from torch._C._profiler import (
+            ProfilerActivity,
+            ProfilerConfig,
+            ProfilerState,
+            RecordScope,
+            _ExperimentalConfig,
+        )
+
+        # Shapes, but no memory, stacks, operations or modules.
+        config = ProfilerConfig(
+            ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig(), "collectives"
+        )
+        torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+        torch.autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+        return True
+    return False
+
+
+def _stop_recording() -> list[Collective]:
+    found = []
+    for event in torch.autograd._disable_profiler().events():
+        backend, _, rest = event.name().partition(":")  # such as "gloo:all_reduce"
+        if backend in BACKENDS:
+            inputs = zip(event.shapes(), event.dtypes(), strict=True)
+            num_bytes = sum(prod(shape) * BYTES.get(dtype, 1) for shape, dtype in inputs)
+            start = event.start_ns() / 1e9
+            operation = rest.split(" ")[0].lstrip("_")
+            found.append(Collective(operation, num_bytes, start, start + event.duration_ns() / 1e9))
+    return found
+
+
+class Stragglers(Subscriber):
+    """Compares the ranks every ``every`` steps; one that is slow several times in a row is named, once."""
+
+    follows_steps = True
+
+    def __init__(self, context: RunContext, collectives: CollectiveRecorder, every: int) -> None:
         self.context = context
         self.ranks = context.ranks
         self.collectives = collectives
         self.every = every
-        # Balanced ranks have rows by their speed: what is compared then is their seconds a token.
+        # Balanced ranks have rows according to their speed, so their seconds per token are compared.
         self.by_tokens = context.config.balance == "auto"
         self.watches: dict[str, Stopwatch] = {}
         if (model := context.strategy.unsynchronized_model) is not None:
             device = self.ranks.device
             self.watches = {"forward": Stopwatch(model, device), "backward": BackwardStopwatch(model, device)}
-        self.looks: dict[tuple[int, str], int] = {}  # in a row in which a rank was slow in a phase
-        self._start_anew()
+        self.times_slow: dict[tuple[int, str], int] = {}  # in a row, by rank and phase
+        self._reset()
 
-    def run_starts(self, step: int, total_steps: int, epochs: Sequence[EpochMetrics]) -> None:
-        """Learn where the ranks are, and which do the same work: those of one stage of a pipeline."""
-        stage = zlib.crc32(" ".join(self.context.strategy.parameters).encode())
-        self.hosts, self.stages = zip(*self.ranks.gather((platform.node(), stage)), strict=True)
-
-    def step_begins(self, step: int) -> None:
-        """Leave out what came between two steps."""
-        self.context.phases.take("stragglers")
-
-    def step_ends(self, step: int, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
-        """Add up what this rank did in a step before it waited."""
-        spent = self.context.phases.take("stragglers")
-        self.steps += 1
-        self.tokens += sum(batch.input_ids.numel() for batch in micro_batches)
-        self.data += spent.get("data", 0.0)
-        if not self.watches and self.collectives.waited is not None:
-            self.compute = sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
-
-    def steps_agreed(self, steps: Sequence[StepMetrics]) -> None:
-        """Look, when it is time."""
-        if self.steps < self.every:
-            return
-        with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
-            everyone = self.ranks.gather((self.tokens, self._seconds()))
-        self._start_anew()
-        if self.by_tokens:
-            everyone = at_even_shares(everyone)
-        self._judge(compare([seconds for _, seconds in everyone], self.stages))
-
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.steps = self.tokens = 0
         self.data, self.compute = 0.0, None
         for watch in self.watches.values():
             watch.reset()
 
-    def _seconds(self) -> Seconds:
+    def receive(self, event: Event) -> None:
+        """Add up what this rank did before it waited, and compare the ranks when it is time."""
+        match event:
+            case StepStarted():
+                self.context.phases.take("stragglers")  # leaves out what came between two steps
+            case StepDone():
+                spent = self.context.phases.take("stragglers")
+                self.steps += 1
+                self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
+                self.data += spent.get("data", 0.0)
+                if not self.watches and self.collectives.waited is not None:
+                    self.compute = sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
+            case StepsAgreed():
+                if self.steps >= self.every:
+                    self._compare_ranks()
+            case RunStarted():
+                # Ranks with the same parameters do the same work: those of one stage of a pipeline.
+                stage = zlib.crc32(" ".join(self.context.strategy.parameters).encode())
+                self.hosts, self.stages = zip(*self.ranks.gather((platform.node(), stage)), strict=True)
+
+    def _compare_ranks(self) -> None:
         seconds = {"data": self.data / self.steps}
         seconds |= {phase: watch.seconds() / self.steps for phase, watch in self.watches.items()}
-        return seconds if self.compute is None else {**seconds, "compute": self.compute}
+        if self.compute is not None:
+            seconds["compute"] = self.compute
+        with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
+            by_rank = self.ranks.gather((self.tokens, seconds))
+        self._reset()
+        if self.by_tokens:
+            by_rank = at_equal_tokens(by_rank)
+        self._judge(compare([seconds for _, seconds in by_rank], self.stages))
 
     def _judge(self, found: Slowness) -> None:
-        """Count looks, show this rank's own figures, and say who has become slow, or is so no longer."""
+        """Export this rank's own figures, and report who has become slow or has recovered."""
         for (rank, phase), (seconds, median) in found.items():
             is_slow = seconds > SLOW * median and seconds - median > LEAST_SECONDS
-            before = self.looks.get((rank, phase), 0)
-            self.looks[rank, phase] = before + 1 if is_slow else 0
+            before = self.times_slow.get((rank, phase), 0)
+            self.times_slow[rank, phase] = before + 1 if is_slow else 0
             if rank == self.ranks.rank:
                 self.context.exporter.slowness.labels(phase).set(seconds / median if median else 1.0)
-            if self.looks[rank, phase] == LOOKS_IN_A_ROW:
-                self._tell(rank, phase, seconds, median, slow=True)
-            elif before >= LOOKS_IN_A_ROW and not is_slow:
-                self._tell(rank, phase, seconds, median, slow=False)
+            if self.times_slow[rank, phase] == CHECKS_IN_A_ROW:
+                self._report(rank, phase, seconds, median, slow=True)
+            elif before >= CHECKS_IN_A_ROW and not is_slow:
+                self._report(rank, phase, seconds, median, slow=False)
 
-    def _tell(self, rank: int, phase: str, seconds: float, median: float, *, slow: bool) -> None:
-        where = f"rank {rank} on {self.hosts[rank]}"
-        figures = f"{phase} takes {seconds:.3f} s a step, the median of the ranks {median:.3f} s"
+    def _report(self, rank: int, phase: str, seconds: float, median: float, *, slow: bool) -> None:
+        who = f"rank {rank} on {self.hosts[rank]}"
+        figures = f"{phase} takes {seconds:.3f} s per step, the median of the ranks {median:.3f} s"
         self.context.say(
-            f"Straggler: {where} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
+            f"Straggler: {who} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
             if slow
-            else f"Straggler no more: {where} ({figures})."
+            else f"Straggler no more: {who} ({figures})."
         )
         fields = {"host": self.hosts[rank], "phase": phase, "seconds": seconds, "median": median, "slow": slow}
-        self.context.events.agreed("straggler", slow_rank=rank, **fields)
+        self.context.events.write_on_rank0("straggler", slow_rank=rank, **fields)
         if rank == self.ranks.rank:
             self.context.exporter.straggler.labels(phase).set(int(slow))
-            slow_in = [name for name in COMPARED if self.looks.get((rank, name), 0) >= LOOKS_IN_A_ROW]
+            slow_in = [name for name in COMPARED if self.times_slow.get((rank, name), 0) >= CHECKS_IN_A_ROW]
             self.context.status.status.slow_phases = slow_in
 
 
 class BackwardStopwatch(Stopwatch):
-    """Seconds from the end of a forward pass to the gradient of the model's first parameter, the last to be there.
+    """Seconds from the end of a forward pass to the gradient of the model's first parameter, which comes last.
 
-    Only then does DDP wait for what it began to reduce on the way.
+    Only then does DDP wait for the reductions that it has started on the way.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model, device)
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        first.register_post_accumulate_grad_hook(self._gradient_is_there)
+        first.register_post_accumulate_grad_hook(lambda _: self.laps.append((self._began, self._now())))
 
     def _begin(self, model: nn.Module, arguments: tuple) -> None:
-        """Not before the forward pass."""
+        """The forward pass is not timed here."""
 
     def _end(self, model: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
         self._began = self._now()
 
-    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
-        self.laps.append((self._began, self._now()))
 
-
-def compare(everyone: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
-    """Each rank's seconds in each phase beside the lower median of the ranks that do the same work.
+def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
+    """Each rank's seconds in each phase, with the lower median of the ranks that do the same work.
 
     Args:
-        everyone: seconds a step, by rank; a phase counts where all ranks of a stage measured it.
-        stages: which ranks do the same work, by rank.
+        by_rank: seconds per step; a phase counts if all ranks of a stage measured it.
+        stages: by rank, the same number for ranks that do the same work.
     """
     found: Slowness = {}
     for stage in set(stages):
         team = [rank for rank, other in enumerate(stages) if other == stage]
         for phase in COMPARED:
-            if len(team) > 1 and all(phase in everyone[rank] for rank in team):
-                median = median_low([everyone[rank][phase] for rank in team])
-                found |= {(rank, phase): (everyone[rank][phase], median) for rank in team}
+            if len(team) > 1 and all(phase in by_rank[rank] for rank in team):
+                median = median_low([by_rank[rank][phase] for rank in team])
+                found |= {(rank, phase): (by_rank[rank][phase], median) for rank in team}
     return dict(sorted(found.items()))
 
 
-def at_even_shares(everyone: Sequence[tuple[int, Seconds]]) -> list[tuple[int, Seconds]]:
-    """What each rank's seconds would be if all had as many tokens, at its seconds a token."""
-    mean = fmean(tokens for tokens, _ in everyone)
+def at_equal_tokens(by_rank: Sequence[tuple[int, Seconds]]) -> list[tuple[int, Seconds]]:
+    """What each rank's seconds would be if all had the same number of tokens, at its seconds per token."""
+    mean = fmean(tokens for tokens, _ in by_rank)
     return [
         (tokens, {phase: spent * mean / max(tokens, 1) for phase, spent in seconds.items()})
-        for tokens, seconds in everyone
+        for tokens, seconds in by_rank
     ]

@@ -11,7 +11,7 @@ from training.checkpointing import Storage
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
 from training.fault_tolerance.interruption import Interruption
-from training.monitoring import Console, EventLog, Exporter
+from training.monitoring import Console, EventStream, Exporter
 from training.monitoring.status import StatusFile
 from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
@@ -51,7 +51,7 @@ class RunContext:
     state: RunState
     storage: Storage
     phases: Phases
-    events: EventLog
+    events: EventStream
     exporter: Exporter
     status: StatusFile
     interruption: Interruption

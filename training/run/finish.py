@@ -15,15 +15,15 @@ from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
 from training.evaluation.metrics import log_softmax
-from training.monitoring import EpochMetrics, ReportData, RunLog, WrongText, write_report
+from training.monitoring import EpochMetrics
+from training.monitoring.events import RunTested
+from training.monitoring.report import ReportData, WrongText, write_report
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
 
-MOST_WRONG = 20
 
-
-def finish_run(context: RunContext, log: RunLog | None) -> Path:
+def finish_run(context: RunContext) -> Path:
     """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report."""
     config, tokens = context.config, context.news.tokens
     if context.console:
@@ -45,8 +45,8 @@ def finish_run(context: RunContext, log: RunLog | None) -> Path:
             stops=context.stop_agreed,
         )
     weights = context.strategy.full_weights()
-    if log:
-        log.test(test)
+    context.events.publish(RunTested(context.state.step, test))
+    if context.console:
         metrics = {
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
@@ -133,23 +133,19 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
         configuration=context.config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
         test=test,
-        wrong_texts=_most_wrong(context, logits),
+        wrong_texts=_wrong_texts(context, logits),
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
     )
 
 
-def _most_wrong(context: RunContext, logits: np.ndarray) -> list[WrongText]:
-    """The texts that the model got wrong with the highest confidence, the most confident first."""
+def _wrong_texts(context: RunContext, logits: np.ndarray) -> list[WrongText]:
     tokens, texts = context.news.tokens, context.news.texts
-    probabilities = np.exp(log_softmax(logits))
-    predicted = probabilities.argmax(axis=1)
-    confidence = probabilities.max(axis=1)
-    wrong = np.flatnonzero(predicted != tokens.test.labels)
-    surest = wrong[np.argsort(-confidence[wrong], kind="stable")][:MOST_WRONG]
-    names = tokens.label_names
+    probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
+    predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
+    labels, names = tokens.test.labels, tokens.label_names
     return [
-        WrongText(texts.test.texts[i], names[tokens.test.labels[i]], names[predicted[i]], float(confidence[i]))
-        for i in surest
+        WrongText(texts.test.texts[i], names[labels[i]], names[predicted[i]], float(confidence[i]))
+        for i in np.flatnonzero(predicted != labels)
     ]

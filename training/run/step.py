@@ -23,7 +23,7 @@ from training.fault_tolerance.failures import translate_errors
 from training.model.optimizer import learning_rate_at
 from training.model.precision import LossScale
 from training.monitoring import StepMetrics
-from training.monitoring.gradient_sync import check_gradient_sync
+from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
 from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients

@@ -35,7 +35,17 @@ from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
 from training.model.optimizer import scaled_learning_rate
 from training.model.precision import allow_tf32, choose_precision
-from training.monitoring import Console, EventLog, Exporter, RunLog, SavedCheckpoint
+from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
+from training.monitoring.events import (
+    CheckpointFailed,
+    CheckpointStarted,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    StepsAgreed,
+    StepStarted,
+)
 from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.parallelism.distributed import Ranks, seed_everything
@@ -43,11 +53,11 @@ from training.parallelism.registry import STRATEGIES
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
-from training.run.observers import build_observers
 from training.run.phases import Phases
 from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
+from training.run.subscribers import make_subscribers
 from training.run.validation import validate_epoch
 
 # A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
@@ -70,7 +80,7 @@ class Trainer:
         quiet_libraries()
         console, phases = Console() if ranks.is_first else None, Phases()
         say = console.say if console else _say_nothing
-        events = EventLog(config.run_dir, ranks, phases, config.log_every)
+        events = EventStream(config.run_dir, ranks, phases, config.log_every)
 
         # Everything that can be refused is checked on all ranks before anything is written, the cheapest checks first.
         storage = ranks.run_on_all_ranks(lambda: open_storage(config))
@@ -148,27 +158,25 @@ class Trainer:
             if ranks.is_first:
                 config.run_dir.mkdir(parents=True, exist_ok=True)
             ranks.run_on_all_ranks(lambda: self._lock_folders(stack))
-            stack.enter_context(context.events.writing())
+            stack.enter_context(context.events.recording())
             stack.enter_context(context.interruption.saving())  # from here on a stop signal means: save, then stop
             stack.enter_context(self.saver)
             self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
-            log = None
             if ranks.is_first:
                 write_whole(config.run_dir / "config.yaml", config.to_yaml().encode())
-                log = RunLog.of(config, context.state.step, context.say)
-            self.observers = stack.enter_context(contextlib.closing(build_observers(context, self.watchdog, log)))
+            context.events.subscribers += make_subscribers(context, self.watchdog)
+            stack.enter_context(contextlib.closing(context.events))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
             stack.enter_context(context.status)
             stack.enter_context(self.watchdog)
-            self.observers.run_starts(context.state.step, context.plan.total_steps, context.state.epochs)
+            context.events.publish(RunStarted(context.state.step, context.plan.total_steps, context.state.epochs))
             if context.console:
                 context.console.banner(describe_run(context))
-            model_folder = self._train_and_finish(log)
+            model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
                 context.say(f"Stopped at step {step}; everything is saved. To resume, rerun the same command.")
-                context.status.stopped()
-            context.events.agreed("finished" if model_folder else "stopped")
+            context.events.publish(RunEnded(finished=model_folder is not None))
             return model_folder
 
     def _lock_folders(self, stack: contextlib.ExitStack) -> None:
@@ -177,7 +185,7 @@ class Trainer:
             stack.enter_context(only_run_in(self.context.config.run_dir))
             stack.enter_context(self.context.storage.alone())
 
-    def _train_and_finish(self, log: RunLog | None) -> Path | None:
+    def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
         validation_pending = len(state.epochs) < state.step // plan.steps_per_epoch
@@ -185,7 +193,7 @@ class Trainer:
             return None
         try:
             with self.context.phases("finish"):
-                return finish_run(self.context, log)
+                return finish_run(self.context)
         except EvaluationStopped:
             return None  # tested again when the run is resumed
 
@@ -200,7 +208,9 @@ class Trainer:
             if context.console
             else contextlib.nullcontext()
         )
-        with progress as self.bar:
+        with progress as bar:
+            if bar:
+                context.events.subscribers.append(bar)
             done = not validation_pending or self._end_epoch(epoch=epochs_done)
             while done and state.step < plan.total_steps:
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
@@ -240,9 +250,9 @@ class Trainer:
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, step = self.context, self.context.state.step + 1
         if len(batch):
-            self.observers.step_begins(step)
+            context.events.publish(StepStarted(step))
             record, micro_batches = train_step(context, self.balance, epoch, batch)
-            self.observers.step_ends(step, micro_batches, record.result)
+            context.events.publish(StepDone(step, micro_batches))
             self.step_log.add(record)
         # If all rows of the batch are excluded, the schedule advances without an update.
         context.state.step = context.phases.step = step
@@ -256,9 +266,7 @@ class Trainer:
             if not step.bad:
                 state.epoch_loss.update(step.loss, step.rows)
                 state.skipped_steps += step.skipped
-        self.observers.steps_agreed(synced.steps)
-        if context.console and synced.steps:
-            self.bar.update(synced.steps[-1])
+        context.events.publish(StepsAgreed(synced.steps))
         if synced.flags["saved"] == context.ranks.world_size:
             self.report_saves(self.saver.collect)
         if synced.flags["retry"] and not synced.flags["save"]:
@@ -298,15 +306,13 @@ class Trainer:
             self._save()
             return False
         self.context.state.epochs.append(metrics)
-        self.observers.epoch_ends(metrics)
-        if self.context.console:
-            self.bar.epoch_table([metrics])
+        self.context.events.publish(metrics)
         self._save()
         return True
 
     def _save(self) -> None:
         context, state = self.context, self.context.state
-        self.observers.checkpoint_begins(state.step)
+        context.events.publish(CheckpointStarted(state.step))
         run = state.to_plain() | {
             "config": context.config.model_dump(mode="json"),
             "global_batch_size": context.plan.global_batch_size,
@@ -324,9 +330,9 @@ class Trainer:
         with self.context.phases("save"), translate_errors(self.context.ranks, step + 1):
             saved = call()
         for _ in range(failed, self.saver.num_failed):
-            self.observers.checkpoint_failed(step)
+            self.context.events.publish(CheckpointFailed(step))
         for checkpoint in saved:
-            self.observers.checkpoint_saved(checkpoint)
+            self.context.events.publish(checkpoint)
 
     def restore(self, resumed: Resumed) -> None:
         """Load weights, optimizer state and position from a checkpoint."""
@@ -334,7 +340,7 @@ class Trainer:
         context.state.take(resumed.state)
         context.phases.step = context.state.step
         context.ranks.run_on_all_ranks(lambda: context.strategy.load_state_dict(resumed.tensors))
-        context.events.agreed("resumed", checkpoint=str(resumed.path))
+        context.events.write_on_rank0("resumed", checkpoint=str(resumed.path))
 
     def _roll_back(self, last: BadStep) -> None:
         """Restore the newest checkpoint, and leave out the rows of the bad steps from then on.
@@ -360,7 +366,7 @@ class Trainer:
             self.bad_steps.fail(last, f"There is no way back ({error}); lower --learning_rate")
         context.state.bad.leave_out(rows, last.step)
         self.step_log.restart_clock()
-        self.observers.rolled_back(context.state.step)
+        context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
         self.bad_steps.tell_rollback(last, str(path), rows)
 
 

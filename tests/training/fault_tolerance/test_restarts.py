@@ -133,13 +133,13 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_one_left_alone(
     command = ["bash", SCRIPT, 2, *base_flags, *TWO_RANKS, "--resume", "none", "--output_dir", tmp_path / "model"]
     run = start(command, wait=False, env={"PYTHON": sys.executable, "MAX_RESTARTS": "2"})
     run.wait_until(lambda: (run_dir / "checkpoints" / "latest").exists())
-    alive = RunFolder(run_dir).look()
+    alive = RunFolder(run_dir).refresh()
 
     os.kill(run.ranks[1], signal.SIGKILL)
 
     assert run.wait() == 0, run.err
-    assert [alive.state, RunFolder(run_dir).look().state] == ["running", "finished"]
-    assert RunFolder(run_dir).look().starts == 2
+    assert [alive.state, RunFolder(run_dir).refresh().state] == ["running", "finished"]
+    assert RunFolder(run_dir).refresh().starts == 2
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 17))
     ours, theirs = checkpoint_state(run_dir, 16), checkpoint_state(left_alone, 16)
     assert ours.tensors.keys() == theirs.tensors.keys()
@@ -167,7 +167,7 @@ def test_a_stopped_run_is_not_started_again_and_ends_with_the_code_that_was_aske
 
     assert run.wait() == 75, run.err
     assert run.out.count("everything is saved. To resume, rerun the same command.") == 1
-    assert RunFolder(tmp_path / "model.run").look().starts == 1
+    assert RunFolder(tmp_path / "model.run").refresh().starts == 1
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
     run.process.wait()
     for pid in ranks:
         _wait_until_gone(pid)
-    folder = RunFolder(tmp_path / "model.run").look()
+    folder = RunFolder(tmp_path / "model.run").refresh()
     assert folder.state == "stopped"
     assert folder.checkpoint["step"] == metrics_of(tmp_path / "model.run")[-1]["step"]
 

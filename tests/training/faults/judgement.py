@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from training.monitoring.events import read_events
-from training.monitoring.json_lines import read_lines
-from training.monitoring.run_log import read_metrics
+from training.monitoring.events import read_events, read_lines, read_metrics
 
 if TYPE_CHECKING:
     from tests.training.faults.faults import Fault

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from training.monitoring import EpochMetrics, ReportData, RunLog, StepMetrics, WrongText
+from training.monitoring import EpochMetrics, StepMetrics
+from training.monitoring.events import MetricsFile, RunTested
+from training.monitoring.report import ReportData, WrongText
 
 NEWS = ("World", "Sports", "Business", "Sci/Tech")
 
@@ -62,13 +64,13 @@ def _report_data(test: dict[str, Any], texts: Sequence[WrongText] = ()) -> Repor
 
 
 def _write_run(run_dir: Path, steps: int = 60, epochs: int = 3, labels: Sequence[str] = NEWS) -> Path:
-    log = RunLog(run_dir, resume_step=0)
+    """A run folder with the curves of a finished run."""
+    file = MetricsFile(run_dir, resume_step=0)
     for step in range(1, steps + 1):
-        log.step(_step(step))
+        file.receive(_step(step))
     for epoch in range(1, epochs + 1):
-        log.epoch(_epoch(epoch, step=max(1, steps) * epoch // epochs))
-    log.test(_evaluation(labels))
-    log.close()
+        file.receive(_epoch(epoch, step=max(1, steps) * epoch // epochs))
+    file.receive(RunTested(steps, _evaluation(labels)))
     return run_dir
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from training.monitoring import Console, EpochMetrics, StepMetrics
+from training.monitoring.events import StepsAgreed
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 def _run(console: Console, step_metrics: Callable[..., StepMetrics], first_step: int, total_steps: int) -> None:
     with console.progress(total_steps=total_steps, first_step=first_step, samples_done=64 * first_step) as bar:
         for step in range(first_step + 1, total_steps + 1):
-            bar.update(step_metrics(step))
+            bar.receive(StepsAgreed([step_metrics(step)]))
 
 
 def _steps_shown(output: str) -> list[int]:
@@ -55,7 +56,7 @@ def test_plain_mode_of_a_resumed_run_counts_from_where_it_stood(
 ) -> None:
     _run(Console(), step_metrics, 150, 300)
     output = capsys.readouterr().out
-    assert "after step 150 of 300 (9,600 samples seen)" in output
+    assert "Resuming after step 150 of 300 (9,600 samples seen)" in output
     assert _steps_shown(output) == [151, 180, 210, 240, 270, 300]
 
 
@@ -64,7 +65,7 @@ def test_plain_mode_shows_where_a_run_stopped_short(
 ) -> None:
     with Console().progress(total_steps=1000, first_step=0, samples_done=0) as bar:
         for step in (1, 2, 37):
-            bar.update(step_metrics(step))
+            bar.receive(StepsAgreed([step_metrics(step)]))
     assert _steps_shown(capsys.readouterr().out) == [1, 37]
 
 
@@ -98,7 +99,7 @@ def test_the_time_left_is_estimated_without_the_first_step(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with Console().progress(total_steps=100) as bar:
         for step in range(1, 11):
-            bar.update(step_metrics(step))
+            bar.receive(StepsAgreed([step_metrics(step)]))
             now += 1.0
     first, last = capsys.readouterr().out.splitlines()
 
@@ -131,10 +132,12 @@ def test_text_in_brackets_is_not_markup(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_terminal_shows_one_live_bar_with_the_figures() -> None:
     program = """
 from training.monitoring import Console, StepMetrics
-with Console().progress(total_steps=300, first_step=120, samples_done=7680) as bar:
-    bar.update(StepMetrics(169, 2, 0.5, 1.9e-5, 1.0, 118.2, 15443.0, 84.0))
-    bar.update(StepMetrics(170, 2, 0.4321, 1.9e-5, 1.0, 118.2, 15443.0, 85.0))
-    bar.say("saved a checkpoint")
+from training.monitoring.events import StepsAgreed
+console = Console()
+with console.progress(total_steps=300, first_step=120, samples_done=7680) as bar:
+    bar.receive(StepsAgreed([StepMetrics(169, 2, 0.5, 1.9e-5, 1.0, 118.2, 15443.0, 84.0)]))
+    bar.receive(StepsAgreed([StepMetrics(170, 2, 0.4321, 1.9e-5, 1.0, 118.2, 15443.0, 85.0)]))
+    console.say("saved a checkpoint")
 """
     output = _run_in_terminal(program)
     assert "\x1b[" in output

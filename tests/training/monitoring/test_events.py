@@ -1,8 +1,13 @@
-"""events.jsonl tells what happened in a run, in order, over restarts; and what the time of a restart went into."""
+"""events.jsonl is the record of a run over its restarts, metrics.jsonl has one line per step; neither can end a run."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import platform
+import resource
+import secrets
 import signal
 import sys
 import time
@@ -18,11 +23,24 @@ import torch
 from common.errors import TrainingFailure
 from tests.training.conftest import TRAINING
 from tests.training.monitoring.small_training import train_on_ranks
-from tests.training.parallelism.ranks import RankFailure, run_on_ranks
-from training.monitoring.events import EventLog, read_events, restart_split
+from tests.training.parallelism.ranks import RankFailure, here, run_on_ranks
+from training.monitoring import StepMetrics
+from training.monitoring.events import (
+    EventStream,
+    JsonLines,
+    MetricsFile,
+    RolledBack,
+    RunStarted,
+    StepsAgreed,
+    read_events,
+    read_lines,
+    read_metrics,
+)
+from training.monitoring.run_folder import restart_split
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
+Step = Callable[..., StepMetrics]
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 
 
@@ -60,7 +78,7 @@ def test_a_restart_goes_on_with_the_story_under_its_number(killed_and_resumed: P
     kinds = [event["kind"] for event in told if event["kind"] not in ("straggler", "step")]
     resumed = next(event for event in told if event["kind"] == "resumed")
 
-    assert kinds == ["imported", "resumed", "start", "first_step", "epoch", "checkpoint", "finished"]
+    assert kinds == ["imported", "resumed", "start", "first_step", "epoch", "checkpoint", "test", "finished"]
     assert resumed["step"] == 8
     assert [event["step"] for event in told if event["kind"] == "step"] == [12, 16]
     assert next(event for event in told if event["kind"] == "first_step")["step"] == 9
@@ -102,16 +120,16 @@ def test_the_launchers_log_says_when_it_saw_the_loss(killed_and_resumed: Path) -
 
 
 def test_a_run_without_a_restart_has_no_split(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, replace(ALONE, milestones={"imported": time.time()}), Phases())
-    with log.writing():
-        log.run_starts(0, 10, [])
+    log = EventStream(tmp_path, replace(ALONE, milestones={"imported": time.time()}), Phases())
+    with log.recording():
+        log.publish(RunStarted(0, 10, []))
 
     assert restart_split(tmp_path) == []
 
 
 def test_a_run_that_fails_says_why_in_its_last_line(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, replace(ALONE, rank=3, world_size=4, restart=2), Phases())
-    with pytest.raises(TrainingFailure), log.writing():
+    log = EventStream(tmp_path, replace(ALONE, rank=3, world_size=4, restart=2), Phases())
+    with pytest.raises(TrainingFailure), log.recording():
         raise TrainingFailure("step 7: the loss is nan\nand more")
 
     [event] = read_events(tmp_path)
@@ -120,16 +138,27 @@ def test_a_run_that_fails_says_why_in_its_last_line(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_before_the_folder_is_the_runs_own(tmp_path: Path) -> None:
-    log = EventLog(tmp_path, replace(ALONE, milestones={"imported": 5.0}), Phases())
+    log = EventStream(tmp_path, replace(ALONE, milestones={"imported": 5.0}), Phases())
     log.write("resumed", checkpoint="step_00000008")
 
     assert list(tmp_path.iterdir()) == []
-    with log.writing():
+    with log.recording():
         pass
     assert [(event["kind"], event["time"] > 5) for event in read_events(tmp_path)] == [
         ("imported", False),
         ("resumed", True),
     ]
+
+
+def test_logged_steps_are_the_first_the_last_and_every_so_many(tmp_path: Path, step_metrics: Step) -> None:
+    stream, curves = EventStream(tmp_path, ALONE, Phases(), log_every=4), MetricsFile(tmp_path, resume_step=0)
+    stream.subscribers.append(curves)
+    with stream.recording():
+        stream.publish(RunStarted(0, 10, []))
+        stream.publish(StepsAgreed([step_metrics(step) for step in range(1, 11)]))
+
+    assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "step"] == [1, 4, 8, 10]
+    assert _steps(tmp_path) == [1, 4, 8, 10]
 
 
 @pytest.mark.slow
@@ -161,3 +190,135 @@ def test_torchrun_restarts_a_killed_rank_and_each_part_of_it_is_known(
     # Its process's start is known to a hundredth of a second.
     assert all(before <= after + 0.02 for before, after in pairwise(moments))
     assert split.lost <= split.detected
+
+
+def _steps(run_dir: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(run_dir) if record["kind"] == "step"]
+
+
+def _write_steps(run_dir: Path, step_metrics: Step, first: int, last: int, resume_step: int) -> None:
+    file = MetricsFile(run_dir, resume_step)
+    for step in range(first, last + 1):
+        file.receive(step_metrics(step, loss=float(resume_step)))
+
+
+def test_resuming_drops_the_lines_after_the_checkpoint(tmp_path: Path, step_metrics: Step) -> None:
+    _write_steps(tmp_path, step_metrics, 1, 8, resume_step=0)
+    _write_steps(tmp_path, step_metrics, 6, 10, resume_step=5)
+    assert _steps(tmp_path) == list(range(1, 11))
+    assert read_metrics(tmp_path)[5]["loss"] == 5.0
+
+
+def test_going_back_drops_the_lines_after_the_step_and_goes_on(tmp_path: Path, step_metrics: Step) -> None:
+    file = MetricsFile(tmp_path, resume_step=0)
+    for step in range(1, 9):
+        file.receive(step_metrics(step, loss=1.0))
+
+    file.receive(RolledBack(5, 8, []))
+    for step in range(6, 8):
+        file.receive(step_metrics(step, loss=2.0))
+
+    assert _steps(tmp_path) == list(range(1, 8))
+    assert [record["loss"] for record in read_metrics(tmp_path)] == [1.0] * 5 + [2.0] * 2
+
+
+def test_going_back_in_a_folder_that_cannot_be_written_costs_a_line_and_not_the_run(
+    tmp_path: Path, step_metrics: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    file = MetricsFile(tmp_path, resume_step=0, say=said.append)
+    file.receive(step_metrics(1))
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "known")
+    in_the_way = f".metrics.jsonl.{platform.node()}.{os.getpid()}.known.tmp"
+    (tmp_path / in_the_way).mkdir()  # of the new file, for root too
+
+    file.receive(RolledBack(0, 1, []))
+    file.receive(step_metrics(1))
+
+    assert _steps(tmp_path) == [1, 1]
+    [line] = said
+    reason = "the lines after step 0 could not be removed (Is a directory); the run continues"
+    assert line == f"{tmp_path}/metrics.jsonl: {reason}"
+
+
+def test_a_fresh_run_in_an_old_folder_starts_with_no_line(tmp_path: Path, step_metrics: Step) -> None:
+    _write_steps(tmp_path, step_metrics, 1, 8, resume_step=0)
+    _write_steps(tmp_path, step_metrics, 1, 2, resume_step=0)
+    assert _steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "step", "st', b"\x00\x00\x00", b"12"])
+def test_resuming_drops_a_line_that_a_crash_tore(tmp_path: Path, step_metrics: Step, torn: bytes) -> None:
+    _write_steps(tmp_path, step_metrics, 1, 3, resume_step=0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    _write_steps(tmp_path, step_metrics, 4, 4, resume_step=3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_forgets_the_test_of_the_finished_one(tmp_path: Path, write_run: Callable[..., Path]) -> None:
+    write_run(tmp_path, steps=4, epochs=1)
+    MetricsFile(tmp_path, resume_step=4)
+    assert {record["kind"] for record in read_metrics(tmp_path)} == {"step", "epoch"}
+
+
+def test_each_line_is_on_the_disk_before_the_next_step(tmp_path: Path, step_metrics: Step) -> None:
+    file = MetricsFile(tmp_path, resume_step=0)
+    file.receive(step_metrics(1))
+    assert _steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path, step_metrics: Step, loss: float) -> None:
+    file = MetricsFile(tmp_path, resume_step=0)
+    file.receive(step_metrics(1, loss=loss))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["loss"] is None
+
+
+def _write_many(path: Path, count: int) -> None:
+    lines = JsonLines(path)
+    for number in range(count):
+        assert lines.write({"rank": here().rank, "number": number, "text": "x" * (number % 300)})
+
+
+def test_ranks_that_write_at_once_tear_no_line(tmp_path: Path) -> None:
+    run_on_ranks(3, _write_many, tmp_path / "lines", 400)
+
+    records = read_lines(tmp_path / "lines")
+    assert len(records) == len((tmp_path / "lines").read_bytes().splitlines()) == 1200
+    for rank in range(3):
+        assert [record["number"] for record in records if record["rank"] == rank] == list(range(400))
+
+
+def test_a_full_disk_loses_the_line_and_raises_nothing() -> None:
+    assert not JsonLines(Path("/dev/full")).write({"step": 1})
+    assert not JsonLines(Path("/no/such/folder/lines")).write({"step": 1})
+
+
+def test_a_line_that_the_disk_tears_spoils_no_later_one(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "lines")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert lines.write({"step": 1})
+    # The system writes what fits and refuses the rest, as a disk that runs full does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "lines").stat().st_size + 7, hard))
+    try:
+        written = [lines.write({"step": 2}), lines.write({"step": 3})]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert lines.write({"step": 4})
+
+    assert written == [False, False]
+    assert read_lines(tmp_path / "lines") == [{"step": 1}, {"step": 4}]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_null_however_deep(tmp_path: Path, value: float) -> None:
+    JsonLines(tmp_path / "lines").write({"a": {"b": [value, 1.5]}})
+
+    assert json.loads((tmp_path / "lines").read_text()) == {"a": {"b": [None, 1.5]}}

@@ -19,6 +19,7 @@ from tests.inference.servers import free_port
 from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
 from training.monitoring import EpochMetrics, Exporter
+from training.monitoring.events import RunStarted
 from training.run.phases import Phases
 
 Scrape = dict[str, float]
@@ -100,7 +101,7 @@ def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: 
     port = free_port()
     with closing(Exporter(TrainConfig(metrics_port=port), ALONE, Phases())) as exporter:
         assert math.isnan(_scrape(port)["validation_accuracy"])
-        exporter.run_starts(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)])
+        exporter.receive(RunStarted(step=8, total_steps=16, epochs=[epoch_metrics(1, step=8)]))
         page = _scrape(port)
 
     assert (page["step"], page["total_steps"], page["steps_total"]) == (8, 16, 0)
@@ -128,7 +129,7 @@ def test_a_run_that_crashes_before_each_checkpoint_does_not_look_as_if_it_had_ju
     (config.run_dir / "events.jsonl").write_text("".join(lines))
     now = time.time()
     with closing(Exporter(config, ALONE, Phases())) as exporter:
-        exporter.run_starts(step=8, total_steps=16, epochs=[])
+        exporter.receive(RunStarted(step=8, total_steps=16, epochs=[]))
         shown = exporter.registry.get_sample_value("distrinews_training_last_checkpoint_timestamp_seconds")
 
     assert shown == since if since else shown >= now

@@ -12,8 +12,8 @@ import pytest
 
 from tests.training.parallelism.cases import ALONE
 from training.config import TrainConfig
-from training.monitoring import EventLog, Exporter, StepMetrics
-from training.monitoring.events import read_events
+from training.monitoring import EventStream, Exporter, StepMetrics
+from training.monitoring.events import RolledBack, StepsAgreed, read_events
 from training.monitoring.loss_spikes import LossSpikes
 from training.run.phases import Phases
 
@@ -27,15 +27,15 @@ class Watched:
         self.run_dir, self.step_metrics = run_dir, step_metrics
         self.said: list[str] = []
         phases, config = Phases(), TrainConfig(output_dir=run_dir.with_suffix(""))
-        self.exporter, self.events = Exporter(config, ALONE, phases), EventLog(run_dir, ALONE, phases)
+        self.exporter, self.events = Exporter(config, ALONE, phases), EventStream(run_dir, ALONE, phases)
         self.spikes = LossSpikes(self.events, self.exporter, self.said.append)
 
     def see(self, losses: list[float], **fields: bool) -> None:
         """Let these be the losses of the first steps."""
-        with self.events.writing():
+        with self.events.recording():
             for step, loss in enumerate(losses, start=1):
                 # A device is looked at every few steps; what is found does not depend on how many.
-                self.spikes.steps_agreed([replace(self.step_metrics(step, loss), **fields)])
+                self.spikes.receive(StepsAgreed([replace(self.step_metrics(step, loss), **fields)]))
 
     @property
     def counted(self) -> float:
@@ -109,7 +109,7 @@ def test_skipped_steps_are_no_spikes_and_do_not_count_as_steps_before(watched: W
 
 def test_after_going_back_nothing_is_compared_with_what_does_not_count(watched: Watched) -> None:
     watched.see([0.2] * 100)
-    watched.spikes.rolled_back(20)
+    watched.spikes.receive(RolledBack(20, 100, []))
 
     watched.see([1.4] * 30)
 
@@ -119,7 +119,7 @@ def test_after_going_back_nothing_is_compared_with_what_does_not_count(watched: 
 def test_a_spike_after_going_back_is_said_again(watched: Watched) -> None:
     spike = [0.2] * 60 + [2.5]
     watched.see(spike)
-    watched.spikes.rolled_back(0)
+    watched.spikes.receive(RolledBack(0, 61, []))
 
     watched.see(spike)
 

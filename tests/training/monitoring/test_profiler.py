@@ -16,8 +16,8 @@ from torch.autograd import DeviceType
 from tests.training.monitoring.small_training import train_on_ranks
 from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
-from training.monitoring.profile_summary import RankProfile, communication, merged, overlap, read_summary
-from training.monitoring.profiler import Profiler
+from training.monitoring.events import RunStarted
+from training.monitoring.profiler import Profiler, RankProfile, communication, merge_intervals, overlap, read_summary
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
@@ -98,7 +98,7 @@ def test_a_profile_that_cannot_be_written_is_one_line_and_not_the_runs_end(
     assert train_here(*flags) == 0
     [line] = [line for line in capfd.readouterr().out.splitlines() if "no profile" in line]
     assert line.startswith("rank 0: no profile ([Errno 17] File exists")
-    assert line.endswith("; the run goes on")
+    assert line.endswith("; the run continues")
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
@@ -116,7 +116,7 @@ def test_a_profile_that_cannot_be_written_is_one_line_and_not_the_runs_end(
 )
 def test_the_steps_that_are_recorded(fields: dict[str, int], step: int, expected: range) -> None:
     profiler = Profiler(TrainConfig(**fields), ALONE, Phases(), None)
-    profiler.run_starts(step, 1000, [])
+    profiler.receive(RunStarted(step, 1000, []))
 
     assert profiler.steps == expected
 
@@ -132,8 +132,8 @@ def test_ranks_that_are_no_numbers_are_refused(
 
 
 def test_time_that_two_kinds_of_work_share() -> None:
-    talks = merged([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
-    works = merged([(2.5, 6.0), (6.5, 6.75), (9.0, 10.0)])
+    talks = merge_intervals([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
+    works = merge_intervals([(2.5, 6.0), (6.5, 6.75), (9.0, 10.0)])
 
     assert talks == [(0.0, 4.0), (5.0, 7.0)]
     assert overlap(talks, works) == overlap(works, talks) == 1.5 + 1.0 + 0.25

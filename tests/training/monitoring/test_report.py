@@ -7,8 +7,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from training.monitoring import ReportData, WrongText, read_metrics, write_report
+from training.monitoring.events import read_metrics
 from training.monitoring.records import wilson_interval
+from training.monitoring.report import ReportData, WrongText, write_report
 
 Evaluation = Callable[..., dict[str, Any]]
 MakeReport = Callable[..., ReportData]

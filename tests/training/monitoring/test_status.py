@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from training.monitoring import StepMetrics
+from training.monitoring.events import RolledBack, RunEnded, RunStarted, StepsAgreed
 from training.monitoring.records import SavedCheckpoint
-from training.monitoring.run_folder import Picture
+from training.monitoring.run_folder import RunSnapshot
 from training.monitoring.status import STEPS_AVERAGED, StatusFile, read_statuses, status_path, writing_period
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
@@ -29,12 +30,12 @@ def _metrics(step: int) -> StepMetrics:
 def test_a_status_tells_what_its_rank_does(tmp_path: Path) -> None:
     phases = Phases()
     with StatusFile(tmp_path, _ranks(), phases) as file:
-        file.run_starts(0, 40, [])
+        file.receive(RunStarted(0, 40, []))
         for step in range(1, STEPS_AVERAGED + 1):
             with phases("forward"):
                 phases.step = step
-            file.steps_agreed([_metrics(step)])
-        file.checkpoint_saved(SavedCheckpoint(step, 0.1, 0.2, 1000))
+            file.receive(StepsAgreed([_metrics(step)]))
+        file.receive(SavedCheckpoint(step, 0.1, 0.2, 1000))
         with phases("data"):
             file.write()
             [status] = read_statuses(tmp_path)
@@ -55,7 +56,7 @@ def test_at_the_end_it_says_how_the_run_ended(tmp_path: Path, ending: str) -> No
     def run() -> None:
         with StatusFile(tmp_path, _ranks(), Phases()) as file:
             if ending == "stopped":
-                file.stopped()
+                file.receive(RunEnded(finished=False))
             if ending == "failed":
                 raise ValueError("the disk is full\nand more")
 
@@ -81,15 +82,15 @@ def test_it_is_rewritten_while_the_main_thread_does_something_else(tmp_path: Pat
 def test_after_going_back_the_phases_are_those_of_the_steps_made_again(tmp_path: Path) -> None:
     phases = Phases()
     file = StatusFile(tmp_path, _ranks(), phases)
-    file.run_starts(0, 400, [])
-    file.steps_agreed([_metrics(200)])
+    file.receive(RunStarted(0, 400, []))
+    file.receive(StepsAgreed([_metrics(200)]))
     with phases("evaluate"):
         pass
-    file.rolled_back(100)
+    file.receive(RolledBack(100, 200, []))
 
     with phases("forward"):
         pass
-    file.steps_agreed([_metrics(100 + STEPS_AVERAGED)])
+    file.receive(StepsAgreed([_metrics(100 + STEPS_AVERAGED)]))
 
     assert "forward" in file.status.phases
     assert "evaluate" not in {phase for phase, seconds in file.status.phases.items() if seconds}
@@ -153,5 +154,5 @@ def test_a_rank_of_many_is_silent_only_after_several_writings_that_did_not_come(
     [status] = read_statuses(tmp_path)
     status.state = "running"
 
-    assert not Picture("run", statuses=[status], silent={0: 2 * writing_period(1000)}).is_silent(status)
-    assert Picture("run", statuses=[status], silent={0: 6 * writing_period(1000)}).is_silent(status)
+    assert not RunSnapshot("run", statuses=[status], silent={0: 2 * writing_period(1000)}).is_silent(status)
+    assert RunSnapshot("run", statuses=[status], silent={0: 6 * writing_period(1000)}).is_silent(status)

@@ -1,4 +1,4 @@
-"""A slow rank is named with the phase in which it is slow, though all ranks' steps take the same time."""
+"""A slow rank is named with the phase in which it is slow, and what ranks send each other is counted."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.ranks import here, run_on_ranks
-from tests.training.parallelism.small_runs import small_rows, small_strategy
+from tests.training.parallelism.small_runs import small_rows, small_strategy, take_steps
 from training.config import TrainConfig
 from training.data.batching import rank_share
 from training.model.architectures import find_blocks
 from training.monitoring import Exporter
-from training.monitoring.collectives import Collectives
-from training.monitoring.events import EventLog, read_events
-from training.monitoring.observer import Observers
+from training.monitoring.events import EventStream, RunStarted, StepDone, StepsAgreed, StepStarted, read_events
 from training.monitoring.status import StatusFile
-from training.monitoring.stragglers import LOOKS_IN_A_ROW, Stragglers, at_even_shares, compare
+from training.monitoring.stragglers import (
+    CHECKS_IN_A_ROW,
+    Collective,
+    CollectiveRecorder,
+    Stragglers,
+    at_equal_tokens,
+    compare,
+    covered_seconds,
+)
 from training.parallelism.strategy import Strategy
 from training.run.phases import Phases
 from training.run.step import optimizer_step
@@ -47,38 +54,39 @@ def _hold_up(strategy: Strategy, phase: str) -> Callable[[], None]:
 def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Steps in which the second rank is held up, then some without; what is said, and this rank's gauges in between."""
     ranks, phases, said, config = here(), Phases(), [], TrainConfig(**fields)
-    strategy, events = small_strategy(**(fields | {"balance": "none"})), EventLog(folder, ranks, phases)
+    strategy, events = small_strategy(**(fields | {"balance": "none"})), EventStream(folder, ranks, phases)
     strategy.phases = phases
-    with closing(Exporter(config, ranks, phases)) as exporter, events.writing():
-        trainer = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
-        trainer.events, trainer.say, trainer.status = events, said.append, StatusFile(folder, ranks, phases)
-        collectives = Collectives(exporter, "gloo", EVERY)
-        with closing(Observers([collectives, Stragglers(trainer, collectives, EVERY)])) as observers:
-            observers.run_starts(0, 100, [])
+    with closing(Exporter(config, ranks, phases)) as exporter, events.recording():
+        context = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
+        context.events, context.say, context.status = events, said.append, StatusFile(folder, ranks, phases)
+        collectives = CollectiveRecorder(exporter, "gloo", EVERY)
+        events.subscribers += [collectives, Stragglers(context, collectives, EVERY)]
+        with closing(events):
+            events.publish(RunStarted(0, 100, []))
             let_go = _hold_up(strategy, phase) if ranks.rank == 1 and phase != "data" else lambda: None
-            _take_steps(observers, trainer, range(1, 1 + (LOOKS_IN_A_ROW + 1) * EVERY), slow_data=phase == "data")
+            _take_steps(context, range(1, 1 + (CHECKS_IN_A_ROW + 1) * EVERY), slow_data=phase == "data")
             read = exporter.registry.get_sample_value
             gauges = [read(f"distrinews_training_{name}", {"phase": phase}) for name in ("straggler", "slowness")]
-            gauges.append(trainer.status.status.slow_phases)
+            gauges.append(context.status.status.slow_phases)
             let_go()
-            _take_steps(observers, trainer, range(10, 20), slow_data=False)
+            _take_steps(context, range(10, 20), slow_data=False)
     return said, gauges
 
 
-def _take_steps(observers: Observers, trainer: SimpleNamespace, steps: range, *, slow_data: bool) -> None:
+def _take_steps(context: SimpleNamespace, steps: range, *, slow_data: bool) -> None:
     """As the Trainer's, on a few rows."""
-    rows, strategy = small_rows(), trainer.strategy
+    rows, strategy = small_rows(), context.strategy
     for step in steps:
-        observers.step_begins(step)
-        with trainer.phases("data"):
+        context.events.publish(StepStarted(step))
+        with context.phases("data"):
             share = rank_share(rows, np.arange(12), strategy.place, strategy.config.gradient_accumulation)
             if slow_data and here().rank == 1:
                 _wait()
-        with trainer.phases("step"):
-            result = optimizer_step(strategy, share, step, 1e-3)
-        observers.step_ends(step, share, result)
+        with context.phases("step"):
+            optimizer_step(strategy, share, step, 1e-3)
+        context.events.publish(StepDone(step, share))
         here().barrier()  # as the agreement on the losses
-        observers.steps_agreed([])
+        context.events.publish(StepsAgreed([]))
 
 
 @pytest.mark.parametrize(
@@ -111,13 +119,16 @@ def test_a_slow_rank_is_named_with_its_phase(phase: str, fields: dict[str, Any],
 def test_a_rank_that_is_slow_in_two_phases_and_recovers_in_one_is_still_slow(tmp_path: Path) -> None:
     phases = Phases()
     with closing(Exporter(TrainConfig(), ALONE, phases)) as exporter:
-        status, events = StatusFile(tmp_path, ALONE, phases), EventLog(tmp_path, ALONE, phases)
-        trainer = SimpleNamespace(config=TrainConfig(), ranks=ALONE, phases=phases, exporter=exporter, status=status)
-        trainer.events, trainer.say = events, lambda line: None
-        trainer.strategy = SimpleNamespace(unsynchronized_model=None)
-        stragglers = Stragglers(trainer, Collectives(exporter, "gloo", EVERY), EVERY)
+        status, events = StatusFile(tmp_path, ALONE, phases), EventStream(tmp_path, ALONE, phases)
+        context = SimpleNamespace(config=TrainConfig(), ranks=ALONE, phases=phases, exporter=exporter, status=status)
+        context.events, context.say, context.strategy = (
+            events,
+            lambda line: None,
+            SimpleNamespace(unsynchronized_model=None),
+        )
+        stragglers = Stragglers(context, CollectiveRecorder(exporter, "gloo", EVERY), EVERY)
         stragglers.hosts = ["here"]
-        for _ in range(LOOKS_IN_A_ROW):
+        for _ in range(CHECKS_IN_A_ROW):
             stragglers._judge({(0, "data"): (2.0, 1.0), (0, "forward"): (2.0, 1.0)})
         assert status.status.slow_phases == ["data", "forward"]
 
@@ -139,7 +150,77 @@ def test_ranks_are_compared_with_those_that_do_the_same_work() -> None:
 
 
 def test_balanced_ranks_are_compared_by_their_tokens() -> None:
-    slow, fast = at_even_shares([(100, {"forward": 1.0}), (300, {"forward": 1.0})])
+    slow, fast = at_equal_tokens([(100, {"forward": 1.0}), (300, {"forward": 1.0})])
 
     assert slow[1]["forward"] == pytest.approx(2.0)
     assert fast[1]["forward"] == pytest.approx(2 / 3)
+
+
+Page = dict[tuple[str, str], float]
+
+
+def _recorded(fields: dict[str, Any]) -> tuple[Page, int, float | None]:
+    """The counters after four steps of which each second one is looked at; bytes of the weights; seconds waited."""
+    strategy = small_strategy(**fields)
+    with closing(Exporter(TrainConfig(), here(), Phases())) as exporter:
+        collectives = CollectiveRecorder(exporter, "gloo", every=2)
+        for step in range(1, 5):
+            collectives.receive(StepStarted(step))
+            take_steps(strategy, [step], ranks=ALONE)
+            collectives.receive(StepDone(step, []))
+        samples = [sample for family in exporter.registry.collect() for sample in family.samples]
+    page = {
+        (sample.name.removeprefix("distrinews_training_collective_"), sample.labels.get("operation", "")): sample.value
+        for sample in samples
+        if "_collective_" in sample.name and "le" not in sample.labels
+    }
+    num_bytes = sum(4 * parameter.numel() for parameter in strategy.parameters.values())
+    return page, num_bytes, collectives.waited
+
+
+def test_the_bytes_that_ddp_reduces_are_those_of_the_gradients() -> None:
+    for page, num_bytes, waited in run_on_ranks(2, _recorded, {"strategy": "ddp"}):
+        assert page["steps_total", ""] == 2
+        assert page["bytes_total", "all_reduce"] == 2 * num_bytes
+        assert page["calls_total", "all_reduce"] == page["seconds_count", "all_reduce"] >= 2
+        assert 0 < waited <= page["seconds_sum", "all_reduce"]
+
+
+def test_what_fsdp_gathers_and_scatters_is_counted_too() -> None:
+    for page, num_bytes, _ in run_on_ranks(2, _recorded, {"strategy": "zero3"}):
+        # A rank hands over its half of the weights, of the blocks once more for the backward pass.
+        assert num_bytes / 2 <= page["bytes_total", "all_gather"] / 2 <= 2 * num_bytes
+        assert page["calls_total", "all_gather"] > page["calls_total", "all_reduce"]
+
+
+def test_time_in_which_several_run_counts_once() -> None:
+    found = [Collective("all_reduce", 1, *times) for times in ((5.0, 6.0), (1.0, 3.0), (2.0, 2.5), (2.0, 4.0))]
+
+    assert covered_seconds(found) == pytest.approx(4.0)
+    assert covered_seconds([]) == 0
+
+
+def test_no_look_while_somebody_else_profiles_and_none_left_open() -> None:
+    with (
+        closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
+        closing(CollectiveRecorder(exporter, "gloo", 1)) as one,
+    ):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            one.receive(StepStarted(1))
+        assert not torch.autograd._profiler_enabled()
+        one.receive(StepDone(1, []))
+        assert exporter.registry.get_sample_value("distrinews_training_collective_steps_total") == 0
+        one.receive(StepStarted(2))
+        assert torch.autograd._profiler_enabled()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_the_recording_can_be_turned_off_for_another_profiler() -> None:
+    every = TrainConfig(record_collectives_every=0).record_collectives_every
+    with (
+        closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
+        closing(CollectiveRecorder(exporter, "gloo", every)) as one,
+    ):
+        one.receive(StepStarted(20))
+        assert not torch.autograd._profiler_enabled()
+        one.receive(StepDone(20, []))

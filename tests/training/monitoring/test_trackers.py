@@ -17,8 +17,9 @@ import pytest
 from tests.inference.servers import free_port
 from tests.training.monitoring.conftest import _step
 from training.config import TRACKERS as NAMES
-from training.monitoring import RunLog, trackers
-from training.monitoring.trackers import TRACKERS, TrackedRun, Tracker, TrackerThread
+from training.monitoring import trackers
+from training.monitoring.events import RolledBack, RunEnded, RunTested
+from training.monitoring.trackers import TRACKERS, TrackedRun, Tracker, Trackers, TrackerThread
 
 
 class _Kept(Tracker):
@@ -67,7 +68,7 @@ def test_a_tracker_takes_all_figures_in_their_order(started: Callable[..., Any])
     tracker = _Kept()
     thread, said = started(tracker)
     for step in range(1, 200):
-        thread.write("train", {"loss": 1 / step}, step)
+        thread.put({"train/loss": 1 / step}, step)
     thread.close(finished=True)
 
     assert tracker.figures == [({"train/loss": 1 / step}, step) for step in range(1, 200)]
@@ -87,10 +88,10 @@ def test_a_resumed_run_goes_on_under_the_name_it_had(started: Callable[..., Any]
 def test_a_tracker_is_dropped_at_its_first_error_in_one_line(started: Callable[..., Any]) -> None:
     thread, said = started(_Broken())
     for step in range(1, 100):
-        thread.write("train", {"loss": 1.0}, step)
+        thread.put({"train/loss": 1.0}, step)
     thread.close(finished=True)
 
-    assert said == ["kept: dropped, the run goes on without it (the service says no)"]
+    assert said == ["kept: dropped, the run continues without it (the service says no)"]
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
@@ -100,7 +101,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     monkeypatch.setattr(trackers, "LONGEST_QUEUE", 50)
     thread, said = started(_Hanging())
     for step in range(1, 101):
-        thread.write("train", {"loss": 1.0}, step)
+        thread.put({"train/loss": 1.0}, step)
     thread.close(finished=False)
 
     [line] = said
@@ -108,6 +109,54 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     assert line.endswith(" records did not reach it")
     # One of them it took; one may have found its place in the queue.
     assert int(line.split()[3]) in (99, 100)
+
+
+def test_going_back_leaves_the_trackers_at_work(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    reader = Trackers(tmp_path, resume_step=0)
+    [tracker] = {thread for thread in threading.enumerate() if thread.name == "tracker TensorBoard"} - threads
+    for step in range(1, 9):
+        reader.receive(_step(step, loss=1.0))
+
+    reader.receive(RolledBack(5, 8, []))
+
+    assert tracker.is_alive()
+    reader.receive(_step(6, loss=2.0))
+    reader.close()
+    losses = _load_events(tmp_path).Scalars("train/loss")
+    assert [(event.step, event.value) for event in losses] == [*((step, 1.0) for step in range(1, 6)), (6, 2.0)]
+    assert len(list(tmp_path.glob("events.out.tfevents*"))) == 1
+
+
+def test_tensorboard_gets_the_figures_of_steps_epochs_and_test(
+    tmp_path: Path, epoch_metrics: Callable[..., Any], evaluation: Callable[..., dict[str, Any]]
+) -> None:
+    reader = Trackers(tmp_path, resume_step=0)
+    for event in (*map(_step, range(1, 4)), epoch_metrics(1, 3), RunTested(3, evaluation()), RunEnded(finished=True)):
+        reader.receive(event)
+    reader.close()
+
+    events = _load_events(tmp_path)
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([_step(s).loss for s in (1, 2, 3)])
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [3]
+    assert events.Scalars("test/accuracy")[0].value == pytest.approx(evaluation()["accuracy"])
+
+
+def test_tensorboard_shows_no_step_of_a_resumed_run_twice(tmp_path: Path) -> None:
+    for first, last, resume_step in ((1, 8, 0), (6, 7, 5)):
+        reader = Trackers(tmp_path, resume_step)
+        for step in range(first, last + 1):
+            reader.receive(_step(step, loss=float(resume_step)))
+        reader.close()
+
+    losses = _load_events(tmp_path).Scalars("train/loss")
+    assert [(event.step, event.value) for event in losses] == [(s, 0.0 if s < 6 else 5.0) for s in range(1, 8)]
+
+
+def _load_events(run_dir: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run_dir)).Reload()
 
 
 def test_an_unknown_tracker_is_one_line_and_writes_nothing(
@@ -144,14 +193,16 @@ def test_the_flag_knows_every_tracker() -> None:
 
 def _track_twice(run_dir: Path, name: str) -> None:
     """Ten steps of a run whose process was stopped after the fifth."""
+    run_dir.mkdir()
     for first in (1, 6):
         said: list[str] = []
-        log = RunLog(run_dir, first - 1, 1, [name], {"epochs": 3, "output_dir": str(run_dir)}, said.append)
+        reader = Trackers(run_dir, first - 1, [name], {"epochs": 3, "output_dir": str(run_dir)}, said.append)
         for step in range(first, first + 5):
-            log.step(_step(step, loss=float("nan") if step == 3 else float(step)))
+            reader.receive(_step(step, loss=float("nan") if step == 3 else float(step)))
         if first == 6:
-            log.test({"accuracy": 0.9, "loss": 0.3})
-        log.close()
+            reader.receive(RunTested(10, {"accuracy": 0.9, "loss": 0.3}))
+            reader.receive(RunEnded(finished=True))
+        reader.close()
         assert said == []
 
 
@@ -245,5 +296,5 @@ def test_a_service_that_is_down_costs_one_line_and_not_the_run(
 
     assert run.process.returncode == 0, run.err
     [line] = [line for line in run.out.splitlines() if line.startswith("mlflow: ")]
-    assert "dropped, the run goes on without it" in line if retries == "0" else "did not reach it" in line
+    assert "dropped, the run continues without it" in line if retries == "0" else "did not reach it" in line
     assert (tmp_path / "model" / "model.safetensors").exists()

@@ -14,9 +14,8 @@ from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
 from training.monitoring import Exporter
-from training.monitoring.divergence import CHUNK, ReplicaCheck, checksum, first_difference
-from training.monitoring.events import EventLog, read_events
-from training.monitoring.gradient_sync import check_gradient_sync
+from training.monitoring.events import EventStream, RunStarted, StepDone, read_events
+from training.monitoring.replicas import CHUNK, ReplicaCheck, check_gradient_sync, checksum, first_difference
 from training.run.phases import Phases
 
 EMBEDDINGS = "network.distilbert.embeddings.word_embeddings.weight"
@@ -82,19 +81,19 @@ def test_a_flipped_bit_is_named_with_its_parameter_and_rank(
 
 def _go_astray(check: ReplicaCheck, strategy: Any) -> None:
     """Eight steps, after the third of which a bit of rank 1 flips."""
-    check.run_starts(0, 8, [])
+    check.receive(RunStarted(0, 8, []))
     for step in range(1, 9):
         take_steps(strategy, [step])
         if step == 3 and here().rank == 1:
             _flip_a_bit(strategy.parameters[NORM])
-        check.step_ends(step, [], None)
+        check.receive(StepDone(step, []))
 
 
 def _checked(folder: Path) -> tuple[str, list[float | None]]:
     """What ends a run that compares each second step, and what it has counted by then."""
     ranks, phases, strategy = here(), Phases(), small_strategy()
-    events = EventLog(folder, ranks, phases)
-    with closing(Exporter(TrainConfig(), ranks, phases)) as exporter, events.writing():
+    events = EventStream(folder, ranks, phases)
+    with closing(Exporter(TrainConfig(), ranks, phases)) as exporter, events.recording():
         check = ReplicaCheck(strategy.parameters, 2, ranks, phases, exporter, events)
         with pytest.raises(TrainingFailure) as failure:
             _go_astray(check, strategy)

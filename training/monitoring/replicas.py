@@ -1,0 +1,188 @@
+"""Replicas: what several ranks hold copies of is compared, bit by bit, so that a copy that drifts is named.
+
+Copies of the weights drift when memory or a processor flips a bit, when machines round differently, or when code
+updates only one of them; nothing in the loss shows it. AdamW's moments are not compared: one that differs shows in its
+weight a step later. Copies of the gradients differ when a backward pass went past the wrapper that reduces them: a part
+of the model called directly, a ``no_sync`` left on, a parameter used after the reduction. Each copy then learns only
+from its own rows.
+
+A rank reads its tensors once and sends one number, a checksum, for each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common.errors import TrainingFailure
+from training.fault_tolerance.failures import translate_errors
+from training.monitoring.events import CheckpointStarted, Event, EventStream, RunStarted, StepDone, Subscriber
+from training.monitoring.exporter import Exporter
+from training.monitoring.records import SavedCheckpoint
+from training.parallelism.distributed import Ranks
+from training.run.phases import Phases
+
+Part = tuple[str, tuple[int, ...]]  # a parameter's name; which of its shards, along each dimension that splits it
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 18  # elements at a time, so that their intermediate results stay in the processor's cache
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2 to the 64th over the golden ratio, as int64
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same on all ranks that hold it; ``odd``: those that differ from most, all in a tie."""
+
+    name: str
+    odd: list[int]
+    holders: list[int]
+
+    def __str__(self) -> str:
+        others = [rank for rank in self.holders if rank not in self.odd]
+        if not others:
+            return f"{self.name} is not the same on {_listed(self.odd)}"
+        return f"{self.name} on {_listed(self.odd)} is not that of {_listed(others)}"
+
+
+class ReplicaCheck(Subscriber):
+    """Compares the weights at the start, every ``every`` steps (0 = never) and before each checkpoint.
+
+    So every checkpoint was made from equal copies. ``parameters`` are this rank's, by name; all ranks have a check.
+    """
+
+    follows_steps = True
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        every: int,
+        ranks: Ranks,
+        phases: Phases,
+        exporter: Exporter,
+        events: EventStream,
+    ) -> None:
+        self.parameters = parameters
+        self.every = every if ranks.world_size > 1 else 0
+        self.ranks = ranks
+        self.phases = phases
+        self.exporter = exporter
+        self.events = events
+        self.equal_at = self.saved_at = -1
+
+    def receive(self, event: Event) -> None:
+        """Compare if it is time; a collective call."""
+        match event:
+            case StepDone(step):
+                if self.every and step % self.every == 0:
+                    self._check(step)
+            case CheckpointStarted(step):
+                if self.every and self.equal_at != step:
+                    self._check(step)
+            case SavedCheckpoint(step):
+                self.saved_at = step
+            case RunStarted(step):
+                self.saved_at = step
+                if self.every:
+                    self._check(step)
+
+    def _check(self, step: int) -> None:
+        with self.phases("agree"), translate_errors(self.ranks, step):
+            found = first_difference(self.parameters, self.ranks)
+        self.exporter.replica_checks.labels("different" if found else "equal").inc()
+        if not found:
+            self.equal_at = step
+            return
+        self.events.write_on_rank0("divergence", parameter=found.name, ranks=found.odd)
+        when = f"after step {step}" if step else "before the first step"
+        since = f" They were the same after step {self.equal_at}." if self.equal_at >= 0 else ""
+        good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
+        raise TrainingFailure(
+            f"{when} the copies of the weights differ: {found}.{since} {good}To resume, rerun the same command. If "
+            f"it comes back on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
+            quiet=not self.ranks.is_first,
+            code="replicas-differ",
+        )
+
+
+def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = "") -> None:
+    """Compare the gradients of all copies, bit by bit; called on every rank after a step's last backward pass.
+
+    Args:
+        parameters: this rank's, by name; a shard of a parameter is compared with the same shard.
+        ranks: all of them call this.
+        when: for the message, such as ``step 1``.
+
+    Raises:
+        TrainingFailure: they differ, on all ranks; the message names the first parameter and the ranks.
+    """
+    found = first_difference({name: parameter.grad for name, parameter in parameters.items()}, ranks)
+    if found:
+        raise TrainingFailure(
+            f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of {found}. A backward pass "
+            "bypasses what reduces them: call the wrapped model, and use no_sync for no step's last micro-batch",
+            quiet=not ranks.is_first,
+            code="gradients-differ",
+        )
+
+
+def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -> Difference | None:
+    """The first tensor that is not the same, bit by bit, on all ranks that hold it; a collective call.
+
+    Args:
+        tensors: this rank's, plain or DTensors; a shard is compared with the same shard. None differs from any tensor.
+        ranks: all of them call this, each with the tensors that it holds, and get the same answer.
+    """
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+    numbers = [checksum(tensor).to(ranks.device) for tensor in local if tensor is not None]
+    # Stacked, so that the host waits for the device once.
+    sums = iter(torch.stack(numbers).tolist() if numbers else [])
+    own = [(_part_of(name, tensor), next(sums) if tensor is not None else None) for name, tensor in tensors.items()]
+    copies: dict[Part, dict[int, int | None]] = {}
+    for rank, parts in enumerate(ranks.gather(own)):
+        for part, number in parts:
+            copies.setdefault(part, {})[rank] = number
+    for (name, _), by_rank in copies.items():
+        counts = Counter(by_rank.values()).most_common()
+        if len(counts) > 1:
+            is_tie = counts[0][1] == counts[1][1]
+            odd = [rank for rank, number in by_rank.items() if is_tie or number != counts[0][0]]
+            return Difference(name, odd, list(by_rank))
+    return None
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """One number of all bits of a plain tensor and of their order, on its device: int64, ().
+
+    The sum of the elements' bits, each times an odd number that depends on its position, modulo 2 to the 64th. An odd
+    factor has an inverse there, so a flipped bit or a single element that differs always changes the sum.
+    """
+    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK):
+        total = total * ODD + (chunk * _factors(tensor.device)[: len(chunk)]).sum()
+    return total
+
+
+@lru_cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """An odd number for each position of a chunk: int64, (CHUNK,)."""
+    return (torch.arange(1, CHUNK + 1, device=device) * ODD) | 1
+
+
+def _part_of(name: str, tensor: torch.Tensor | None) -> Part:
+    # Ranks with the same coordinates along the dimensions that split a tensor hold the same shard of it.
+    if not isinstance(tensor, DTensor):
+        return name, ()
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return name, tuple(-1 if placement.is_replicate() else coordinate for coordinate, placement in places)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -1,0 +1,36 @@
+"""Who reads a run's events, on which ranks."""
+
+from __future__ import annotations
+
+from training.fault_tolerance.watchdog import Watchdog
+from training.monitoring.events import MetricsFile, Subscriber
+from training.monitoring.loss_spikes import LossSpikes
+from training.monitoring.profiler import Profiler
+from training.monitoring.replicas import ReplicaCheck
+from training.monitoring.stragglers import CollectiveRecorder, Stragglers
+from training.monitoring.trackers import Trackers
+from training.run.context import RunContext
+
+COMPARE_EVERY = 20  # optimizer steps between two comparisons of the ranks' speeds
+
+
+def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber]:
+    """This rank's readers, in the order in which they receive each event."""
+    config, ranks, events, exporter = context.config, context.ranks, context.events, context.exporter
+    exporter.counts_rows = context.strategy.place.leads
+    subscribers: list[Subscriber] = [exporter, context.status, watchdog]
+    if config.profile:
+        subscribers.append(Profiler(config, ranks, context.phases, context.console))
+    if ranks.is_first:
+        step, flags = context.state.step, config.model_dump(mode="json")
+        subscribers.append(MetricsFile(config.run_dir, step, context.say))
+        subscribers.append(Trackers(config.run_dir, step, config.tracker_names, flags, context.say))
+    subscribers.append(LossSpikes(events, exporter, context.say))
+    if ranks.world_size > 1:
+        # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it that both want.
+        collectives = CollectiveRecorder(exporter, ranks.backend, config.record_collectives_every)
+        subscribers.append(collectives)
+        subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
+        parameters, every = context.strategy.parameters, config.check_replicas_every
+        subscribers.append(ReplicaCheck(parameters, every, ranks, context.phases, exporter, events))
+    return subscribers
