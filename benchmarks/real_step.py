@@ -14,20 +14,40 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from benchmarks.tables import Parser
 from common.errors import run_command
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
+from training.model.classifier import NewsClassifier
 from training.parallelism.distributed import Ranks, ranks
 from training.parallelism.registry import STRATEGIES
-from training.planning.networks import model_of
-from training.planning.shapes import Layout, ModelShape
+from training.planning.layouts import Layout
+from training.planning.models import COMMON_KEYS, OWN_KEYS, ModelShape
 
 AT_UPDATE = "the optimizer begins"
+
+
+def model_of(shape: ModelShape) -> NewsClassifier:
+    """A classifier of this shape with random weights, as training makes it."""
+    keys = COMMON_KEYS | OWN_KEYS.get(shape.family, {})
+    sizes = {"hidden": shape.hidden, "layers": shape.layers, "heads": shape.heads, "intermediate": shape.intermediate}
+    config = {keys[name]: size for name, size in (sizes | {"positions": shape.max_positions}).items()}
+    config |= {"vocab_size": shape.vocab, "num_labels": shape.num_labels}
+    if shape.type_vocab:
+        config["type_vocab_size"] = shape.type_vocab
+    if shape.family == "llama":
+        config |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    model = NewsClassifier.__new__(NewsClassifier)
+    nn.Module.__init__(model)
+    network = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(shape.family, **config))
+    model._adopt(network, [str(label) for label in range(shape.num_labels)])
+    return model
 
 
 def config_of(layout: Layout) -> TrainConfig:

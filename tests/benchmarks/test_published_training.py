@@ -44,7 +44,7 @@ def test_the_speed_of_each_gpu_falls_with_scale_as_it_does_in_published_runs(run
 
     assert len(from_128_to_512) == 6
     changes = {
-        large.row["name"]: (large.theirs / small.theirs - 1, large.ours / small.ours - 1)
+        large.row["name"]: (large.measured / small.measured - 1, large.predicted / small.predicted - 1)
         for small, large in from_128_to_512
     }
     # The latency of longer rings explains a fifth of the fall; the page says what is not modelled.

@@ -15,12 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.training.parallelism.small_models import small_batch, small_model
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.tensor_parallel import apply_tensor_parallel
-from training.planning.communication import Group, groups, transfers
+from training.planning.communication import Group, Transfer, groups, transfers
 from training.planning.hardware import GPUS, Cluster
-from training.planning.layouts import MODES
-from training.planning.models import NAMED_SHAPES
-from training.planning.partition import pipeline_ranks
-from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Transfer
+from training.planning.layouts import CHECKPOINTING_MODES, Layout, pipeline_ranks
+from training.planning.models import NAMED_SHAPES, ModelShape
 
 CLUSTER = Cluster(GPUS["a100-80gb"], nodes=4, gpus_per_node=8)
 LLAMA = NAMED_SHAPES["llama-13b"]
@@ -155,12 +153,12 @@ def _calls_of_a_block(family: str, layout: Layout, mesh: DeviceMesh) -> dict[str
     return {names[call]: count for call, count in counts.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama-13b"), ("bert", "bert-large")])
 @pytest.mark.filterwarnings("ignore:Full backward hook")  # of the counting
 def test_a_block_calls_what_the_trainers_block_calls(
-    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: ActivationCheckpointing
+    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: str
 ) -> None:
     layout = Layout("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=mode)
     shape = replace(NAMED_SHAPES[name], num_labels=4)

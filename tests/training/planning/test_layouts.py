@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.real_step import model_of
 from common.errors import UserError
 from training.config import parse_config
 from training.model.classifier import NewsClassifier
@@ -19,14 +19,18 @@ from training.parallelism.pipeline import check_pipeline
 from training.parallelism.schedules import SCHEDULES, stages_of
 from training.parallelism.stages import split_stages
 from training.parallelism.tensor_parallel import apply_tensor_parallel
-from training.planning.answer import best_plans
 from training.planning.hardware import GPUS, Cluster
-from training.planning.launch import LONGEST, SHORTEST, cautions, launch_command, training_flags
-from training.planning.layouts import STRATEGIES, Work, degrees, divisors, with_batches
-from training.planning.models import NAMED_SHAPES, gpt
-from training.planning.networks import model_of
-from training.planning.plan import Plan
-from training.planning.shapes import Layout, ModelShape
+from training.planning.layouts import STRATEGIES, Layout, Work, divisors, layouts_of, with_batches
+from training.planning.models import NAMED_SHAPES, ModelShape, gpt
+from training.planning.plan import (
+    LONGEST_TEXT,
+    SHORTEST_TEXT,
+    Plan,
+    best_plans,
+    cautions,
+    launch_command,
+    training_flags,
+)
 
 CLUSTER = Cluster(GPUS["a100-80gb"], nodes=2, gpus_per_node=8)
 LLAMA = NAMED_SHAPES["llama-13b"]
@@ -35,7 +39,7 @@ WORK = Work(rows=64, seq_len=2048, precision="bf16")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_degrees_of_every_layout_multiply_to_the_gpus(strategy: str) -> None:
-    layouts = list(degrees(LLAMA, CLUSTER, strategy))
+    layouts = list(layouts_of(LLAMA, CLUSTER, strategy))
 
     assert layouts
     assert all(layout.ranks == CLUSTER.gpus for layout in layouts)
@@ -44,7 +48,7 @@ def test_the_degrees_of_every_layout_multiply_to_the_gpus(strategy: str) -> None
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_batch_is_the_global_one(strategy: str) -> None:
-    batches = [batch for layout in degrees(LLAMA, CLUSTER, strategy) for batch in with_batches(LLAMA, layout, WORK)]
+    batches = [batch for layout in layouts_of(LLAMA, CLUSTER, strategy) for batch in with_batches(LLAMA, layout, WORK)]
 
     assert {batch.tokens_per_step for batch in batches} == {64 * 2048}
 
@@ -53,15 +57,15 @@ def test_tensor_parallelism_divides_the_heads_within_a_node() -> None:
     twelve_heads = NAMED_SHAPES["distilbert-base"]
     eight_key_heads = NAMED_SHAPES["llama-70b"]
 
-    assert {layout.tp for layout in degrees(twelve_heads, CLUSTER, "tp")} == {2, 4}
-    assert {layout.tp for layout in degrees(eight_key_heads, CLUSTER, "tp")} == {2, 4, 8}
+    assert {layout.tp for layout in layouts_of(twelve_heads, CLUSTER, "tp")} == {2, 4}
+    assert {layout.tp for layout in layouts_of(eight_key_heads, CLUSTER, "tp")} == {2, 4, 8}
 
 
 def test_no_pipeline_has_more_stages_than_blocks() -> None:
     six_blocks = NAMED_SHAPES["distilbert-base"]
     batches = [
         batch
-        for layout in degrees(six_blocks, CLUSTER, "pp")
+        for layout in layouts_of(six_blocks, CLUSTER, "pp")
         for batch in with_batches(six_blocks, layout, replace(WORK, seq_len=128))
     ]
 
@@ -69,7 +73,7 @@ def test_no_pipeline_has_more_stages_than_blocks() -> None:
 
 
 def test_a_pipeline_has_micro_batches_enough() -> None:
-    batches = [batch for layout in degrees(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
+    batches = [batch for layout in layouts_of(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
 
     assert batches
     assert all(batch.accumulation >= batch.pp for batch in batches)
@@ -136,7 +140,7 @@ def _hold_to_the_trainer(plan: Plan, model: NewsClassifier, work: Work, cluster:
 
 
 def test_a_split_backward_pass_is_never_planned_with_what_it_refuses() -> None:
-    batches = [batch for layout in degrees(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
+    batches = [batch for layout in layouts_of(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
 
     for batch in batches:
         flags = training_flags(LLAMA, batch)
@@ -144,7 +148,7 @@ def test_a_split_backward_pass_is_never_planned_with_what_it_refuses() -> None:
 
 
 def test_a_split_backward_pass_computes_nothing_again() -> None:
-    batches = [batch for layout in degrees(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
+    batches = [batch for layout in layouts_of(LLAMA, CLUSTER, "pp") for batch in with_batches(LLAMA, layout, WORK)]
 
     modes = {batch.activation_checkpointing for batch in batches if SCHEDULES[batch.schedule].splits_backward}
 
@@ -152,19 +156,19 @@ def test_a_split_backward_pass_computes_nothing_again() -> None:
 
 
 def test_one_gpu_alone_is_ddp() -> None:
-    assert [strategy for strategy in STRATEGIES if list(degrees(LLAMA, ALONE, strategy))] == ["ddp"]
+    assert [strategy for strategy in STRATEGIES if list(layouts_of(LLAMA, ALONE, strategy))] == ["ddp"]
 
 
 @pytest.mark.parametrize("shape", [ROBERTA, GPT], ids=lambda shape: shape.name)
 def test_what_the_trainer_cannot_take_apart_is_neither_cut_nor_staged(shape: ModelShape) -> None:
-    layouts = [layout for strategy in STRATEGIES for layout in degrees(shape, CLUSTER, strategy)]
+    layouts = [layout for strategy in STRATEGIES for layout in layouts_of(shape, CLUSTER, strategy)]
 
     assert {layout.strategy for layout in layouts} == {"ddp", "zero1", "zero2", "zero3"}
     assert {(layout.tp, layout.pp) for layout in layouts} == {(1, 1)}
 
 
 def test_sequences_are_cut_only_as_the_trainer_pads_them() -> None:
-    layouts = degrees(BERT, SIX_GPUS, "tp")
+    layouts = layouts_of(BERT, SIX_GPUS, "tp")
     batches = [batch for layout in layouts for batch in with_batches(BERT, layout, SHORT)]
 
     assert {(batch.tp, batch.sequence_parallel) for batch in batches} == {
@@ -207,13 +211,15 @@ def test_where_there_is_no_command_the_reason_is_said() -> None:
     long = replace(layout, seq_len=16_384)
 
     assert launch_command(gpt3, layout, CLUSTER) is launch_command(LLAMA, long, CLUSTER) is None
-    assert "of gpt3-175b there are dimensions alone" in " ".join(cautions(gpt3, layout))
+    assert "only the dimensions of gpt3-175b are known" in " ".join(cautions(gpt3, layout))
     assert "texts of 8 to 8192 tokens" in " ".join(cautions(LLAMA, long))
 
 
 def test_the_trainer_takes_the_lengths_that_the_planner_says() -> None:
-    for length, is_taken in ((SHORTEST - 1, False), (SHORTEST, True), (LONGEST, True), (LONGEST + 1, False)):
-        with nullcontext() if is_taken else pytest.raises(UserError, match="max_length"):
+    for length in (SHORTEST_TEXT, LONGEST_TEXT):
+        parse_config(("--max_length", str(length)), environment={})
+    for length in (SHORTEST_TEXT - 1, LONGEST_TEXT + 1):
+        with pytest.raises(UserError, match="max_length"):
             parse_config(("--max_length", str(length)), environment={})
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from training.parallelism.schedules import SCHEDULES
 from training.parallelism.timeline import Costs, simulate
-from training.planning.compute import Roofline
 from training.planning.hardware import GPUS, Cluster
+from training.planning.layouts import Layout
 from training.planning.models import NAMED_SHAPES, gpt
-from training.planning.shapes import Layout
-from training.planning.step_time import Passes, bubble_seconds, estimate_step
+from training.planning.step_time import Roofline, bubble_seconds, estimate_step
 
 A100 = Cluster(GPUS["a100-80gb"], nodes=4, gpus_per_node=8)
 ONE = Cluster(GPUS["a100-80gb"], nodes=1, gpus_per_node=1)
@@ -59,7 +58,7 @@ def test_the_bubble_is_that_of_the_order_in_which_torch_runs(
 
     waited = simulate(schedule, stages, micro_batches, costs=costs).duration - micro_batches * (1 + backward)
 
-    assert bubble_seconds(layout, Passes(1, backward), along=0) == pytest.approx(waited)
+    assert bubble_seconds(layout, 1, backward, waited=0) == pytest.approx(waited)
 
 
 def test_full_checkpointing_costs_a_third_more_computation() -> None:
