@@ -112,67 +112,47 @@ def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
 
 def transfers(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
     """Every collective of one optimizer step on a rank of ``stage``, without the scalars of the gradient norm."""
-    found = [
-        *_data_parallel(shape, layout, stage, cluster),
-        *_tensor_parallel(shape, layout, stage, cluster),
-        _pipeline(shape, layout, stage, cluster),
-    ]
-    return [transfer for transfer in found if transfer.calls and transfer.bytes]
-
-
-def _data_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
-    parameters = rank_parameters(shape, layout, stage)
     group = groups(layout, cluster)
+    parameters = rank_parameters(shape, layout, stage)
+    hidden = layout.micro_batch * layout.seq_len * shape.hidden  # values of a micro-batch between two blocks
+
     if not layout.is_fsdp:
         buckets = ceil(4 * parameters / DDP_BUCKET_BYTES)
         found = [group["dp"].transfer("all-reduce", "dp", buckets, 4 * parameters)]
         if layout.strategy == "zero1":
             found.append(group["dp"].transfer("broadcast", "dp", layout.dp, 4 * parameters))
-        return found
-    units = stage.blocks + 1  # what FSDP gathers at once: a block, or all that is outside the blocks
-    # Bytes are counted as sums over all calls of one micro-batch, calls as units.
-    gathered, gathers = layout.width * parameters, units
-    if not layout.keeps_gathered:  # the blocks a second time, for the backward pass
-        gathered += layout.width * (parameters - outer_parameters(shape, stage, layout.tp))
-        gathers += units - 1
-    rounds = 1 if layout.pp > 1 else layout.accumulation
-    shard, replicate = group["dp_shard"], group["dp_replicate"]
-    return [
-        shard.transfer("all-gather", "dp_shard", rounds * gathers, rounds * gathered),
-        shard.transfer("reduce-scatter", "dp_shard", rounds * units, rounds * 4 * parameters),
-        replicate.transfer("all-reduce", "dp_replicate", units, 4 * parameters / layout.dp_shard),
-    ]
+    else:
+        units = stage.blocks + 1  # what FSDP gathers at once: a block, or all that is outside the blocks
+        gathered, gathers = layout.width * parameters, units
+        if not layout.keeps_gathered:  # the blocks a second time, for the backward pass
+            gathered += layout.width * (parameters - outer_parameters(shape, stage, layout.tp))
+            gathers += units - 1
+        rounds = 1 if layout.pp > 1 else layout.accumulation
+        shard, replicate = group["dp_shard"], group["dp_replicate"]
+        found = [
+            shard.transfer("all-gather", "dp_shard", rounds * gathers, rounds * gathered),
+            shard.transfer("reduce-scatter", "dp_shard", rounds * units, rounds * 4 * parameters),
+            replicate.transfer("all-reduce", "dp_replicate", units, 4 * parameters / layout.dp_shard),
+        ]
 
-
-def _tensor_parallel(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> list[Transfer]:
-    """Two all-reduces per block forward and two backward; one for the embeddings, one for a language model's head.
-
-    Source: Megatron-LM, arXiv 1909.08053, section 3. Under sequence parallelism each is an all-gather and a
-    reduce-scatter of the same bytes, arXiv 2205.05198, section 4.2.2.
-    """
+    # Tensor parallelism: two all-reduces per block forward and two backward, one for the embeddings and one for a
+    # language model's head (Megatron-LM, arXiv 1909.08053, section 3). Under sequence parallelism each is an all-gather
+    # and a reduce-scatter of the same bytes (arXiv 2205.05198, section 4.2.2). Checkpointing repeats the collectives
+    # of the forward pass; only the last sum of a block is not repeated, unless a norm follows it.
     gathers = sums = 4
     if layout.activation_checkpointing != "none":
-        # Either kind of checkpointing repeats the collectives of the forward pass. Only the last sum of a block is not
-        # repeated, unless a norm follows it.
         gathers, sums = 6, 6 if shape.traits.norm_after else 5
     outside = stage.first + (stage.last and shape.num_labels is None)
-    hidden_bytes = layout.width * layout.micro_batch * layout.seq_len * shape.hidden
-    group = groups(layout, cluster)["tp"]
-
-    def transfer(collective: str, per_block: int) -> Transfer:
+    of_blocks = {"all-gather": gathers, "reduce-scatter": sums} if layout.sequence_parallel else {"all-reduce": sums}
+    for collective, per_block in of_blocks.items():
         calls = layout.accumulation * (per_block * stage.blocks + outside)
-        return group.transfer(collective, "tp", calls, calls * hidden_bytes)
+        found.append(group["tp"].transfer(collective, "tp", calls, calls * layout.width * hidden))
 
-    if not layout.sequence_parallel:
-        return [transfer("all-reduce", sums)]
-    return [transfer("all-gather", gathers), transfer("reduce-scatter", sums)]
-
-
-def _pipeline(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster) -> Transfer:
-    """Activations to the next stage and gradients back, in fp32, for each micro-batch and each stage of a rank."""
+    # Pipeline: activations to the next stage and gradients back, in fp32. A rank with one stage sends twice per
+    # micro-batch, except at the ends of the pipeline; a loop over several stages per rank has no ends.
     stages_per_rank = STAGES_PER_RANK[layout.schedule]
-    # A rank with one stage sends twice per micro-batch, except at the ends of the pipeline; a loop has no ends.
     sends = 2 * stages_per_rank if stages_per_rank > 1 else 2 - stage.first - stage.last
     calls = layout.accumulation * sends
-    fp32 = 4 * layout.micro_batch * layout.seq_len * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    return groups(layout, cluster)["pp"].transfer("send", "pp", calls, calls * fp32)
+    sent = 4 * hidden / (layout.tp if layout.sequence_parallel else 1)
+    found.append(group["pp"].transfer("send", "pp", calls, calls * sent))
+    return [transfer for transfer in found if transfer.calls and transfer.bytes]

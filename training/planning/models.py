@@ -136,55 +136,38 @@ class ModelShape:
         return (self.layers - 1) * self.block_flops(seq_len) + self.last_block_flops(seq_len) + self.head_flops(seq_len)
 
 
-def _shape(
-    name: str, family: str, layers: int, heads: int, intermediate: int, vocab: int, max_positions: int, **more: Any
-) -> ModelShape:
-    head_dim = more.pop("head_dim", 64)
-    return ModelShape(
-        name,
-        family,
-        layers=layers,
-        hidden=heads * head_dim,
-        heads=heads,
-        kv_heads=more.pop("kv_heads", heads),
-        intermediate=intermediate,
-        vocab=vocab,
-        max_positions=max_positions,
-        head_dim=head_dim,
-        **more,
-    )
-
-
 def gpt(
     name: str, layers: int, hidden: int, heads: int, *, vocab: int = 50_257, max_positions: int = 2048
 ) -> ModelShape:
     """A GPT-2 network of the dimensions that papers on scaling give."""
-    size = {"head_dim": hidden // heads, "tied_embeddings": True}
-    return _shape(name, "gpt2", layers, heads, 4 * hidden, vocab, max_positions, **size)
+    sizes = (layers, hidden, heads, heads, 4 * hidden, vocab, max_positions, hidden // heads)
+    return ModelShape(name, "gpt2", *sizes, tied_embeddings=True)
 
 
-_CLASSIFIER = {"num_labels": DEFAULT_CLASSES}
-_BERT = _CLASSIFIER | {"type_vocab": 2}
-_LLAMA = {"head_dim": 128}
-_GROUPED = {"head_dim": 128, "kv_heads": 8}
-
-# Dimensions from the papers: Sanh et al. 1910.01108 (DistilBERT), Devlin et al. 1810.04805 (BERT), Touvron et al.
-# 2307.09288 (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3). The last argument says
-# where training finds the weights; GPT-3's are not public.
-NAMED_SHAPES = {
-    shape.name: replace(shape, source=source)
-    for shape, source in (
-        (_shape("distilbert-base", "distilbert", 6, 12, 3072, 30_522, 512, **_CLASSIFIER), "distilbert-base-uncased"),
-        (_shape("bert-base", "bert", 12, 12, 3072, 30_522, 512, **_BERT), "bert-base-uncased"),
-        (_shape("bert-large", "bert", 24, 16, 4096, 30_522, 512, **_BERT), "bert-large-uncased"),
-        (_shape("llama-7b", "llama", 32, 32, 11_008, 32_000, 4096, **_LLAMA), "meta-llama/Llama-2-7b-hf"),
-        (_shape("llama-13b", "llama", 40, 40, 13_824, 32_000, 4096, **_LLAMA), "meta-llama/Llama-2-13b-hf"),
-        (_shape("llama-70b", "llama", 80, 64, 28_672, 32_000, 4096, **_GROUPED), "meta-llama/Llama-2-70b-hf"),
-        (_shape("llama3-8b", "llama", 32, 32, 14_336, 128_256, 8192, **_GROUPED), "meta-llama/Meta-Llama-3-8B"),
-        (_shape("llama3-70b", "llama", 80, 64, 28_672, 128_256, 8192, **_GROUPED), "meta-llama/Meta-Llama-3-70B"),
-        (gpt("gpt3-175b", 96, 12_288, 96), ""),
-    )
+# From the papers: Sanh et al. 1910.01108 (DistilBERT), Devlin et al. 1810.04805 (BERT), Touvron et al. 2307.09288
+# (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3, whose weights are not public).
+# layers, hidden, heads, key-value heads, intermediate, vocabulary, positions, head width; where the weights are
+_DIMENSIONS = {
+    "distilbert-base": ("distilbert", (6, 768, 12, 12, 3072, 30_522, 512, 64), "distilbert-base-uncased"),
+    "bert-base": ("bert", (12, 768, 12, 12, 3072, 30_522, 512, 64), "bert-base-uncased"),
+    "bert-large": ("bert", (24, 1024, 16, 16, 4096, 30_522, 512, 64), "bert-large-uncased"),
+    "llama-7b": ("llama", (32, 4096, 32, 32, 11_008, 32_000, 4096, 128), "meta-llama/Llama-2-7b-hf"),
+    "llama-13b": ("llama", (40, 5120, 40, 40, 13_824, 32_000, 4096, 128), "meta-llama/Llama-2-13b-hf"),
+    "llama-70b": ("llama", (80, 8192, 64, 8, 28_672, 32_000, 4096, 128), "meta-llama/Llama-2-70b-hf"),
+    "llama3-8b": ("llama", (32, 4096, 32, 8, 14_336, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-8B"),
+    "llama3-70b": ("llama", (80, 8192, 64, 8, 28_672, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-70B"),
 }
+NAMED_SHAPES = {
+    name: ModelShape(
+        name,
+        family,
+        *sizes,
+        type_vocab=2 if family == "bert" else 0,
+        num_labels=DEFAULT_CLASSES if FAMILIES[family].norm_after else None,
+        source=source,
+    )
+    for name, (family, sizes, source) in _DIMENSIONS.items()
+} | {"gpt3-175b": gpt("gpt3-175b", 96, 12_288, 96)}
 
 
 def find_shape(model: str) -> ModelShape:

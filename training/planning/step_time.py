@@ -111,36 +111,32 @@ class Roofline:
 
 def estimate_step(shape: ModelShape, layout: Layout, cluster: Cluster) -> tuple[StepTime, list[Transfer]]:
     """Seconds of one optimizer step, and the collectives of the rank that takes the longest."""
+    roofline = Roofline(cluster, layout.precision)
+    block_forward, block_backward = roofline.block_seconds(shape, layout)
     estimates = []
     for stage in representative_ranks(shape, layout):
+        parameters = rank_parameters(shape, layout, stage)
+        head_forward, head_backward = roofline.head_seconds(shape, layout) if stage.last else (0.0, 0.0)
+        blocks = float(stage.blocks)
+        if stage.last:  # counts for less than one if it computes the first token only
+            blocks -= 1 - shape.last_block_flops(layout.seq_len) / shape.block_flops(layout.seq_len)
+        # Every micro-batch reads each weight in fp32 or gathered, writes its copy, and adds to its gradient.
+        weights = roofline.bytes_seconds(WEIGHT_BYTES[layout.precision] * parameters)
+        forward = blocks * block_forward + head_forward + weights / 2
+        backward = blocks * block_backward + head_backward + weights / 2
+
+        # Computation waits for tensor-parallel collectives and for sends between stages.
         found = transfers(shape, layout, stage, cluster)
-        estimates.append((_stage_time(shape, layout, stage, cluster, found), found))
+        waited = sum(transfer.seconds for transfer in found if transfer.dimension in ("tp", "pp"))
+        updated = parameters / (layout.dp if layout.strategy == "zero1" else layout.dp_shard)
+        time = StepTime(
+            compute=layout.accumulation * (forward + backward),
+            communication=waited + _exposed_data_parallel(layout, stage, cluster, found, forward, backward),
+            bubble=bubble_seconds(layout, forward, backward, waited / layout.accumulation),
+            optimizer=roofline.bytes_seconds(OPTIMIZER_BYTES * updated),
+        )
+        estimates.append((time, found))
     return max(estimates, key=lambda estimate: estimate[0].total)
-
-
-def _stage_time(shape: ModelShape, layout: Layout, stage: Stage, cluster: Cluster, found: list[Transfer]) -> StepTime:
-    roofline = Roofline(cluster, layout.precision)
-    parameters = rank_parameters(shape, layout, stage)
-
-    block_forward, block_backward = roofline.block_seconds(shape, layout)
-    head_forward, head_backward = roofline.head_seconds(shape, layout) if stage.last else (0.0, 0.0)
-    blocks = float(stage.blocks)
-    if stage.last:  # counts for less than one if it computes the first token only
-        blocks -= 1 - shape.last_block_flops(layout.seq_len) / shape.block_flops(layout.seq_len)
-    # Every micro-batch reads each weight in fp32 or gathered, writes its copy, and adds to its gradient.
-    weights = roofline.bytes_seconds(WEIGHT_BYTES[layout.precision] * parameters)
-    forward = blocks * block_forward + head_forward + weights / 2
-    backward = blocks * block_backward + head_backward + weights / 2
-
-    # Computation waits for tensor-parallel collectives and for sends between stages.
-    waited = sum(transfer.seconds for transfer in found if transfer.dimension in ("tp", "pp"))
-    updated = parameters / (layout.dp if layout.strategy == "zero1" else layout.dp_shard)
-    return StepTime(
-        compute=layout.accumulation * (forward + backward),
-        communication=waited + _exposed_data_parallel(layout, stage, cluster, found, forward, backward),
-        bubble=bubble_seconds(layout, forward, backward, waited / layout.accumulation),
-        optimizer=roofline.bytes_seconds(OPTIMIZER_BYTES * updated),
-    )
 
 
 def bubble_seconds(layout: Layout, forward: float, backward: float, waited: float) -> float:
