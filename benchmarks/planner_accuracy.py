@@ -21,7 +21,7 @@ from common.hardware import usable_cpus
 from training.planning.hardware import GIB, GPUS, Calibration, Cluster
 from training.planning.layouts import Layout
 from training.planning.models import NAMED_SHAPES, ModelShape
-from training.planning.plan import make_plan
+from training.planning.plan import Plan, make_plan
 
 RESULTS = HERE / "planner_accuracy.json"
 LONGEST = 900  # seconds of one measurement
@@ -98,6 +98,13 @@ def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
     return Cluster(gpu, 1, ranks, link_latency=rates.get("latency", 0.0), calibration=reached)
 
 
+def plan_of(row: dict[str, Any]) -> Plan:
+    """The plan for a measured row, at the rates that its machine reached; nominal ones if no step was timed."""
+    layout, step = Layout(**row["layout"]), row["real"].get("step")
+    cluster = this_machine(step, layout.ranks) if step else Cluster(GPUS["cpu"], 1, layout.ranks)
+    return make_plan(SHAPES[row["model"]], layout, cluster)
+
+
 def describe(layout: Layout) -> str:
     degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "copies": layout.dp_replicate}
     words = [layout.strategy, *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)]
@@ -122,12 +129,9 @@ TIME_HEADER = ("model", "processes and layout", "GFLOP/s", "GiB/s", "step, ms", 
 def real_section(results: dict[str, Any]) -> str:
     memory, times = [], []
     for row in results["rows"]:
-        shape, layout, real = SHAPES[row["model"]], Layout(**row["layout"]), row["real"]
+        plan, real = plan_of(row), row["real"]
         step = real.get("step")
-        plan = make_plan(
-            shape, layout, this_machine(step, layout.ranks) if step else Cluster(GPUS["cpu"], 1, layout.ranks)
-        )
-        name = [row["model"], f"{layout.ranks}: {describe(layout)}"]
+        name = [row["model"], f"{plan.layout.ranks}: {describe(plan.layout)}"]
         states = [real["parameters"], plan.memory.parameters, real["optimizer"], plan.memory.optimizer]
         peak = [real["peak"], plan.memory.total]
         error = f"{plan.memory.total / real['peak'] - 1:+.1%}"

@@ -1,10 +1,22 @@
-"""The planner beside runs that others published."""
+"""The planner beside real steps of this machine, and beside runs that others published."""
 
+import json
 from statistics import median
 
 import pytest
 
+from benchmarks.planner_accuracy import RESULTS, plan_of
 from benchmarks.published_training import Comparison, compare, published_section, states_section, trends
+
+
+def test_memory_is_within_a_tenth_and_time_within_a_quarter_of_the_recorded_real_steps() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert len(rows) == 20
+    for row in rows:
+        plan, real = plan_of(row), row["real"]
+        assert plan.memory.total == pytest.approx(real["peak"], rel=0.1), plan.layout
+        if "step" in real:
+            assert plan.time.total == pytest.approx(real["step"]["seconds"], rel=0.25), plan.layout
 
 
 @pytest.fixture(scope="module")

@@ -193,12 +193,9 @@ def find_shape(model: str) -> ModelShape:
         raise UserError(f"--model {path}: not valid JSON ({error})") from error
     family = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"--model {path}: model_type {family!r} is not known here; known: {', '.join(FAMILIES)}")
+        raise UserError(f"--model {path}: model_type {family!r}: must be one of {', '.join(FAMILIES)}")
     folder = path.parent if path.name == "config.json" else None
-    try:
-        shape = _shape_from_config(folder.resolve().name if folder else path.stem, config)
-    except ValueError as error:
-        raise UserError(f"--model {path}: {error}, which a {family} needs") from error
+    shape = _shape_from_config(path, folder.resolve().name if folder else path.stem, config)
     has_weights = folder is not None and any(folder.glob("*.safetensors"))
     return replace(shape, source=str(folder)) if has_weights else shape
 
@@ -218,27 +215,28 @@ OWN_KEYS = {
 }
 
 
-def _shape_from_config(name: str, config: dict[str, Any]) -> ModelShape:
-    """Raises ValueError if a size is missing or is not a whole number above 0."""
+def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelShape:
     family = config["model_type"]
     keys = COMMON_KEYS | OWN_KEYS.get(family, {})
 
     def size(key: str, default: int | None = None) -> int:
         value = default if config.get(key) is None else config[key]  # null means the same as a missing key
         if value is None:
-            raise ValueError(f"has no {key!r}")
+            raise UserError(f"--model {path}: has no {key}, which a {family} needs")
         if type(value) is not int or value < 1:
-            raise ValueError(f"{key} is {value!r} and no whole number above 0")
+            raise UserError(f"--model {path}: {key} {value!r}: must be a whole number above 0")
         return value
 
     heads, hidden = size(keys["heads"]), size(keys["hidden"])
     if hidden % heads:
-        raise ValueError(f"{keys['hidden']} {hidden} is no multiple of {keys['heads']} {heads}")
+        raise UserError(f"--model {path}: {keys['hidden']} {hidden}: must be a multiple of {keys['heads']} {heads}")
     kv_heads, head_dim = heads, hidden // heads
     if family == "llama":
         kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", head_dim)
         if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads")
+            raise UserError(
+                f"--model {path}: num_attention_heads {heads}: must be a multiple of num_key_value_heads {kv_heads}"
+            )
 
     # An encoder is planned as a classifier; a decoder only if its config names a classification head.
     is_encoder = FAMILIES[family].norm_after
