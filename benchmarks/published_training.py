@@ -1,4 +1,4 @@
-"""Published training runs beside what the planner predicts for them."""
+"""Published training runs, compared with what the planner predicts for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUBLISHED = HERE / "published_training.yaml"
 
 @dataclass(frozen=True)
 class Comparison:
-    """One published run beside its plan."""
+    """One published run and its plan."""
 
     row: dict[str, Any]
     plan: Plan

@@ -45,7 +45,7 @@ class Calibration:
     # How often attention reads or writes each score, forward: 0 in a fused kernel; 6.5 if scores are masked, softmaxed
     # and dropped out in fp16, as before FlashAttention.
     score_passes: float = 0
-    overlap_share: float = 0.9  # of the computation, beside which collectives can run
+    overlap_share: float = 0.9  # of the computation, during which collectives can run
     contention: float = 0.1  # seconds that one second of such a collective costs the computation
     # Of a link's bandwidth, for large messages (the bus bandwidth of nccl-tests).
     link_share: float = 0.75

@@ -21,6 +21,8 @@ LENGTH_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Layout:
+    """How a model is laid over ranks, and the batch that each of them works on."""
+
     strategy: str
     # The degrees; their product is the number of ranks.
     pp: int = 1
@@ -49,17 +51,17 @@ class Layout:
 
     @property
     def width(self) -> int:
-        # Bytes of a value in the computing dtype.
+        """Bytes of a value in the computing dtype."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def is_fsdp(self) -> bool:
-        # FSDP2 runs the data-parallel dimension and gathers weights in the computing dtype.
+        """Whether FSDP2 runs the data-parallel dimension and gathers weights in the computing dtype."""
         return self.strategy not in ("ddp", "zero1") and self.dp > 1
 
     @property
     def keeps_gathered(self) -> bool:
-        # From the forward to the backward pass.
+        """Whether gathered weights stay from the forward to the backward pass."""
         return self.is_fsdp and (self.strategy == "zero2" or self.pp > 1)
 
     @property

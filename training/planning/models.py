@@ -200,7 +200,7 @@ def find_shape(model: str) -> ModelShape:
     return replace(shape, source=str(folder)) if has_weights else shape
 
 
-# What the sizes are called in a config.json, where a family has names of its own.
+# What a config.json calls the sizes, and the families that call some of them differently.
 COMMON_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -210,8 +210,13 @@ COMMON_KEYS = {
 }
 OWN_KEYS = {
     "distilbert": {"layers": "n_layers", "hidden": "dim", "heads": "n_heads", "intermediate": "hidden_dim"},
-    "gpt2": {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "intermediate": "n_inner"}
-    | {"positions": "n_positions"},
+    "gpt2": {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "intermediate": "n_inner",
+        "positions": "n_positions",
+    },
 }
 
 

@@ -161,12 +161,12 @@ def bubble_seconds(layout: Layout, forward: float, backward: float, waited: floa
 def _exposed_data_parallel(
     layout: Layout, stage: Stage, cluster: Cluster, found: list[Transfer], forward: float, backward: float
 ) -> float:
-    """Seconds of data-parallel collectives that the computation beside them does not hide."""
+    """Seconds of data-parallel collectives that the computation does not hide."""
     seconds = {transfer.collective: transfer.seconds for transfer in found if transfer.dimension.startswith("dp")}
     reducing = seconds.get("all-reduce", 0.0)
 
     def exposed(communication: float, computation: float) -> float:
-        # The first block's weights, and the last one's gradients, have no computation to run beside.
+        # The first block's weights, and the last one's gradients, have no computation left that could hide them.
         hidden = min(communication * (1 - 1 / (stage.blocks + 1)), cluster.calibration.overlap_share * computation)
         return communication - (1 - cluster.calibration.contention) * hidden
 
@@ -176,7 +176,7 @@ def _exposed_data_parallel(
     rounds = 1 if layout.pp > 1 else layout.accumulation
     gathering, scattering = (seconds.get(name, 0.0) / rounds for name in ("all-gather", "reduce-scatter"))
     ahead, again = (gathering, 0.0) if layout.keeps_gathered else (gathering / 2, gathering / 2)
-    # Each micro-batch gathers ahead of its forward pass, gathers again and scatters beside its backward pass. The
-    # replicas' gradients are summed once, beside the last backward pass.
+    # Each micro-batch gathers during its forward pass, then gathers again and scatters during its backward pass. The
+    # replicas' gradients are summed once, during the last backward pass.
     last = exposed(again + scattering + reducing, backward)
     return rounds * exposed(ahead, forward) + (rounds - 1) * exposed(again + scattering, backward) + last
