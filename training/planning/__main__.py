@@ -6,6 +6,7 @@ For example: python -m training.planning --model llama-13b --gpus 32 --gpu a100-
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,13 +68,10 @@ def build_parser() -> OneLineParser:
 
 
 def _tokens(text: str) -> float:
-    try:
-        tokens = float(text)
-    except ValueError:
-        tokens = 0.0
-    if not 0 < tokens < 1e18:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of tokens, such as 2e9")
-    return tokens
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e18:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: must be a number of tokens, such as 2e9")
 
 
 def _run(text: str) -> tuple[str, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from common.errors import UserError
 from training.planning.communication import Transfer
@@ -72,16 +72,10 @@ def make_plan(shape: ModelShape, layout: Layout, cluster: Cluster) -> Plan:
     time, found = estimate_step(shape, layout, cluster)
     reason = ""
     if memory.total > cluster.usable_memory:
-        parts = {
-            "weights": memory.parameters,
-            "gradients": memory.gradients,
-            "the optimizer": memory.optimizer,
-            "activations": memory.activations,
-            "gathered weights and buffers": memory.communication,
-        }
-        largest = max(parts, key=lambda part: parts[part])
+        parts = ("weights", "gradients", "the optimizer", "activations", "gathered weights and buffers")
+        largest, part = max(zip(asdict(memory).values(), parts, strict=True), key=lambda pair: pair[0])
         needs = f"needs {memory.total / GIB:,.1f} GiB of {cluster.usable_memory / GIB:,.1f}"
-        reason = f"{needs}, {parts[largest] / GIB:,.1f} of them for {largest}"
+        reason = f"{needs}, {largest / GIB:,.1f} of them for {part}"
     return Plan(shape, layout, cluster, memory, tuple(found), time, reason)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeStore  # no public fake backend as of torch 2.13
 
 from tests.training.parallelism.small_models import small_batch, small_model
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
