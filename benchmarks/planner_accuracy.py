@@ -1,4 +1,4 @@
-"""How near the planner comes: to real steps on this machine's processes, and to runs that others published.
+"""The planner's error against real steps on this machine's processes, and against runs that others published.
 
 python -m benchmarks.planner_accuracy          # the published runs; real steps as last measured
 python -m benchmarks.planner_accuracy --real   # measures those too: minutes, on a machine that does nothing else
@@ -13,17 +13,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.processes import ROOT
-from benchmarks.published_training import GIB, published_section, states_section
+from benchmarks.published_training import published_section, states_section
 from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, read_results, write_table
 from common.errors import UserError, run_command
 from common.files import write_json
 from common.hardware import usable_cpus
-from training.planning.calibration import Calibration
-from training.planning.dry_run import dry_run
-from training.planning.hardware import GPUS, Cluster
-from training.planning.models import NAMED_SHAPES
-from training.planning.plan import make_plan
-from training.planning.shapes import Layout, ModelShape
+from training.planning.hardware import GIB, GPUS, Calibration, Cluster
+from training.planning.layouts import Layout
+from training.planning.models import NAMED_SHAPES, ModelShape
+from training.planning.plan import Plan, make_plan
 
 RESULTS = HERE / "planner_accuracy.json"
 LONGEST = 900  # seconds of one measurement
@@ -57,22 +55,21 @@ LAYOUTS = (
 
 
 def measure() -> dict[str, Any]:
-    """All that takes this machine; each measurement in processes of its own, one thread a process."""
+    """Real steps of every model and layout; each measurement in processes of its own, with one thread each."""
     rows = []
     for model, shape in SHAPES.items():
         for layout in LAYOUTS:
             print(f"{model}: {describe(layout)}", file=sys.stderr)
             found = _real("memory", shape, layout)
-            # Processes that share cores wait for each other in ways that no layout decides.
+            # Processes that share a core wait for each other, which no layout predicts.
             if layout.ranks <= usable_cpus():
                 found["step"] = _real("seconds", shape, layout)
-            counted = dry_run(shape, layout, layout.ranks, "cpu").memory
-            rows.append({"model": model, "layout": asdict(layout), "real": found, "dry_run": counted.total})
+            rows.append({"model": model, "layout": asdict(layout), "real": found})
     return {"facts": circumstances("benchmarks.planner_accuracy"), "rows": rows}
 
 
 def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
-    # One process alone has no group, and DDP no buckets.
+    # A single process has no process group, and DDP no buckets.
     ranks = layout.ranks
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "benchmarks.real_step", what]
@@ -92,7 +89,7 @@ def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
 
 
 def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
-    """The machine as the planner sees a cluster: one processor's share a rank, its links those of gloo."""
+    """The machine as a cluster: each rank's share of the CPU is a GPU, and gloo's links connect them."""
     gpu = replace(
         GPUS["cpu"],
         peak_flops={"fp32": rates["flops"]},
@@ -105,8 +102,14 @@ def this_machine(rates: dict[str, float], ranks: int) -> Cluster:
     return Cluster(gpu, 1, ranks, link_latency=rates.get("latency", 0.0), calibration=reached)
 
 
+def plan_of(row: dict[str, Any]) -> Plan:
+    """The plan for a measured row, at the rates that its machine reached; nominal ones if no step was timed."""
+    layout, step = Layout(**row["layout"]), row["real"].get("step")
+    cluster = this_machine(step, layout.ranks) if step else Cluster(GPUS["cpu"], 1, layout.ranks)
+    return make_plan(SHAPES[row["model"]], layout, cluster)
+
+
 def describe(layout: Layout) -> str:
-    """A layout in few words."""
     degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "copies": layout.dp_replicate}
     words = [layout.strategy, *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)]
     words += [f"{layout.accumulation} x {layout.micro_batch} rows"]
@@ -121,70 +124,55 @@ MEMORY_HEADER = (
     "moments, MiB",
     "simulated",
     "peak, MiB",
-    "dry run",
-    "error",
-    "formula",
+    "simulated",
     "error",
 )
 TIME_HEADER = ("model", "processes and layout", "GFLOP/s", "GiB/s", "step, ms", "simulated", "error")
 
 
 def real_section(results: dict[str, Any]) -> str:
-    """The tables of the real steps."""
     memory, times = [], []
     for row in results["rows"]:
-        shape, layout, real = SHAPES[row["model"]], Layout(**row["layout"]), row["real"]
+        plan, real = plan_of(row), row["real"]
         step = real.get("step")
-        plan = make_plan(
-            shape, layout, this_machine(step, layout.ranks) if step else Cluster(GPUS["cpu"], 1, layout.ranks)
-        )
-        name = [row["model"], f"{layout.ranks}: {describe(layout)}"]
+        name = [row["model"], f"{plan.layout.ranks}: {describe(plan.layout)}"]
         states = [real["parameters"], plan.memory.parameters, real["optimizer"], plan.memory.optimizer]
-        peak = [real["peak"], row["dry_run"]]
-        memory.append(
-            [
-                *name,
-                *(f"{bytes_ / 2**20:,.1f}" for bytes_ in states + peak),
-                f"{row['dry_run'] / real['peak'] - 1:+.1%}",
-                f"{plan.memory.total / 2**20:,.1f}",
-                f"{plan.memory.total / real['peak'] - 1:+.1%}",
-            ]
-        )
+        peak = [real["peak"], plan.memory.total]
+        error = f"{plan.memory.total / real['peak'] - 1:+.1%}"
+        memory.append([*name, *(f"{size / 2**20:,.1f}" for size in states + peak), error])
         if step:
             seconds = [step["seconds"], plan.time.total]
             rates = [f"{step['flops'] / 1e9:.0f}", f"{step['memory'] / GIB:.1f}"]
             times.append([*name, *rates, *(f"{1000 * s:,.0f}" for s in seconds), f"{seconds[1] / seconds[0] - 1:+.0%}"])
     return (
         f"{fact_list(results['facts'])}\n"
-        "Peak: of the third step, on the worst rank: what is alive in tensors when the optimizer begins, and from\n"
-        "there back and forth what PyTorch's allocator gave out and took back, by the profiler's memory events. The\n"
-        "dry run knows nothing of these processes but the layout.\n\n"
+        "Peak: that of the third step, on the rank that needs most. It is what is alive in tensors when the optimizer\n"
+        "begins, corrected by what PyTorch's allocator gave out and took back before and after that moment, by the\n"
+        "profiler's memory events.\n\n"
         f"{markdown_table(MEMORY_HEADER, memory)}\n"
-        "Steps: the median of seven, of as many processes as there are cores at most, one thread each. The simulated\n"
-        "ones use what a process reached in products and copies right before and after those steps.\n\n"
+        "Steps: the median of seven, with at most as many processes as cores, one thread each. The simulated ones use\n"
+        "what a process reached in matrix products and copies right before and after those steps.\n\n"
         f"{markdown_table(TIME_HEADER, times)}"
     )
 
 
 def page(results: dict[str, Any]) -> str:
-    """The whole page."""
     real = real_section(results) if results else "Not measured yet: `python -m benchmarks.planner_accuracy --real`.\n"
     return (
-        "# How near the planner comes\n\nWritten by `python -m benchmarks.planner_accuracy`. Every figure under "
-        '"simulated", "dry run" or "formula" is predicted, none was measured.\n\n'
+        "# How accurate the planner is\n\nWritten by `python -m benchmarks.planner_accuracy`. Every figure under "
+        '"simulated" is predicted, none was measured.\n\n'
         f"## Against real steps of gloo processes\n\n{real}\n## Against published runs\n\n"
-        "The figures of others stand in `benchmarks/published_training.yaml`, each with its source. They ran other "
-        "programs than ours:\nMegatron-LM overlaps tensor-parallel sums with products on H100s, which we do not "
-        "model; llm-foundry's ALiBi models and\nTorchTitan's compiled ones differ in their element-wise kernels. "
-        "No constant\nis fitted to a row; whether they were set with a source in sight stands with it.\n\n"
+        "The measured figures are in `benchmarks/published_training.yaml`, each with its source. They come from other "
+        "programs than\nours: Megatron-LM overlaps tensor-parallel sums with products on H100s, which is not modelled; "
+        "llm-foundry's ALiBi models\nand TorchTitan's compiled ones differ in their element-wise kernels. No constant "
+        "is fitted to a row; each source says\nwhether it was in view when the constants were set.\n\n"
         f"{published_section()}\n{states_section()}"
     )
 
 
 def main() -> None:
-    """Write the page."""
     parser = Parser("benchmarks.planner_accuracy", __doc__ or "")
-    parser.add_argument("--real", action="store_true", help="measure real steps anew")
+    parser.add_argument("--real", action="store_true", help="measure the real steps again")
     if parser.parse_args().real:
         write_json(RESULTS, measure())
     write_table(HERE / "planner_accuracy.md", page(read_results(RESULTS)))

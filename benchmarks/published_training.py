@@ -1,4 +1,4 @@
-"""Published training runs beside what the planner predicts for them."""
+"""Published training runs, compared with what the planner predicts for them."""
 
 from __future__ import annotations
 
@@ -11,46 +11,37 @@ from typing import Any
 import yaml
 
 from benchmarks.tables import HERE, markdown_table
-from training.planning.calibration import DEFAULT
-from training.planning.hardware import GPUS, Cluster
-from training.planning.memory import OURS, StateBytes, zero_states
-from training.planning.models import NAMED_SHAPES, gpt
+from training.planning.hardware import GIB, GPUS, Calibration, Cluster
+from training.planning.layouts import Layout
+from training.planning.memory import GRADIENT, MOMENTS, WEIGHT, zero_states
+from training.planning.models import NAMED_SHAPES, ModelShape, gpt
 from training.planning.plan import Plan, make_plan
-from training.planning.shapes import Layout, ModelShape
 
 PUBLISHED = HERE / "published_training.yaml"
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One published run.
-
-    ``theirs``: tokens per second and GPU; ``memory``: their bytes, where they are published; ``held_out``: the
-    planner's constants were set without a look at it; ``is_chosen``: the source leaves out the micro-batch or the
-    checkpointing, and the plan has the fastest that fits.
-    """
+    """One published run and its plan."""
 
     row: dict[str, Any]
     plan: Plan
-    theirs: float
-    memory: float | None
-    held_out: bool
-    is_chosen: bool
+    measured: float  # tokens per second per GPU
+    memory: float | None  # bytes, if they are published
+    held_out: bool  # the planner's constants were set without a look at it
+    is_chosen: bool  # the source leaves out the micro-batch or the checkpointing; the plan has the fastest that fits
 
     @property
-    def ours(self) -> float:
-        """Predicted tokens per second and GPU."""
+    def predicted(self) -> float:
         return self.plan.tokens_per_second / self.plan.layout.ranks
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
-        return self.ours / self.theirs - 1
+        return self.predicted / self.measured - 1
 
 
 def compare(path: Path = PUBLISHED) -> dict[str, tuple[dict[str, Any], list[Comparison]]]:
-    """All runs of the file: each source's title, its description and its runs."""
+    """Each source of the file by its title: its description and its runs."""
     sources = yaml.safe_load(path.read_text(encoding="utf-8"))["sources"]
     return {source["title"]: (source, [_compare(source, row) for row in source["rows"]]) for source in sources}
 
@@ -59,16 +50,16 @@ def _compare(source: dict[str, Any], row: dict[str, Any]) -> Comparison:
     shape = _shape(source, row)
     gpu = replace(GPUS[source["gpu"]], **source.get("gpu_is", {}))
     per_node = min(gpu.gpus_per_node, row["gpus"])
-    calibration = replace(DEFAULT, **source.get("calibration", {}))
+    calibration = Calibration(**source.get("calibration", {}))
     cluster = Cluster(gpu, row["gpus"] // per_node, per_node, calibration=calibration)
     plans = [make_plan(shape, layout, cluster) for layout in _layouts(source, row)]
-    # The published run did fit, whatever the formulas say.
+    # Every published run did fit, so if no plan does by the formulas, the smallest is compared.
     smallest = min(plans, key=lambda plan: plan.memory.total)
     plan = max((plan for plan in plans if plan.fits), key=lambda plan: plan.tokens_per_second, default=smallest)
     memory = row["memory_gib"] * GIB if "memory_gib" in row else None
     held_out = row.get("held_out", source["held_out"])
     is_chosen = row["micro_batch"] is None or row["activation_checkpointing"] is None
-    return Comparison(row, plan, _their_tokens(source, row, shape), memory, held_out, is_chosen)
+    return Comparison(row, plan, _measured_tokens(source, row, shape), memory, held_out, is_chosen)
 
 
 def _shape(source: dict[str, Any], row: dict[str, Any]) -> ModelShape:
@@ -79,7 +70,7 @@ def _shape(source: dict[str, Any], row: dict[str, Any]) -> ModelShape:
 
 
 def _layouts(source: dict[str, Any], row: dict[str, Any]) -> Iterator[Layout]:
-    """The row's layout, in every way that the source leaves open."""
+    """The row's layout, with every choice that the source leaves open."""
     degrees = {name: row[name] for name in ("tp", "pp", "dp_replicate", "dp_shard") if name in row}
     if row["strategy"] in ("zero2", "zero3"):
         degrees["dp_shard"] = row["gpus"]
@@ -102,7 +93,7 @@ def _layouts(source: dict[str, Any], row: dict[str, Any]) -> Iterator[Layout]:
             )
 
 
-def _their_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelShape) -> float:
+def _measured_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelShape) -> float:
     if "tokens_per_gpu" in row:
         return row["tokens_per_gpu"]
     layers, hidden = shape.layers, shape.hidden
@@ -114,7 +105,6 @@ def _their_tokens(source: dict[str, Any], row: dict[str, Any], shape: ModelShape
 
 
 def published_section() -> str:
-    """The tables of all sources, and how near the predictions come."""
     found = compare()
     every = [run for _, runs in found.values() for run in runs]
     misfits = sum(not run.plan.fits for run in every)
@@ -136,7 +126,7 @@ def published_section() -> str:
 
 
 def trends(runs: Sequence[Comparison]) -> list[tuple[Comparison, Comparison]]:
-    """Runs that differ only in the number of GPUs: of each such group the one on the fewest and on the most."""
+    """Of runs that differ only in the number of GPUs, the one on the fewest and the one on the most."""
     groups: dict[tuple[Any, ...], list[Comparison]] = {}
     for run in runs:
         key = run.row["name"], run.plan.cluster.gpu.name, replace(run.plan.layout, dp_shard=1)
@@ -150,8 +140,8 @@ def _trend_section(runs: Sequence[Comparison]) -> str:
         [
             small.row["name"],
             f"{small.plan.layout.ranks} to {large.plan.layout.ranks}",
-            f"{large.theirs / small.theirs - 1:+.1%}",
-            f"{large.ours / small.ours - 1:+.1%}",
+            f"{large.measured / small.measured - 1:+.1%}",
+            f"{large.predicted / small.predicted - 1:+.1%}",
             f"{small.error:+.0%} to {large.error:+.0%}",
         ]
         for small, large in trends(runs)
@@ -194,7 +184,7 @@ def _table_row(run: Comparison) -> list[str]:
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     words += [f"{layout.accumulation} x {layout.micro_batch} rows", f"checkpointing {layout.activation_checkpointing}"]
     words += [word for word in ("compiled", "pure_bf16") if run.row.get(word)]
-    speed = [f"{run.theirs:,.0f}", f"{run.ours:,.0f}", f"{run.error:+.0%}"]
+    speed = [f"{run.measured:,.0f}", f"{run.predicted:,.0f}", f"{run.error:+.0%}"]
     fits = "yes" if run.plan.fits else "no"
     memory = ["–"] * 3
     if run.memory:
@@ -204,18 +194,17 @@ def _table_row(run: Comparison) -> list[str]:
 
 
 def states_section() -> str:
-    """ZeRO's figure of what a rank holds beside what the planner's formula gives for it."""
     figure = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["states"]
-    theirs = StateBytes(*figure["bytes_a_parameter"])
+    paper, trainer = tuple(figure["bytes_per_parameter"]), (WEIGHT, GRADIENT, MOMENTS)
     rows = []
     for stage, published in enumerate(figure["gigabytes"]):
         same, ours = (
-            sum(zero_states(figure["parameters"], figure["ranks"], stage, each)) / 1e9 for each in (theirs, OURS)
+            sum(zero_states(figure["parameters"], figure["ranks"], stage, each)) / 1e9 for each in (paper, trainer)
         )
         rows.append([f"stage {stage}", f"{published:g}", f"{same:.1f}", f"{same / published - 1:+.0%}", f"{ours:.1f}"])
-    header = ("ZeRO", "published, GB a rank", "simulated", "error", "simulated, this trainer's bytes")
+    header = ("ZeRO", "published, GB per rank", "simulated", "error", "simulated, this trainer's bytes")
     return (
-        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {theirs.parameter}, {theirs.gradient} and "
-        f"{theirs.optimizer} bytes of weights, gradients and optimizer there, {OURS.parameter}, {OURS.gradient} and "
-        f"{OURS.optimizer} here.\n\n{markdown_table(header, rows)}"
+        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} and {paper[2]} "
+        f"bytes of weights, gradients and optimizer there, {WEIGHT}, {GRADIENT} and {MOMENTS} here.\n\n"
+        f"{markdown_table(header, rows)}"
     )

@@ -1,4 +1,4 @@
-"""A real step of a shape and a layout on this machine's processes: the memory it took, and the time.
+"""A real step of a shape and a layout on this machine's processes: what it held, and how long it took.
 
 torchrun --standalone --nproc_per_node=2 -m benchmarks.real_step memory --asked '{"shape": {...}, "layout": {...}}'
 """
@@ -14,25 +14,45 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from benchmarks.harness import Parser
+from benchmarks.tables import Parser
 from common.errors import run_command
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
-from training.parallelism.distributed import Ranks
-from training.parallelism.distributed import ranks as start_ranks
+from training.model.classifier import NewsClassifier
+from training.parallelism.distributed import Ranks, ranks
 from training.parallelism.registry import STRATEGIES
-from training.planning.networks import model_of
-from training.planning.shapes import Layout, ModelShape
+from training.planning.layouts import Layout
+from training.planning.models import COMMON_KEYS, OWN_KEYS, ModelShape
 from training.run.step import optimizer_step
 
 AT_UPDATE = "the optimizer begins"
 
 
+def model_of(shape: ModelShape) -> NewsClassifier:
+    """A classifier of this shape with random weights, as training makes it."""
+    keys = COMMON_KEYS | OWN_KEYS.get(shape.family, {})
+    sizes = {"hidden": shape.hidden, "layers": shape.layers, "heads": shape.heads, "intermediate": shape.intermediate}
+    config = {keys[name]: size for name, size in (sizes | {"positions": shape.max_positions}).items()}
+    config |= {"vocab_size": shape.vocab, "num_labels": shape.num_labels}
+    if shape.type_vocab:
+        config["type_vocab_size"] = shape.type_vocab
+    if shape.family == "llama":
+        config |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    model = NewsClassifier.__new__(NewsClassifier)
+    nn.Module.__init__(model)
+    network = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(shape.family, **config))
+    model._adopt(network, [str(label) for label in range(shape.num_labels)])
+    return model
+
+
 def config_of(layout: Layout) -> TrainConfig:
+    """The flags of a run with this layout."""
     degrees = {"tp": layout.tp, "pp": layout.pp, "dp_shard": layout.dp_shard if layout.dp_replicate > 1 else 1}
     return TrainConfig(
         strategy=layout.strategy,
@@ -62,15 +82,14 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
     return [batch(number) for number in range(layout.accumulation)]
 
 
-def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str, float]:
-    """Bytes of weights, gradients and moments on this rank, counted; and the peak of a step.
+def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
+    """Bytes on this rank: of weights, gradients and moments, counted; and the peak of a step.
 
-    It is the third step, because DDP rebuilds its buckets in the second. The peak: the tensors that are alive when the
-    optimizer begins, and from there back and forth by what PyTorch's allocator handed out and took back, which the
-    profiler sees.
+    The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive when the optimizer
+    begins, and from there back and forth by what PyTorch's allocator gave out and took back, as the profiler saw it.
     """
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
     parameters = list(strategy.parameters.values())
     at_update: dict[str, int] = {}
 
@@ -81,7 +100,7 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
 
     for step in (1, 2):
         optimizer_step(strategy, batches, step, 1e-4)
-    gc.collect()  # the full model, before it was sharded, may still be held by a reference cycle
+    gc.collect()  # the whole model that was shared out may wait in a cycle
     hook = register_optimizer_step_pre_hook(note)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         optimizer_step(strategy, batches, 3, 1e-4)
@@ -95,21 +114,21 @@ def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str,
     }
 
 
-def measure_seconds(shape: ModelShape, layout: Layout, ranks: Ranks, steps: int = 7) -> dict[str, float]:
-    """The median time of a step on this rank, after two to warm up; and the machine's rates around it.
+def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int = 7) -> dict[str, float]:
+    """The median time of a step on this rank, after two that do not count; and the machine's rates around it.
 
-    A shared machine is not equally fast all day, so the rates to compare a step with are measured before and after it.
+    A machine that others share is not equally fast all day: what a step is held to is measured before and after it.
     """
-    before = measure_rates(ranks)
+    before = measure_rates(mine)
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
     seconds = []
     for step in range(1, steps + 3):
-        ranks.barrier()
+        mine.barrier()
         began = time.perf_counter()
         optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
-    after = measure_rates(ranks)
+    after = measure_rates(mine)
     return {"seconds": median(seconds[2:])} | {name: (before[name] + after[name]) / 2 for name in before}
 
 
@@ -127,7 +146,7 @@ def _alive() -> int:
 
 
 def _above_update(profiler: profile) -> int:
-    """Bytes by which the allocator's peak exceeds what was in use when the optimizer began."""
+    """How far the allocator's peak lies above what was given out when the optimizer began, bytes."""
     events = profiler.profiler.kineto_results.events()
     update = min(event.start_ns() for event in events if event.name() == AT_UPDATE)
     given_out = peak = at_update = 0
@@ -139,32 +158,32 @@ def _above_update(profiler: profile) -> int:
     return peak - at_update
 
 
-def measure_rates(ranks: Ranks) -> dict[str, float]:
-    """The rates that this rank reaches while all others do the same, as in the planner's table of machines.
+def measure_rates(mine: Ranks) -> dict[str, float]:
+    """What this rank reaches while all others do the same: the machine's entry in the planner's table.
 
     Operations per second of a feed-forward's product and of attention's; bytes per second of a copy (read and written)
-    and of a ring's link in an all-reduce; seconds of an all-reduce of one number, per hop of the ring.
+    and of a ring's link in an all-reduce; seconds of an all-reduce of one number, for each of a ring's hops.
     """
     left, right = torch.randn(1024, 768), torch.randn(768, 3072)
     queries, keys = torch.randn(96, 128, 64), torch.randn(96, 64, 128)
     large, number = torch.randn(16 * 2**20), torch.zeros(1)
-    hops = 2 * (ranks.world_size - 1)
+    hops = 2 * (mine.world_size - 1)
     copied = torch.empty_like(large)
     rates = {
-        "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, ranks),
-        "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, ranks),
-        "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), ranks),
+        "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, mine),
+        "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, mine),
+        "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), mine),
     }
     if hops:
-        rates["latency"] = _seconds(lambda: ranks.sum_(number), ranks) / hops
-        rates["link"] = large.nbytes * hops / ranks.world_size / _seconds(lambda: ranks.sum_(large), ranks)
+        rates["latency"] = _seconds(lambda: mine.sum_(number), mine) / hops
+        rates["link"] = large.nbytes * hops / mine.world_size / _seconds(lambda: mine.sum_(large), mine)
     return rates
 
 
-def _seconds(work: Callable[[], object], ranks: Ranks, repeats: int = 15) -> float:
+def _seconds(work: Callable[[], object], mine: Ranks, repeats: int = 15) -> float:
     taken = []
     for _ in range(repeats):
-        ranks.barrier()
+        mine.barrier()
         began = time.perf_counter()
         work()
         taken.append(time.perf_counter() - began)
@@ -172,29 +191,29 @@ def _seconds(work: Callable[[], object], ranks: Ranks, repeats: int = 15) -> flo
 
 
 MEASURES = {"memory": measure_memory, "seconds": measure_seconds}
-RATES = ("flops", "attention_flops", "memory", "link")  # higher is better
+RATES = ("flops", "attention_flops", "memory", "link")  # the more the better
 
 
 def main() -> None:
-    """Measure, and print the worst of all ranks as JSON."""
+    """Measure, and print from rank 0 the worst of all ranks as JSON."""
     parser = Parser("benchmarks.real_step", __doc__)
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("asked", type=json.loads, metavar="JSON", help="shape and layout")
     flags = parser.parse_args()
-    with start_ranks("cpu") as ranks:
+    with ranks("cpu") as mine:
         torch.set_num_threads(1)
         shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
-        found = MEASURES[flags.what](shape, layout, ranks)
-        everywhere = _of_all_ranks(found, ranks)
-        if ranks.is_first:
+        found = MEASURES[flags.what](shape, layout, mine)
+        everywhere = _of_all_ranks(found, mine)
+        if mine.is_first:
             worst = {name: min if name in RATES else max for name in found}
             print(json.dumps({name: worst[name](one[name] for one in everywhere) for name in found}))
 
 
-def _of_all_ranks(found: dict[str, float], ranks: Ranks) -> list[dict[str, float]]:
-    if not ranks.is_distributed:
+def _of_all_ranks(found: dict[str, float], mine: Ranks) -> list[dict[str, float]]:
+    if not mine.is_distributed:
         return [found]
-    everywhere: list[Any] = [None] * ranks.world_size
+    everywhere: list[Any] = [None] * mine.world_size
     torch.distributed.all_gather_object(everywhere, found)
     return everywhere
 

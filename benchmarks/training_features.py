@@ -498,7 +498,8 @@ OBSERVATION_COST = f"""
 All monitoring is on: metrics, events, metrics.jsonl and TensorBoard, status file, watchdog, loss spikes, and with two
 processes stragglers, collectives and the comparison of replicas.
 
-- *step*: from before its rows are read until all subscribers have received its last event; the mean from step {FIRST_STEADY_STEP} on.
+- *step*: from before its rows are read until all subscribers have its last event; the mean from step
+  {FIRST_STEADY_STEP} on.
 - *hooks*: the part of it inside the subscribers, with the wait for other ranks when they communicate.
 - *look*: by how much a step whose collectives are recorded is longer outside the subscribers, between medians; one step
   in {COMPARE_EVERY} is.
@@ -578,8 +579,8 @@ def observation_cost(options: Namespace) -> None:
 
 def monitoring_share(found: dict[str, float]) -> float:
     """The cost of all monitoring as a share of a step without it."""
-    # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of COMPARISON_EVERY. Per second:
-    # the page and the status file.
+    # Per step: the hooks in each, the look in one of COMPARE_EVERY, the comparison in one of COMPARISON_EVERY. Per
+    # second: the page and the status file.
     at_steps = found["hooks"] + found["look"] / COMPARE_EVERY
     by_time = (found["page"] / PAGE_EVERY + found["status"] / STATUS_EVERY) / 1000
     return (at_steps + found["comparison"] / COMPARISON_EVERY) / (found["step"] - at_steps) + by_time
@@ -588,8 +589,8 @@ def monitoring_share(found: dict[str, float]) -> float:
 def observed_milliseconds(rank: dict[str, Any]) -> dict[str, float]:
     """What one rank found, in milliseconds. With one rank there is nothing to compare or to look at."""
     steps = list(zip(rank["seconds"], rank["watching"], strict=True))
-    # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers is the difference between
-    # such steps and the others, each without the time inside subscribers.
+    # Every COMPARE_EVERY-th step records its collectives. What that costs outside the subscribers is the difference
+    # between such steps and the others, each without the time inside subscribers.
     looked = [step - watching for step, watching in steps[COMPARE_EVERY - 1 :: COMPARE_EVERY]]
     others = [step - watching for i, (step, watching) in enumerate(steps, start=1) if i % COMPARE_EVERY]
     several = rank["world_size"] > 1

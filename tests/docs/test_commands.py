@@ -118,11 +118,10 @@ def test_a_schedule_is_shown_and_another_drawn(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_plan_is_written_as_a_page_and_as_json(run: Run, tmp_path: Path) -> None:
+def test_a_plan_is_written_as_json(run: Run, tmp_path: Path) -> None:
     result = run(documented("docs/PLANNING.md", "plan"))
 
     assert result.returncode == 0, result.stdout
-    assert (tmp_path / "plan.html").exists()
     assert (tmp_path / "plan.json").exists()
 
 

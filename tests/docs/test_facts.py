@@ -18,12 +18,11 @@ from learn.by_hand.collectives import all_to_all, gather, scatter
 from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from tests.docs.pages import REPOSITORY
 from tests.training.parallelism.ranks import run_on_ranks
-from training.planning.activations import block_activations
 from training.planning.communication import transfers
 from training.planning.hardware import GPUS, Cluster
+from training.planning.layouts import Layout, pipeline_ranks
+from training.planning.memory import block_activations
 from training.planning.models import NAMED_SHAPES
-from training.planning.partition import pipeline_ranks
-from training.planning.shapes import Layout
 
 GUIDE, QUESTIONS = "docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/INTERVIEW_QUESTIONS.md"
 STRATEGIES, CARDS = "docs/PARALLELISM_STRATEGIES.md", "docs/QUICK_REFERENCE.md"

@@ -1,61 +1,95 @@
-"""Hardware: what a GPU and a cluster can do, by the vendors' data sheets."""
+"""What a GPU and a cluster can do: the vendors' data sheets, and the share of them that training reaches.
+
+The shares were set by hand, with Megatron-LM's table of A100s (arXiv 2104.04473) and TorchTitan's rows of 8 billion
+parameters (arXiv 2410.06511) in view, and were fitted to neither. Every other published run in
+``benchmarks/planner_accuracy.md`` was held out.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 from common.errors import UserError
-from training.planning.calibration import DEFAULT, Calibration
-from training.planning.shapes import Precision
 
+Precision = Literal["fp32", "bf16", "fp16"]
 GIB = 2**30
+
+# CUDA's context, NCCL's buffers and cuBLAS' workspaces, and the share of memory lost to fragmentation.
+RESERVED_BYTES = 2 * GIB
+FRAGMENTATION = 0.04
+# Bytes per local parameter that clipping, AdamW and zeroing the gradients read and write: 4 + 28 + 4.
+OPTIMIZER_BYTES = 36
+# Bytes per parameter that each micro-batch moves outside the matrix products: it casts or copies the gathered weight,
+# casts the gradient and adds it up.
+WEIGHT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14}
+# Bytes per second of a checkpoint: from a GPU to host memory, from a node to shared storage, through SHA-256 on a core.
+COPY_BANDWIDTH = 5e9
+STORAGE_BANDWIDTH = 2e9
+HASH_BANDWIDTH = 1.5e9
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of the peak that real kernels and links reach; the defaults describe NVIDIA GPUs under PyTorch."""
+
+    # A product whose smallest dimension is s reaches s / (s + half_dimension) of its GPU's matrix_share.
+    half_dimension: float = 128
+    memory_share: float = 0.8
+    # How often the element-wise kernels of a block read or write its hidden width and its feed-forward width, forward,
+    # in 16 bits; counted in transformers' modules, whose RMSNorm and rotary embedding take many kernels.
+    encoder_passes: float = 20
+    decoder_passes: float = 56
+    inner_passes: float = 5
+    # How often attention reads or writes each score, forward: 0 in a fused kernel; 6.5 if scores are masked, softmaxed
+    # and dropped out in fp16, as before FlashAttention.
+    score_passes: float = 0
+    overlap_share: float = 0.9  # of the computation, during which collectives can run
+    contention: float = 0.1  # seconds that one second of such a collective costs the computation
+    # Of a link's bandwidth, for large messages (the bus bandwidth of nccl-tests).
+    link_share: float = 0.75
+    network_share: float = 0.8
+    kernels_per_block: float = 40  # launched forward
+    launch_seconds: float = 6e-6  # the CPU's time for each
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One accelerator.
-
-    ``memory_bytes``: what CUDA reports, less than on the box; ``peak_flops``: dense, per second, in each
-    precision that it has; ``memory_bandwidth``, ``link_bandwidth`` (to other GPUs of the node, one direction),
-    ``network_bandwidth`` (its share of the node's network, one direction): bytes per second. ``matrix_share``,
-    ``attention_share``: of the peak, what large matrix products and fused attention reach; see :data:`GPUS`.
-    """
+    """One accelerator. Bandwidths are in bytes per second, in one direction."""
 
     name: str
-    memory_bytes: float
-    peak_flops: dict[Precision, float]
+    memory_bytes: float  # what CUDA reports, which is less than the name says
+    peak_flops: dict[Precision, float]  # dense, per second, for each precision it supports
     memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
+    link_bandwidth: float  # to the other GPUs of the node
+    network_bandwidth: float  # its share of the node's network
     gpus_per_node: int
-    matrix_share: float
-    attention_share: float
+    matrix_share: float  # of the peak, reached by large matrix products
+    attention_share: float  # of the peak, reached by fused attention
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` machines of ``gpus_per_node`` equal GPUs.
-
-    ``link_latency``, ``network_latency``: seconds that a message takes to the next GPU, in the node and outside.
-    """
-
     gpu: GPU
     nodes: int
     gpus_per_node: int
-    link_latency: float = 3e-6
-    network_latency: float = 10e-6
-    calibration: Calibration = DEFAULT
+    link_latency: float = 3e-6  # seconds that a message takes to the next GPU of the node
+    network_latency: float = 10e-6  # and to one on another node
+    calibration: Calibration = Calibration()
 
     @property
     def gpus(self) -> int:
-        """All GPUs."""
         return self.nodes * self.gpus_per_node
 
     @property
     def name(self) -> str:
-        """Such as "4 x 8 a100-80gb"."""
         return f"{self.nodes} x {self.gpus_per_node} {self.gpu.name}"
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of each GPU that tensors can fill."""
+        return (self.gpu.memory_bytes - RESERVED_BYTES) / (1 + FRAGMENTATION)
 
 
 def _tflops(**peaks: float) -> dict[Precision, float]:
@@ -63,12 +97,12 @@ def _tflops(**peaks: float) -> dict[Precision, float]:
 
 
 # NVIDIA's data sheets: T4, V100 SXM2, A100 SXM4, H100 SXM5, H200 SXM; AWS' page of G5 for the A10G. Half-precision
-# peaks are dense (half of what is printed "with sparsity"); fp32 is without TF32, which torch leaves off.
+# peaks are dense (half of what is printed "with sparsity"); fp32 is without TF32, which PyTorch leaves off.
 # The network is that of the node they are usually sold in: g4dn.12xlarge and g5.12xlarge (50 and 40 Gb/s for 4 GPUs),
 # DGX-1 (4 x 100 Gb/s for 8), DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s).
-# The two shares are not the vendors': GEMMs of a training step in bf16 reach three quarters of an A100's peak, and
-# power limits an H100 to less; attention is FlashAttention-2's (arXiv 2307.08691, figures 4 to 7).
-# cpu: one process on a core or two, a nominal machine; benchmarks/planner_accuracy.py measures the real one.
+# The two shares are not the vendors': matrix products of a training step in bf16 reach three quarters of an A100's
+# peak, and power limits an H100 to less; attention is FlashAttention-2's (arXiv 2307.08691, figures 4 to 7).
+# cpu: one process on a core or two of a nominal machine; benchmarks/planner_accuracy.py measures the real one.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -84,25 +118,17 @@ GPUS = {
 }
 
 
-def find_gpu(name: str) -> GPU:
-    """The GPU called ``name``.
+def build_cluster(gpu_name: str, gpus: int, nodes: int | None) -> Cluster:
+    """A cluster of ``gpus`` GPUs on ``nodes`` nodes; None takes as few nodes as the GPU is usually sold in.
 
     Raises:
-        UserError: there is none.
+        UserError: the GPU is not known, or the GPUs do not divide over the nodes.
     """
-    if name in GPUS:
-        return GPUS[name]
-    near = get_close_matches(name.lower(), GPUS, n=2, cutoff=0.3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPUS)}"
-    raise UserError(f"--gpu {name}: not known; {hint}", code="gpu-unknown")
-
-
-def build_cluster(gpu: GPU, gpus: int, nodes: int | None) -> Cluster:
-    """A cluster of ``gpus`` GPUs on ``nodes`` machines; None: as few as the GPU is usually sold in.
-
-    Raises:
-        UserError: the GPUs do not divide over the nodes.
-    """
+    if gpu_name not in GPUS:
+        near = get_close_matches(gpu_name.lower(), GPUS, n=2, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(GPUS)}"
+        raise UserError(f"--gpu {gpu_name}: not known; {hint}", code="gpu-unknown")
+    gpu = GPUS[gpu_name]
     if nodes is None:
         nodes = -(-gpus // gpu.gpus_per_node)
     if gpus % nodes:

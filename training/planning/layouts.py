@@ -1,121 +1,247 @@
-"""Layouts: every sensible way to lay a model over a number of GPUs."""
+"""Every sensible way to lay a model over a number of GPUs, and what each pipeline rank then holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import isqrt
 
-from training.planning.hardware import Cluster
-from training.planning.partition import SPLIT_SCHEDULES, STAGES_PER_RANK
-from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Precision, StrategyName
+from training.planning.hardware import Cluster, Precision
+from training.planning.models import ModelShape
 
-STRATEGIES: tuple[StrategyName, ...] = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")
-MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
-# The families that training/model/architectures.py takes apart; tensor and pipeline parallelism need that.
-DIVISIBLE_FAMILIES = ("distilbert", "bert", "llama")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d")
+CHECKPOINTING_MODES = ("none", "selective", "full")
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2}
+# These compute the gradients of inputs and of weights in two passes.
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")
 # The trainer pads to a multiple of this under sequence parallelism (training/parallelism/blocks.py).
 LENGTH_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a model is laid over ranks, and the batch that each of them works on."""
+
+    strategy: str
+    # The degrees; their product is the number of ranks.
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    micro_batch: int = 1  # rows
+    accumulation: int = 1  # micro-batches per optimizer step, those of a pipeline too
+    seq_len: int = 2048
+    precision: Precision = "bf16"
+    activation_checkpointing: str = "none"
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.accumulation * self.dp * self.seq_len
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value in the computing dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 runs the data-parallel dimension and gathers weights in the computing dtype."""
+        return self.strategy not in ("ddp", "zero1") and self.dp > 1
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights stay from the forward to the backward pass."""
+        return self.is_fsdp and (self.strategy == "zero2" or self.pp > 1)
+
+    @property
+    def name(self) -> str:
+        """The strategy and the degrees above 1, such as "3d (shard 4 x tp 2)"."""
+        degrees = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp}
+        parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        return f"{self.strategy} ({' x '.join(parts)})" if parts else self.strategy
+
+    @property
+    def full_name(self) -> str:
+        """The layout and how it runs its batch."""
+        extras = [f"{self.micro_batch} x {self.accumulation}"]
+        if self.pp > 1:
+            extras.append(self.schedule)
+        if self.sequence_parallel:
+            extras.append("sequence parallel")
+        if self.activation_checkpointing != "none":
+            extras.append(f"{self.activation_checkpointing} checkpointing")
+        return f"{self.name}, {', '.join(extras)}"
+
+
+@dataclass(frozen=True)
 class Work:
-    """What is to be trained, whatever the layout.
+    """What is to be trained, whatever the layout."""
 
-    ``rows``: of a global batch. ``micro_batch``, ``activation_checkpointing``: None = whatever is fastest.
-    """
-
-    rows: int
+    rows: int  # of a global batch
     seq_len: int
     precision: Precision
-    micro_batch: int | None = None
-    activation_checkpointing: ActivationCheckpointing | None = None
+    micro_batch: int | None = None  # None: whichever is fastest
+    activation_checkpointing: str | None = None
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
 
 
-def degrees(shape: ModelShape, cluster: Cluster, strategy: StrategyName) -> Iterator[Layout]:
-    """The layouts of a strategy over all GPUs, without a batch.
+def layouts_of(shape: ModelShape, cluster: Cluster, strategy: str) -> Iterator[Layout]:
+    """The layouts of a strategy over all GPUs, without a batch."""
+    gpus, per_node = cluster.gpus, cluster.gpus_per_node
 
-    Tensor-parallel ranks stay within a node and divide the heads; stages are at most the blocks. State is shared out
-    over all data ranks, or over those of a node with a copy on each node (hybrid sharding). One GPU alone shares
-    nothing out, which is ddp.
-    """
-    gpus = cluster.gpus
-    if gpus == 1 and strategy != "ddp":
+    # State is sharded over all data ranks, or over those of a node with a replica on each node (hybrid sharding).
+    def sharded(layout: Layout, dp: int) -> Iterator[Layout]:
+        yield replace(layout, dp_shard=dp)
+        within = per_node // layout.tp
+        if 1 < within < dp and dp % within == 0:
+            yield replace(layout, dp_shard=within, dp_replicate=dp // within)
+
+    if gpus == 1 and strategy != "ddp":  # a single GPU has nothing to shard
         return
     if strategy in ("ddp", "zero1"):
         yield Layout(strategy, dp_replicate=gpus)
-        return
-    if strategy in ("zero2", "zero3"):
-        yield from _sharded(Layout(strategy), gpus, cluster)
-        return
-    if shape.family not in DIVISIBLE_FAMILIES:
-        return
-    for tp in _tensor_degrees(shape, cluster):
-        for pp in divisors(gpus // tp):
-            dp = gpus // tp // pp
-            split = [tp > 1, pp > 1, dp > 1]
-            if pp > shape.layers:
-                continue
-            if strategy == "tp" and tp > 1 and pp == 1:
-                yield Layout(strategy, tp=tp, dp_replicate=dp)
-            elif strategy == "pp" and pp > 1 and tp == 1:
-                yield Layout(strategy, pp=pp, dp_replicate=dp)
-            elif strategy == "3d" and sum(split) >= 2:
-                yield from _sharded(Layout(strategy, tp=tp, pp=pp), dp, cluster)
-
-
-def _sharded(layout: Layout, dp: int, cluster: Cluster) -> Iterator[Layout]:
-    yield replace(layout, dp_shard=dp)
-    within = cluster.gpus_per_node // layout.tp
-    if 1 < within < dp and dp % within == 0:
-        yield replace(layout, dp_shard=within, dp_replicate=dp // within)
-
-
-def _tensor_degrees(shape: ModelShape, cluster: Cluster) -> list[int]:
-    divided = (cluster.gpus_per_node, shape.heads, shape.kv_heads, shape.intermediate, cluster.gpus)
-    return [tp for tp in divisors(cluster.gpus_per_node) if all(size % tp == 0 for size in divided)]
+    elif strategy in ("zero2", "zero3"):
+        yield from sharded(Layout(strategy), gpus)
+    elif shape.traits.can_be_split:
+        # Tensor-parallel ranks stay within a node and divide the heads.
+        to_divide = (shape.heads, shape.kv_heads, shape.intermediate, gpus)
+        for tp in (tp for tp in divisors(per_node) if all(size % tp == 0 for size in to_divide)):
+            for pp in (pp for pp in divisors(gpus // tp) if pp <= shape.layers):
+                dp = gpus // tp // pp
+                if strategy == "tp" and tp > 1 and pp == 1:
+                    yield Layout(strategy, tp=tp, dp_replicate=dp)
+                elif strategy == "pp" and pp > 1 and tp == 1:
+                    yield Layout(strategy, pp=pp, dp_replicate=dp)
+                elif strategy == "3d" and (tp > 1) + (pp > 1) + (dp > 1) >= 2:
+                    yield from sharded(Layout(strategy, tp=tp, pp=pp), dp)
 
 
 def with_batches(shape: ModelShape, layout: Layout, work: Work) -> Iterator[Layout]:
-    """The layout with every micro-batch, checkpointing and schedule that fill the global batch exactly."""
     if work.rows % layout.dp:
         return
-    rows = work.rows // layout.dp
-    sizes = [size for size in divisors(rows) if work.micro_batch in (None, size)]
-    modes = MODES if work.activation_checkpointing is None else (work.activation_checkpointing,)
-    for size in sizes:
-        for mode in modes:
-            for sequence_parallel in {False, _cuts_sequence(layout.tp, work.seq_len)}:
+    # Every micro-batch, checkpointing mode and schedule that fill the global batch exactly.
+    rows, tp = work.rows // layout.dp, layout.tp
+    can_cut_sequence = tp > 1 and work.seq_len % tp == 0 and LENGTH_MULTIPLE % tp == 0
+    asked = work.activation_checkpointing
+    for micro_batch in (size for size in divisors(rows) if work.micro_batch in (None, size)):
+        for mode in CHECKPOINTING_MODES if asked is None else (asked,):
+            for sequence_parallel in {False, can_cut_sequence}:
                 batch = replace(
                     layout,
-                    micro_batch=size,
-                    accumulation=rows // size,
+                    micro_batch=micro_batch,
+                    accumulation=rows // micro_batch,
                     seq_len=work.seq_len,
                     precision=work.precision,
                     activation_checkpointing=mode,
                     sequence_parallel=sequence_parallel,
                 )
-                yield from _with_schedules(shape, batch)
-
-
-def _cuts_sequence(tp: int, seq_len: int) -> bool:
-    return tp > 1 and seq_len % tp == 0 and LENGTH_MULTIPLE % tp == 0
+                if layout.pp == 1:
+                    yield batch
+                else:
+                    yield from _with_schedules(shape, batch)
 
 
 def _with_schedules(shape: ModelShape, layout: Layout) -> Iterator[Layout]:
-    if layout.pp == 1:
-        yield layout
-        return
     for schedule, stages_per_rank in STAGES_PER_RANK.items():
+        # The trainer refuses selective checkpointing here; full would recompute a block once per deferred gradient.
         if schedule in SPLIT_SCHEDULES and layout.activation_checkpointing != "none":
-            continue  # selective is refused; full runs a block again for each matrix whose gradient is put off
-        # torch's looped schedules want micro-batches in whole rounds of the pipeline.
-        rounds = layout.accumulation % layout.pp == 0 or stages_per_rank == 1
-        if layout.pp * stages_per_rank <= shape.layers and rounds and layout.accumulation >= layout.pp:
+            continue
+        # PyTorch's looped schedules want the micro-batches in whole rounds of the pipeline.
+        fills_rounds = layout.accumulation % layout.pp == 0 or stages_per_rank == 1
+        if layout.pp * stages_per_rank <= shape.layers and fills_rounds and layout.accumulation >= layout.pp:
             yield replace(layout, schedule=schedule)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage, or all stages of a rank; ``first`` holds the embeddings, ``last`` the head."""
+
+    place: int
+    blocks: int
+    first: bool
+    last: bool
+
+
+@cache
+def stages(shape: ModelShape, count: int) -> tuple[Stage, ...]:
+    """Cut the blocks into ``count`` stages so that the slowest takes as little time as whole blocks allow."""
+    if count == 1:
+        return (Stage(0, shape.layers, first=True, last=True),)
+    # A language model's head costs the last stage about as much as several blocks, so it gets fewer of them.
+    seq_len = 1024  # the ratios to a block hardly depend on it
+    language_head = shape.head_flops(seq_len) / shape.block_flops(seq_len) if shape.num_labels is None else 0.0
+    # A last block that reads one token computes its keys and values only, as training/model/architectures.py counts.
+    last_block = 1 / 6 if shape.reads_first_token_only else 1.0
+
+    # When blocks do not divide evenly the later stages get one more, as in training/parallelism/stages.py.
+    def cut(of_last: int) -> tuple[int, ...]:
+        share, more = divmod(shape.layers - of_last, count - 1)
+        return (*(share + (place >= count - 1 - more) for place in range(count - 1)), of_last)
+
+    def costs(counts: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        found = [*counts[:-1], counts[-1] - 1 + last_block + language_head]
+        return max(found), sum(cost * cost for cost in found), counts
+
+    counts = min((cut(of_last) for of_last in range(1, shape.layers - count + 2)), key=costs)
+    return tuple(Stage(i, blocks, first=i == 0, last=i == count - 1) for i, blocks in enumerate(counts))
+
+
+def pipeline_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
+    """What each rank of the pipeline holds, all its stages together."""
+    per_rank = STAGES_PER_RANK[layout.schedule] if layout.pp > 1 else 1
+    cut = stages(shape, layout.pp * per_rank)
+    found = []
+    for rank in range(layout.pp):
+        # zbv goes down the ranks and back up, in a V; the other schedules go round in a loop.
+        own = [cut[rank], cut[-1 - rank]] if layout.schedule == "zbv" and layout.pp > 1 else cut[rank :: layout.pp]
+        blocks = sum(stage.blocks for stage in own)
+        found.append(Stage(rank, blocks, any(stage.first for stage in own), any(stage.last for stage in own)))
+    return found
+
+
+def representative_ranks(shape: ModelShape, layout: Layout) -> list[Stage]:
+    """The first rank of each kind: of ranks with equal blocks and ends, none holds more or takes longer."""
+    kinds = {(rank.blocks, rank.first, rank.last): rank for rank in reversed(pipeline_ranks(shape, layout))}
+    return list(kinds.values())
+
+
+def block_parameters(shape: ModelShape, tp: int) -> float:
+    """Parameters of one block on one of ``tp`` ranks; norms and the biases of row-wise matrices are replicated."""
+    matrices = shape.attention_weights + shape.ffn_weights
+    split_biases = (shape.query_width + 2 * shape.key_value_width + shape.intermediate) if shape.traits.biases else 0
+    whole = shape.block_parameters - matrices - split_biases
+    return (matrices + split_biases) / tp + whole
+
+
+def outer_parameters(shape: ModelShape, stage: Stage, tp: int) -> float:
+    """Parameters outside the blocks that the stage holds: embeddings on the first, the head on the last."""
+    words = shape.vocab * shape.hidden
+    parameters = 0.0
+    if stage.first:
+        parameters += shape.embedding_parameters - words + words / tp
+    if stage.last:
+        split = 0 if shape.tied_embeddings or shape.num_labels is not None else words
+        parameters += shape.head_parameters - split + split / tp
+        if shape.tied_embeddings and shape.num_labels is None and not stage.first:
+            parameters += words / tp  # the last stage has its own copy of a tied embedding
+    return parameters
+
+
+def rank_parameters(shape: ModelShape, layout: Layout, stage: Stage) -> float:
+    """Parameters of one rank before data-parallel sharding."""
+    return stage.blocks * block_parameters(shape, layout.tp) + outer_parameters(shape, stage, layout.tp)

@@ -1,72 +1,155 @@
-"""Memory: bytes on the fullest GPU, by formula.
+"""Bytes on the fullest GPU, by formula, and in the memory of the fullest node.
 
-States follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3 and figure 1) with what this trainer keeps: fp32
-weights, fp32 gradients and the two fp32 moments of AdamW, 16 bytes a parameter in all, and copies in the computing
-dtype beside them. Activations: ``activations.py``. Micro-batches in flight: Narayanan et al., arXiv 2104.04473,
-section 2.2.
+Weights, gradients and moments follow ZeRO (Rajbhandari et al., arXiv 1910.02054, section 3 and figure 1) with what this
+trainer keeps: fp32 weights, fp32 gradients and the two fp32 moments of AdamW, 16 bytes per parameter, plus copies in
+the computing dtype. Micro-batches in flight follow Narayanan et al., arXiv 2104.04473, section 2.2.
+
+Activations are counted with the method of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", arXiv 2205.05198, section 4, which arrives at 34 s b h + 5 a s^2 b bytes per block for GPT in 16 bits. The
+items differ here because the networks are those of ``transformers`` as training/ runs them: fused attention keeps no
+scores, norms run in fp32 under autocast, and a decoder's gated feed-forward keeps four tensors of its inner width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training.planning.activations import block_activations, kept_bytes, recomputed_bytes
-from training.planning.partition import (
+from training.planning.hardware import Cluster
+from training.planning.layouts import (
     SPLIT_SCHEDULES,
     STAGES_PER_RANK,
+    Layout,
     Stage,
     block_parameters,
     outer_parameters,
     rank_parameters,
     representative_ranks,
 )
-from training.planning.shapes import Layout, MemoryEstimate, ModelShape
+from training.planning.models import ModelShape
 
 
 @dataclass(frozen=True)
-class StateBytes:
-    """Bytes a parameter of weights, gradients and optimizer state."""
+class MemoryEstimate:
+    """Bytes on the GPU that needs the most."""
 
-    parameter: float
-    gradient: float
+    parameters: float
+    gradients: float
     optimizer: float
+    activations: float
+    communication: float  # weights gathered from shards, copies in the computing dtype, gradient buckets
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.communication
 
 
-OURS = StateBytes(4, 4, 8)
+# Bytes per parameter of weights, gradients and AdamW's moments, all in fp32.
+WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 
 
-def zero_states(parameters: float, ranks: int, stage: int, each: StateBytes = OURS) -> tuple[float, float, float]:
+def zero_states(
+    parameters: float, ranks: int, stage: int, each: tuple[float, float, float] = (WEIGHT, GRADIENT, MOMENTS)
+) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state on each of ``ranks`` under ZeRO ``stage`` 0 to 3.
 
-    Source: arXiv 1910.02054, figure 1, where ``each`` is (2, 2, 12).
+    Source: arXiv 1910.02054, figure 1, with (2, 2, 12) for ``each``.
     """
-    return (
-        each.parameter * parameters / (ranks if stage >= 3 else 1),
-        each.gradient * parameters / (ranks if stage >= 2 else 1),
-        each.optimizer * parameters / (ranks if stage >= 1 else 1),
+    shards = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1)
+    weights, gradients, optimizer = (size * parameters / count for size, count in zip(each, shards, strict=True))
+    return weights, gradients, optimizer
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes per token that autograd keeps of one block for the backward pass, on one GPU without any parallelism."""
+
+    entry: float  # the block's input, which is all that full checkpointing keeps
+    norms: float  # around norms and dropouts; only sequence parallelism splits it over tensor-parallel ranks
+    inputs: float  # what enters the first matrices, whole on each tensor-parallel rank
+    split: float  # inside attention and feed-forward, always split
+    scores: float  # attention probabilities, unless a fused kernel avoids them
+    # The results of matrix products, which selective checkpointing keeps: the part inside split, and the rest.
+    products: float
+    whole_products: float
+
+
+def block_activations(
+    shape: ModelShape, seq_len: int, *, precision: str, gathered: bool, fused_attention: bool = True
+) -> BlockActivations:
+    """What autograd keeps of one block.
+
+    If FSDP2 gathers the weights in ``precision``, a block's input is in it too. Otherwise 16-bit precisions are
+    autocast's: residuals are fp32, and each matrix casts its own copy of what it reads.
+    """
+    half = precision != "fp32"
+    width = 2 if half else 4
+    hidden, inner, traits = shape.hidden, shape.intermediate, shape.traits
+
+    # Both norms and the dropout masks, without what enters the matrices behind them. LayerNorm keeps its fp32 input;
+    # RMSNorm of transformers keeps its fp32 input and the normalised values before the weight.
+    norms = traits.dropout_masks * hidden + 2 * 4 * hidden
+    if traits.norm == "rmsnorm":
+        norms += 2 * (2 if half and gathered else 4) * hidden
+
+    # How many copies of the block's input the query, key and value matrices keep, and those of the feed-forward.
+    shares_input = gathered or not half
+    copies = 2 if shares_input else 3 + (2 if traits.gated_ffn else 1)
+
+    if traits.gated_ffn:  # gate, its activation, up, and their product
+        ffn, ffn_products = 4 * width * inner, 2
+    elif shape.family == "gpt2":  # GELU is written out: x/2; in fp32 the cube's input, tanh, 1 + tanh; their product
+        ffn, ffn_products = (2 * width + 12) * inner, 1
+    else:  # before and after GELU
+        ffn, ffn_products = 2 * width * inner, 1
+
+    attention = width * (2 * shape.query_width + 2 * shape.key_value_width)  # query, output, key, value
+    return BlockActivations(
+        entry=(width if gathered else 4) * hidden,
+        norms=norms,
+        inputs=width * hidden * copies,
+        split=attention + ffn,
+        # A probability, what dropout leaves of it, and its mask.
+        scores=0 if fused_attention else (2 * width + 1) * shape.heads * seq_len,
+        products=attention + ffn_products * width * inner,
+        whole_products=2 * width * hidden,
     )
 
 
-def is_gathered(layout: Layout) -> bool:
-    """Whether FSDP2 serves the data-parallel dimension, and gathers weights in the computing dtype."""
-    return layout.strategy not in ("ddp", "zero1") and layout.dp > 1
+def kept_bytes(block: BlockActivations, layout: Layout) -> float:
+    """Bytes per token that one block keeps on one rank, with the layout's tensor parallelism and checkpointing.
+
+    Source: arXiv 2205.05198, equations 2 (tensor), 4 (sequence parallel) and 6 (selective).
+    """
+    sequence_parts = layout.tp if layout.sequence_parallel else 1
+    if layout.activation_checkpointing == "full":
+        return block.entry / sequence_parts
+    if layout.activation_checkpointing == "selective":
+        # Row-wise products are kept as each rank's part of a sum, before it is scattered.
+        return block.entry / sequence_parts + block.whole_products + block.products / layout.tp
+    return block.norms / sequence_parts + block.inputs + (block.split + block.scores) / layout.tp
 
 
-def keeps_gathered(layout: Layout) -> bool:
-    """Whether gathered weights stay from the forward to the backward pass."""
-    return is_gathered(layout) and (layout.strategy == "zero2" or layout.pp > 1)
+def recomputed_bytes(block: BlockActivations, layout: Layout) -> float:
+    """Bytes per token of the one block that is being recomputed, on top of what it keeps anyway."""
+    if layout.activation_checkpointing == "none":
+        return 0.0
+    sequence_parts = layout.tp if layout.sequence_parallel else 1
+    everything = block.norms / sequence_parts + block.inputs + (block.split + block.scores) / layout.tp
+    return max(0.0, everything - kept_bytes(block, layout) + block.entry / sequence_parts)
 
 
 def in_flight(layout: Layout, stage: int) -> float:
-    """How many micro-batches' activations a stage holds at once, in units of its blocks."""
-    if layout.schedule == "gpipe" or layout.pp == 1:
-        return layout.accumulation if layout.pp > 1 else 1
+    """How many micro-batches' activations a rank holds at once, in units of all its blocks."""
+    if layout.pp == 1:
+        return 1
+    if layout.schedule == "gpipe":
+        return layout.accumulation
     if layout.schedule in SPLIT_SCHEDULES:
-        # What is kept goes with the gradients of weights, which are put off: every rank keeps the same.
+        # Activations are freed with the weights' gradients, which are deferred, so every rank holds the same.
         return min(layout.accumulation, layout.pp)
     depth = layout.pp - stage
     if layout.schedule == "interleaved":
-        # Warm-up, in passes through one of the rank's stages.
+        # Warm-up, counted in passes through one of the rank's stages.
         chunks = STAGES_PER_RANK[layout.schedule]
         passes = 2 * (depth - 1) + (chunks - 1) * layout.pp + 1
         return min(layout.accumulation, passes / chunks)
@@ -75,108 +158,96 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 def estimate_memory(shape: ModelShape, layout: Layout, *, fused_attention: bool = True) -> MemoryEstimate:
     """Bytes on the rank that needs the most."""
-    estimates = [
-        estimate_stage(shape, layout, stage, fused_attention=fused_attention)
-        for stage in representative_ranks(shape, layout)
-    ]
+    ranks = representative_ranks(shape, layout)
+    estimates = [estimate_stage(shape, layout, stage, fused_attention=fused_attention) for stage in ranks]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
 def estimate_stage(shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool = True) -> MemoryEstimate:
-    """Bytes on a rank of one pipeline stage at the fullest of four moments.
-
-    The end of the forward pass; the loss, with the logits; the first block that goes backward, with its weights and
-    their gradients; and the end of the backward pass, with all gradients.
-    """
+    """Bytes on a rank of one pipeline stage, at the fullest of four moments of a step."""
+    tokens, width = layout.micro_batch * layout.seq_len, layout.width
     parameters = rank_parameters(shape, layout, stage)
+
     if layout.strategy == "zero1":
         weights, gradients, optimizer = zero_states(parameters, layout.dp, 1)
-        # A parameter's moments are not divided: one rank holds those of the word embeddings.
-        optimizer = max(optimizer, OURS.optimizer * shape.vocab * shape.hidden)
+        # ZeRO-1 deals out whole parameters, so one rank has the moments of all word embeddings.
+        optimizer = max(optimizer, MOMENTS * shape.vocab * shape.hidden)
     else:
         weights, gradients, optimizer = zero_states(parameters, layout.dp_shard, 3)
-    whole_gradients = OURS.gradient * parameters if _holds_whole_gradients(layout) else 0.0
-    carried = whole_gradients or (gradients if _carries_gradients(layout) else 0.0)
-    held, one_block, outside, logits = _activation_bytes(shape, layout, stage, fused_attention=fused_attention)
-    forward, kept, passing = _communication_bytes(shape, layout, stage)
-    computed = _width(layout) * block_parameters(shape, layout.tp)
-    moments = (
-        (carried, held + outside, forward),
-        (carried, held + outside + logits, kept),
-        (carried + computed, held + outside + one_block, passing),
-        (whole_gradients + gradients, outside + one_block, passing),
+    # Gradients that exist before a backward pass starts. FSDP adds up whole ones if it postpones the reduce-scatter
+    # (in pipelines) or has none (nothing is sharded); otherwise it carries shards from one micro-batch to the next.
+    # DDP's buckets live from the first step to the last.
+    accumulates = layout.accumulation > 1
+    whole_gradients = 0.0
+    if layout.is_fsdp and accumulates and (layout.dp_shard == 1 or layout.pp > 1):
+        whole_gradients = GRADIENT * parameters
+    keeps_buckets = layout.strategy in ("ddp", "zero1") and layout.dp > 1
+    carried = whole_gradients or (gradients if keeps_buckets or accumulates else 0.0)
+
+    block = block_activations(
+        shape,
+        layout.seq_len,
+        precision=layout.precision,
+        gathered=layout.is_fsdp,
+        fused_attention=fused_attention,
+    )
+    # A last block that reads one token keeps a quarter: what its keys and values need.
+    blocks = stage.blocks - (0.75 if stage.last and shape.reads_first_token_only else 0)
+    held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.place)
+    recomputed = tokens * recomputed_bytes(block, layout)
+    # Behind the embedding: the ids, the norm's input and a dropout mask, if there are any.
+    traits = shape.traits
+    embedding = 8 + (4 * shape.hidden if traits.norm_after else 0) + (shape.hidden if traits.dropout_masks else 0)
+    outside = tokens * embedding if stage.first else 0.0
+    # A language model's logits in fp32, their log-softmax and its gradient; and the final norm.
+    logits = 0.0
+    if stage.last and shape.num_labels is None:
+        logits = tokens * (12 * shape.vocab / layout.tp + (8 + width) * shape.hidden)
+
+    forward, at_loss, backward = _communication_bytes(shape, layout, stage)
+    block_gradients = width * block_parameters(shape, layout.tp)
+    moments = (  # (gradients, activations, communication)
+        (carried, held + outside, forward),  # the end of the forward pass
+        (carried, held + outside + logits, at_loss),
+        (carried + block_gradients, held + outside + recomputed, backward),  # the first block that goes backward
+        (whole_gradients + gradients, outside + recomputed, backward),  # the end of the backward pass
     )
     fullest = max(moments, key=sum)
     return MemoryEstimate(weights, fullest[0], optimizer, fullest[1], fullest[2])
 
 
-def _holds_whole_gradients(layout: Layout) -> bool:
-    """Whether micro-batches before the last add up whole gradients: where none are shared out, and in a pipeline."""
-    return is_gathered(layout) and layout.accumulation > 1 and (layout.dp_shard == 1 or layout.pp > 1)
-
-
-def _carries_gradients(layout: Layout) -> bool:
-    """Whether gradients are there before a backward pass: in DDP's buckets, or of the micro-batch before."""
-    return (layout.strategy in ("ddp", "zero1") and layout.dp > 1) or layout.accumulation > 1
-
-
-def _width(layout: Layout) -> int:
-    return 4 if layout.precision == "fp32" else 2
-
-
-def _activation_bytes(
-    shape: ModelShape, layout: Layout, stage: Stage, *, fused_attention: bool
-) -> tuple[float, float, float, float]:
-    """Bytes that all blocks keep, that one going backward needs beside, around the blocks, and of the logits."""
-    tokens = layout.micro_batch * layout.seq_len
-    block = block_activations(
-        shape,
-        layout.seq_len,
-        precision=layout.precision,
-        gathered=is_gathered(layout),
-        fused_attention=fused_attention,
-    )
-    blocks = stage.blocks - (_first_token_saving(shape) if stage.last else 0)
-    held = tokens * blocks * kept_bytes(block, layout) * in_flight(layout, stage.place)
-    outside = tokens * _embedding_bytes(shape) if stage.first else 0.0
-    logits = tokens * _head_bytes(shape, layout) if stage.last else 0.0
-    return held, tokens * recomputed_bytes(block, layout), outside, logits
-
-
-def _first_token_saving(shape: ModelShape) -> float:
-    """The share of the last block's activations that are never made: it keeps what keys and values need."""
-    return 0.75 if shape.reads_first_token_only else 0.0
-
-
-def _embedding_bytes(shape: ModelShape) -> float:
-    """Bytes a token behind the embedding: the norm's input and a dropout mask, where there are any."""
-    return (4 * shape.hidden if shape.norm_after else 0) + (shape.hidden if shape.dropout else 0) + 8
-
-
-def _head_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Bytes a token of a language model's logits in fp32, their log-softmax and its gradient; and of its norm."""
-    if shape.num_labels is not None:
-        return 0.0
-    return 12 * shape.vocab / layout.tp + (8 + _width(layout)) * shape.hidden
-
-
 def _communication_bytes(shape: ModelShape, layout: Layout, stage: Stage) -> tuple[float, float, float]:
-    """Bytes of weights in the computing dtype and of buffers: in the forward pass, at the loss, in a backward pass."""
-    width = _width(layout)
+    """Weights in the computing dtype and buffers: in the forward pass, at the loss, in the backward pass."""
+    width = layout.width
     block, outer = block_parameters(shape, layout.tp), outer_parameters(shape, stage, layout.tp)
     whole = stage.blocks * block + outer
-    if is_gathered(layout):
-        reducing = OURS.gradient * block
-        if keeps_gathered(layout):
+    if layout.is_fsdp:
+        reducing = GRADIENT * block
+        if layout.keeps_gathered:
             return width * whole, width * whole, width * whole + reducing
-        # The group outside the blocks stays gathered, and the next block is fetched while one is at work.
+        # The group outside the blocks stays gathered, and the next block is prefetched while one computes.
         working = width * (outer + 2 * block)
         return working, 0.0, working + reducing
-    if width == 4:
+    if layout.precision == "fp32":
         return 0.0, 0.0, 0.0
-    # Autocast copies each matrix once a forward pass; the graph keeps the copy unless it computes a block again.
+    # Autocast copies each matrix once per forward pass; the graph keeps the copy unless it recomputes the block.
     words = shape.vocab * shape.hidden / layout.tp if stage.first else 0.0
     copies = width * (whole - words)
     if layout.activation_checkpointing == "none":
         return (copies * in_flight(layout, stage.place),) * 3
     return copies, width * (outer - words), width * (outer - words + block)
+
+
+def host_memory(shape: ModelShape, cluster: Cluster) -> dict[str, float]:
+    """Bytes that a run needs in the fullest node's own memory, without what Python and CUDA take: an upper bound.
+
+    ``loading``: the model's file, counted as fp32 and mapped once for all ranks of the node, and the block that each of
+    them is converting to fp32. ``saving``: the copies of weights and moments that are written while training continues,
+    and the finished model on rank 0's node.
+    """
+    parameters = shape.num_parameters
+    largest = max(shape.block_parameters, shape.embedding_parameters)
+    return {
+        "loading": WEIGHT * (parameters + cluster.gpus_per_node * largest),
+        "saving": (WEIGHT + MOMENTS) * parameters / cluster.nodes + WEIGHT * parameters,
+    }

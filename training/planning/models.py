@@ -1,267 +1,274 @@
-"""Models: the shapes known by name, and those read from a transformers config.json."""
+"""The networks that can be planned: known by name, or read from a transformers config.json."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import UserError
-from training.planning.shapes import ModelShape
 
-# The classes of a planned classifier, where nothing says another number: AG News'.
-CLASSES = 4
+DEFAULT_CLASSES = 4  # AG News'
 
 
-def _encoder(name: str, layers: int, hidden: int, **more: Any) -> ModelShape:
-    return ModelShape(
-        name,
-        layers=layers,
-        hidden=hidden,
-        heads=hidden // 64,
-        kv_heads=hidden // 64,
-        head_dim=64,
-        intermediate=4 * hidden,
-        vocab=30_522,
-        max_positions=512,
-        num_labels=CLASSES,
-        **more,
-    )
+@dataclass(frozen=True)
+class Family:
+    """What all networks of a family have in common."""
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_after: bool = False  # each norm follows the residual sum, as in BERT, so the embedding ends with one too
+    causal: bool = False
+    gated_ffn: bool = False
+    biases: bool = True
+    learned_positions: bool = True
+    dropout_masks: int = 0  # of hidden width, one byte per value, kept by a block for the backward pass
+    # The last block of a classifier computes its query, output projection and feed-forward for the first token only
+    # (training/model/classifier.py).
+    reads_first_token: bool = False
+    can_be_split: bool = False  # for tensor and pipeline parallelism, by training/model/architectures.py
 
 
-def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    intermediate: int,
-    *,
-    kv_heads: int = 0,
-    vocab: int = 32_000,
-    max_positions: int = 4096,
-) -> ModelShape:
-    return ModelShape(
-        name,
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads or heads,
-        head_dim=hidden // heads,
-        intermediate=intermediate,
-        vocab=vocab,
-        max_positions=max_positions,
-        gated_ffn=True,
-        causal=True,
-        norm="rmsnorm",
-        biases=False,
-        learned_positions=False,
-        dropout=False,
-    )
+FAMILIES = {
+    "distilbert": Family(norm_after=True, dropout_masks=1, reads_first_token=True, can_be_split=True),
+    "bert": Family(norm_after=True, dropout_masks=2, reads_first_token=True, can_be_split=True),
+    "roberta": Family(norm_after=True, dropout_masks=2),
+    "gpt2": Family(causal=True, dropout_masks=2),
+    "llama": Family(
+        norm="rmsnorm", causal=True, gated_ffn=True, biases=False, learned_positions=False, can_be_split=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer's dimensions, which are all that memory and time depend on."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    head_dim: int
+    type_vocab: int = 0
+    tied_embeddings: bool = False
+    num_labels: int | None = None  # of the classification head; None for a language model's head over the vocabulary
+    source: str = ""  # the hub name or folder to train from; empty if only the dimensions are known
+
+    @property
+    def traits(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * (self.query_width + self.key_value_width)
+
+    @property
+    def ffn_weights(self) -> int:
+        return (3 if self.traits.gated_ffn else 2) * self.hidden * self.intermediate
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden * (2 if self.traits.norm == "layernorm" else 1)
+
+    @property
+    def block_parameters(self) -> int:
+        biases = self.query_width + 2 * self.key_value_width + 2 * self.hidden + self.intermediate
+        matrices = self.attention_weights + self.ffn_weights
+        return matrices + (biases if self.traits.biases else 0) + 2 * self.norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        rows = self.vocab + self.type_vocab + (self.max_positions if self.traits.learned_positions else 0)
+        return rows * self.hidden + (self.norm_parameters if self.traits.norm_after else 0)
+
+    @property
+    def head_parameters(self) -> int:
+        final_norm = 0 if self.traits.norm_after else self.norm_parameters
+        if self.num_labels is None:
+            return final_norm + (0 if self.tied_embeddings else self.vocab * self.hidden)
+        if self.traits.norm_after:  # a dense layer, then the classifier, both with biases
+            return self.hidden * self.hidden + self.hidden + (self.hidden + 1) * self.num_labels
+        return final_norm + self.hidden * self.num_labels
+
+    @property
+    def num_parameters(self) -> int:
+        return self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters
+
+    @property
+    def reads_first_token_only(self) -> bool:
+        return self.traits.reads_first_token and self.num_labels is not None
+
+    def block_flops(self, seq_len: int) -> float:
+        """Floating-point operations of one block's matrix products, forward, for one row of ``seq_len`` tokens."""
+        attention = 4 * seq_len * seq_len * self.query_width
+        return 2.0 * seq_len * (self.attention_weights + self.ffn_weights) + attention
+
+    def last_block_flops(self, seq_len: int) -> float:
+        if not self.reads_first_token_only:
+            return self.block_flops(seq_len)
+        keys_and_values = 2 * self.hidden * self.key_value_width
+        first_token = self.attention_weights - keys_and_values + self.ffn_weights
+        return 2.0 * (seq_len * keys_and_values + first_token) + 4 * seq_len * self.query_width
+
+    def head_flops(self, seq_len: int) -> float:
+        if self.num_labels is None:
+            return 2.0 * seq_len * self.hidden * self.vocab
+        return 2.0 * self.hidden * (self.num_labels + (self.hidden if self.traits.norm_after else 0))
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Operations of the matrix products of one row, forward; the backward pass takes twice as many."""
+        # A causal model's scores above the diagonal count, as is usual when utilisation is reported: PaLM, arXiv
+        # 2204.02311, appendix B.
+        return (self.layers - 1) * self.block_flops(seq_len) + self.last_block_flops(seq_len) + self.head_flops(seq_len)
 
 
 def gpt(
     name: str, layers: int, hidden: int, heads: int, *, vocab: int = 50_257, max_positions: int = 2048
 ) -> ModelShape:
-    """A GPT-2 network of these dimensions, as the papers on scaling give them."""
-    return ModelShape(
-        name,
-        family="gpt2",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        intermediate=4 * hidden,
-        vocab=vocab,
-        max_positions=max_positions,
-        causal=True,
-        tied_embeddings=True,
-    )
+    """A GPT-2 network of the dimensions that papers on scaling give."""
+    sizes = (layers, hidden, heads, heads, 4 * hidden, vocab, max_positions, hidden // heads)
+    return ModelShape(name, "gpt2", *sizes, tied_embeddings=True)
 
 
-# Where training finds the networks that are known by name; the hub holds no GPT-3.
-HUB_NAMES = {
-    "distilbert-base": "distilbert-base-uncased",
-    "bert-base": "bert-base-uncased",
-    "bert-large": "bert-large-uncased",
-    "llama-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-13b": "meta-llama/Llama-2-13b-hf",
-    "llama-70b": "meta-llama/Llama-2-70b-hf",
-    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
-    "llama3-70b": "meta-llama/Meta-Llama-3-70B",
+# From the papers: Sanh et al. 1910.01108 (DistilBERT), Devlin et al. 1810.04805 (BERT), Touvron et al. 2307.09288
+# (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3, whose weights are not public).
+# layers, hidden, heads, key-value heads, intermediate, vocabulary, positions, head width; where the weights are
+_DIMENSIONS = {
+    "distilbert-base": ("distilbert", (6, 768, 12, 12, 3072, 30_522, 512, 64), "distilbert-base-uncased"),
+    "bert-base": ("bert", (12, 768, 12, 12, 3072, 30_522, 512, 64), "bert-base-uncased"),
+    "bert-large": ("bert", (24, 1024, 16, 16, 4096, 30_522, 512, 64), "bert-large-uncased"),
+    "llama-7b": ("llama", (32, 4096, 32, 32, 11_008, 32_000, 4096, 128), "meta-llama/Llama-2-7b-hf"),
+    "llama-13b": ("llama", (40, 5120, 40, 40, 13_824, 32_000, 4096, 128), "meta-llama/Llama-2-13b-hf"),
+    "llama-70b": ("llama", (80, 8192, 64, 8, 28_672, 32_000, 4096, 128), "meta-llama/Llama-2-70b-hf"),
+    "llama3-8b": ("llama", (32, 4096, 32, 8, 14_336, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-8B"),
+    "llama3-70b": ("llama", (80, 8192, 64, 8, 28_672, 128_256, 8192, 128), "meta-llama/Meta-Llama-3-70B"),
 }
-
-# Sources: the papers' tables of dimensions: Sanh et al. 1910.01108, Devlin et al. 1810.04805, Touvron et al.
-# 2307.09288 (Llama 2), Grattafiori et al. 2407.21783 (Llama 3), Brown et al. 2005.14165 (GPT-3).
 NAMED_SHAPES = {
-    shape.name: replace(shape, source=HUB_NAMES.get(shape.name, ""))
-    for shape in (
-        _encoder("distilbert-base", 6, 768, family="distilbert"),
-        _encoder("bert-base", 12, 768, family="bert", type_vocab=2),
-        _encoder("bert-large", 24, 1024, family="bert", type_vocab=2),
-        _llama("llama-7b", 32, 4096, 32, 11_008),
-        _llama("llama-13b", 40, 5120, 40, 13_824),
-        _llama("llama-70b", 80, 8192, 64, 28_672, kv_heads=8),
-        _llama("llama3-8b", 32, 4096, 32, 14_336, kv_heads=8, vocab=128_256, max_positions=8192),
-        _llama("llama3-70b", 80, 8192, 64, 28_672, kv_heads=8, vocab=128_256, max_positions=8192),
-        gpt("gpt3-175b", 96, 12_288, 96),
+    name: ModelShape(
+        name,
+        family,
+        *sizes,
+        type_vocab=2 if family == "bert" else 0,
+        num_labels=DEFAULT_CLASSES if FAMILIES[family].norm_after else None,
+        source=source,
     )
-}
+    for name, (family, sizes, source) in _DIMENSIONS.items()
+} | {"gpt3-175b": gpt("gpt3-175b", 96, 12_288, 96)}
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of ``--model``: a known name, or the path of a config.json or of a folder that holds one.
+    """The shape of ``--model``: a known name, or the path of a config.json or of the folder that holds one.
 
     Raises:
-        UserError: neither, or a network whose shape is not known here.
+        UserError: it is neither, or the file does not describe a network that is known here.
     """
     if model in NAMED_SHAPES:
         return NAMED_SHAPES[model]
     path = Path(model).expanduser()
     if path.is_dir():
         path /= "config.json"
-    if path.is_file() or path.suffix == ".json":
-        return from_config_json(path)
-    near = get_close_matches(model.lower(), NAMED_SHAPES, n=2, cutoff=0.3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(NAMED_SHAPES)}"
-    raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}", code="plan-model-unknown")
-
-
-def from_config_json(path: Path) -> ModelShape:
-    """The shape that a ``config.json`` of transformers describes: DistilBERT, BERT, RoBERTa, Llama or GPT-2.
-
-    Raises:
-        UserError: it cannot be read, or is of another kind.
-    """
+    if not path.is_file() and path.suffix != ".json":
+        near = get_close_matches(model.lower(), NAMED_SHAPES, n=2, cutoff=0.3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(NAMED_SHAPES)}"
+        raise UserError(f"--model {model}: neither a known model nor a config.json; {hint}", code="plan-model-unknown")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--model {path}: {error.strerror}", code="plan-model-unknown") from error
     except ValueError as error:
         raise UserError(f"--model {path}: not valid JSON ({error})", code="plan-model-unknown") from error
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if not isinstance(kind, str) or kind not in _READERS:
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
-            f"--model {path}: model_type {kind!r} is not known here; known: {', '.join(_READERS)}",
-            code="plan-model-unknown",
+            f"--model {path}: model_type {family!r}: must be one of {', '.join(FAMILIES)}", code="plan-model-unknown"
         )
     folder = path.parent if path.name == "config.json" else None
-    try:
-        shape = _READERS[kind](folder.resolve().name if folder else path.stem, config)
-    except ValueError as error:
-        raise UserError(f"--model {path}: {error}, which a {kind} needs", code="plan-model-unknown") from error
+    shape = _shape_from_config(path, folder.resolve().name if folder else path.stem, config)
     has_weights = folder is not None and any(folder.glob("*.safetensors"))
-    return replace(shape, source=str(folder) if has_weights else "")
+    return replace(shape, source=str(folder)) if has_weights else shape
 
 
-def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A dimension; null is as good as left out.
-
-    Raises:
-        ValueError: there is none and no default, or it is no whole number above 0.
-    """
-    value = default if config.get(name) is None else config[name]
-    if value is None:
-        raise ValueError(f"has no {name!r}")
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {value!r} and no whole number above 0")
-    return value
-
-
-def _heads(config: dict[str, Any], name: str, hidden: str) -> dict[str, int]:
-    """The heads of a network in which each has keys and values of its own, and their width."""
-    heads, width = _size(config, name), _size(config, hidden)
-    if width % heads:
-        raise ValueError(f"{hidden} {width} is no multiple of {name} {heads}")
-    return {"heads": heads, "kv_heads": heads, "head_dim": width // heads}
-
-
-def _labels(config: dict[str, Any], default: int | None) -> int | None:
-    if default is None and "SequenceClassification" not in str(config.get("architectures")):
-        return None
-    named = config.get("id2label")
-    return _size(config, "num_labels", len(named) if isinstance(named, dict) and named else CLASSES)
-
-
-def _read_distilbert(name: str, config: dict[str, Any]) -> ModelShape:
-    return ModelShape(
-        name,
-        family="distilbert",
-        layers=_size(config, "n_layers"),
-        hidden=_size(config, "dim"),
-        intermediate=_size(config, "hidden_dim"),
-        vocab=_size(config, "vocab_size"),
-        max_positions=_size(config, "max_position_embeddings"),
-        num_labels=_labels(config, CLASSES),
-        **_heads(config, "n_heads", "dim"),
-    )
-
-
-def _read_bert(name: str, config: dict[str, Any]) -> ModelShape:
-    return ModelShape(
-        name,
-        family=config["model_type"],
-        layers=_size(config, "num_hidden_layers"),
-        hidden=_size(config, "hidden_size"),
-        intermediate=_size(config, "intermediate_size"),
-        vocab=_size(config, "vocab_size"),
-        max_positions=_size(config, "max_position_embeddings"),
-        type_vocab=_size(config, "type_vocab_size"),
-        num_labels=_labels(config, CLASSES),
-        **_heads(config, "num_attention_heads", "hidden_size"),
-    )
-
-
-def _read_llama(name: str, config: dict[str, Any]) -> ModelShape:
-    heads = _heads(config, "num_attention_heads", "hidden_size")
-    heads["kv_heads"] = _size(config, "num_key_value_heads", heads["heads"])
-    heads["head_dim"] = _size(config, "head_dim", heads["head_dim"])
-    if heads["heads"] % heads["kv_heads"]:
-        raise ValueError(f"num_attention_heads {heads['heads']} is no multiple of num_key_value_heads")
-    return ModelShape(
-        name,
-        family="llama",
-        layers=_size(config, "num_hidden_layers"),
-        hidden=_size(config, "hidden_size"),
-        intermediate=_size(config, "intermediate_size"),
-        vocab=_size(config, "vocab_size"),
-        max_positions=_size(config, "max_position_embeddings"),
-        gated_ffn=True,
-        causal=True,
-        tied_embeddings=bool(config.get("tie_word_embeddings")),
-        num_labels=_labels(config, None),
-        norm="rmsnorm",
-        biases=False,
-        learned_positions=False,
-        dropout=False,
-        **heads,
-    )
-
-
-def _read_gpt2(name: str, config: dict[str, Any]) -> ModelShape:
-    hidden = _size(config, "n_embd")
-    return ModelShape(
-        name,
-        family="gpt2",
-        layers=_size(config, "n_layer"),
-        hidden=hidden,
-        intermediate=_size(config, "n_inner", 4 * hidden),
-        vocab=_size(config, "vocab_size"),
-        max_positions=_size(config, "n_positions"),
-        causal=True,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        num_labels=_labels(config, None),
-        **_heads(config, "n_head", "n_embd"),
-    )
-
-
-_READERS = {
-    "distilbert": _read_distilbert,
-    "bert": _read_bert,
-    "roberta": _read_bert,
-    "llama": _read_llama,
-    "gpt2": _read_gpt2,
+# What a config.json calls the sizes, and the families that call some of them differently.
+COMMON_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
 }
+OWN_KEYS = {
+    "distilbert": {"layers": "n_layers", "hidden": "dim", "heads": "n_heads", "intermediate": "hidden_dim"},
+    "gpt2": {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "intermediate": "n_inner",
+        "positions": "n_positions",
+    },
+}
+
+
+def _shape_from_config(path: Path, name: str, config: dict[str, Any]) -> ModelShape:
+    family = config["model_type"]
+    keys = COMMON_KEYS | OWN_KEYS.get(family, {})
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]  # null means the same as a missing key
+        if value is None:
+            raise UserError(f"--model {path}: has no {key}, which a {family} needs", code="plan-model-unknown")
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"--model {path}: {key} {value!r}: must be a whole number above 0", code="plan-model-unknown"
+            )
+        return value
+
+    heads, hidden = size(keys["heads"]), size(keys["hidden"])
+    if hidden % heads:
+        raise UserError(
+            f"--model {path}: {keys['hidden']} {hidden}: must be a multiple of {keys['heads']} {heads}",
+            code="uneven-split",
+        )
+    kv_heads, head_dim = heads, hidden // heads
+    if family == "llama":
+        kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", head_dim)
+        if heads % kv_heads:
+            raise UserError(
+                f"--model {path}: num_attention_heads {heads}: must be a multiple of num_key_value_heads {kv_heads}",
+                code="uneven-split",
+            )
+
+    # An encoder is planned as a classifier; a decoder only if its config names a classification head.
+    is_encoder = FAMILIES[family].norm_after
+    num_labels = None
+    if is_encoder or "SequenceClassification" in str(config.get("architectures")):
+        labels = config.get("id2label")
+        num_labels = size("num_labels", len(labels) if isinstance(labels, dict) and labels else DEFAULT_CLASSES)
+    return ModelShape(
+        name,
+        family,
+        layers=size(keys["layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=size(keys["intermediate"], 4 * hidden if family == "gpt2" else None),
+        vocab=size("vocab_size"),
+        max_positions=size(keys["positions"]),
+        type_vocab=size("type_vocab_size") if family in ("bert", "roberta") else 0,
+        tied_embeddings=not is_encoder and bool(config.get("tie_word_embeddings", family == "gpt2")),
+        num_labels=num_labels,
+    )

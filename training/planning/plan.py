@@ -1,108 +1,263 @@
-"""Plan: everything that is predicted for one layout on one cluster."""
+"""Which layouts fit a cluster and how fast they run, ranked; how that scales; and the command that launches each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-from training.planning.calibration import FRAGMENTATION, RESERVED_BYTES
-from training.planning.hardware import GIB, Cluster
-from training.planning.launch import launch_command
-from training.planning.memory import estimate_memory
-from training.planning.shapes import Layout, MemoryEstimate, ModelShape, StepTime, Transfer
-from training.planning.step_time import estimate_step
+from common.errors import UserError
+from training.planning.communication import Transfer
+from training.planning.hardware import COPY_BANDWIDTH, GIB, HASH_BANDWIDTH, STORAGE_BANDWIDTH, Cluster
+from training.planning.layouts import STRATEGIES, Layout, Work, divisors, layouts_of, with_batches
+from training.planning.memory import MOMENTS, WEIGHT, MemoryEstimate, estimate_memory
+from training.planning.models import ModelShape
+from training.planning.step_time import StepTime, estimate_step
+
+SHORTEST_TEXT, LONGEST_TEXT = 8, 8192  # tokens that the trainer accepts as --max_length
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, what it needs and what it gives; every figure is simulated.
-
-    ``transfers``: those of the slowest stage. ``available``: bytes of the GPU that a run can fill. ``reason``: why it
-    does not fit, in words; empty where it does.
-    """
+    """A layout with its predicted memory and speed; every figure is simulated."""
 
     shape: ModelShape
     layout: Layout
     cluster: Cluster
     memory: MemoryEstimate
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]  # those of the slowest stage
     time: StepTime
-    available: float
-    reason: str
+    reason: str  # why the layout does not fit; empty if it does
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is enough."""
         return not self.reason
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
         return self.layout.tokens_per_step / self.time.total
 
     @property
     def mfu(self) -> float:
-        """Share of the peak that the model's own operations take, recomputation not counted.
-
-        Source: PaLM, arXiv 2204.02311, appendix B.
-        """
+        """Share of the peak that the model's own operations take, without recomputation (PaLM, arXiv 2204.02311)."""
         flops = 3 * self.shape.forward_flops(self.layout.seq_len) / self.layout.seq_len
         peak = self.cluster.gpu.peak_flops[self.layout.precision]
         return self.tokens_per_second / self.layout.ranks * flops / peak
 
     @property
     def share_of_ideal(self) -> float:
-        """Tokens per second over those of as many ideal GPUs.
+        """Tokens per second over those of the same number of ideal GPUs; the rest is the cost of the layout.
 
         An ideal GPU has memory for the whole model, takes all its rows at once, communicates and recomputes nothing,
-        and updates only its share of the weights. Whatever is missing is the cost of the layout. This is not the
-        efficiency against one real GPU, which updates all weights: see ``Answer.efficiency``.
+        and updates only its share of the weights. A real single GPU updates all weights: see ``Answer.efficiency``.
         """
-        rows = self.layout.tokens_per_step / self.layout.seq_len / self.layout.ranks
-        alone = Layout(
-            "ddp", micro_batch=max(1, round(rows)), seq_len=self.layout.seq_len, precision=self.layout.precision
-        )
-        time, _ = estimate_step(self.shape, alone, self.cluster)
-        ideal = alone.tokens_per_step / (time.compute + time.optimizer / self.layout.ranks)
-        return self.tokens_per_second / self.layout.ranks / ideal
+        layout = self.layout
+        rows = max(1, round(layout.tokens_per_step / layout.seq_len / layout.ranks))
+        single = Layout("ddp", micro_batch=rows, seq_len=layout.seq_len, precision=layout.precision)
+        time, _ = estimate_step(self.shape, single, self.cluster)
+        ideal = single.tokens_per_step / (time.compute + time.optimizer / layout.ranks)
+        return self.tokens_per_second / layout.ranks / ideal
 
     @property
     def launch(self) -> str | None:
-        """The command that trains with this layout; None where the trainer has none."""
+        """The command that trains with this layout, or None if the trainer cannot: see :func:`cautions`."""
         return launch_command(self.shape, self.layout, self.cluster)
 
     def days(self, tokens: float) -> float:
-        """Days to train on ``tokens``."""
         return tokens / self.tokens_per_second / 86_400
 
 
 def make_plan(shape: ModelShape, layout: Layout, cluster: Cluster) -> Plan:
-    """Predict memory, traffic and time of a layout."""
     memory = plan_memory(shape, layout, cluster)
-    time, transfers = estimate_step(shape, layout, cluster)
-    available = usable_memory(cluster)
-    return Plan(shape, layout, cluster, memory, tuple(transfers), time, available, _missing(memory, available))
+    time, found = estimate_step(shape, layout, cluster)
+    reason = ""
+    if memory.total > cluster.usable_memory:
+        parts = ("weights", "gradients", "the optimizer", "activations", "gathered weights and buffers")
+        largest, part = max(zip(asdict(memory).values(), parts, strict=True), key=lambda pair: pair[0])
+        needs = f"needs {memory.total / GIB:,.1f} GiB of {cluster.usable_memory / GIB:,.1f}"
+        reason = f"{needs}, {largest / GIB:,.1f} of them for {part}"
+    return Plan(shape, layout, cluster, memory, tuple(found), time, reason)
 
 
 def plan_memory(shape: ModelShape, layout: Layout, cluster: Cluster) -> MemoryEstimate:
-    """Memory with this hardware's kernels: CPUs write attention scores out where they drop some."""
-    return estimate_memory(shape, layout, fused_attention=cluster.gpu.name != "cpu" or not shape.dropout)
+    # A CPU's attention keeps its scores if it drops some of them.
+    fused_attention = cluster.gpu.name != "cpu" or not shape.traits.dropout_masks
+    return estimate_memory(shape, layout, fused_attention=fused_attention)
 
 
-def usable_memory(cluster: Cluster) -> float:
-    """Bytes of a GPU that tensors can fill."""
-    return (cluster.gpu.memory_bytes - RESERVED_BYTES) / (1 + FRAGMENTATION)
+def checkpoint_cost(shape: ModelShape, cluster: Cluster) -> dict[str, float]:
+    """Bytes of a checkpoint of weights and moments, and the seconds of its parts.
 
-
-def _missing(memory: MemoryEstimate, available: float) -> str:
-    if memory.total <= available:
-        return ""
-    parts = {
-        "weights": memory.parameters,
-        "gradients": memory.gradients,
-        "the optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "gathered weights and buffers": memory.communication,
+    Each rank copies its part to the node's memory, then writes and hashes it while training continues, so training
+    waits only for the copy. Writing and hashing need CPU time, which matters only if training runs on the CPU too.
+    """
+    size = (WEIGHT + MOMENTS) * shape.num_parameters
+    per_rank = size / cluster.gpus
+    seconds = {
+        "copy": per_rank / COPY_BANDWIDTH,
+        "write": size / cluster.nodes / STORAGE_BANDWIDTH,
+        "hash": per_rank / HASH_BANDWIDTH,
     }
-    largest = max(parts, key=lambda part: parts[part])
-    needs = f"needs {memory.total / GIB:,.1f} GiB of {available / GIB:,.1f}"
-    return f"{needs}, {parts[largest] / GIB:,.1f} of them for {largest}"
+    return {"bytes": size, **seconds, "seconds": sum(seconds.values())}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All plans for one model, cluster and global batch."""
+
+    shape: ModelShape
+    cluster: Cluster
+    work: Work
+    plans: list[Plan]  # the best of each strategy and product of degrees; those that fit first, the fastest first
+    scaling: dict[int, Plan | None]  # the best for 1, 2, 4 ... GPUs with as many tokens per GPU; None if nothing fits
+    target_tokens: float | None
+
+    @property
+    def best(self) -> list[Plan]:
+        return [plan for plan in self.plans if plan.fits][:3]
+
+    def efficiency(self, plan: Plan) -> float | None:
+        """Tokens per second per GPU, over those of a single GPU; None if a single GPU cannot hold the model."""
+        single = self.scaling.get(1)
+        return single and plan.tokens_per_second / plan.layout.ranks / single.tokens_per_second
+
+
+def answer(
+    shape: ModelShape,
+    cluster: Cluster,
+    work: Work,
+    strategies: Sequence[str] = STRATEGIES,
+    target_tokens: float | None = None,
+) -> Answer:
+    """Raises UserError if no strategy has a layout for so many GPUs, or can divide the global batch."""
+    plans = best_plans(shape, cluster, work, strategies)
+    if not plans:
+        raise _no_layout(shape, cluster, work, strategies)
+    scaling: dict[int, Plan | None] = {}
+    for gpus in divisors(cluster.gpus):
+        per_node = min(gpus, cluster.gpus_per_node)
+        if gpus % per_node or cluster.gpus_per_node % per_node:
+            continue  # it neither fills whole nodes nor divides one
+        found = plans
+        if gpus < cluster.gpus:
+            smaller = replace(cluster, nodes=gpus // per_node, gpus_per_node=per_node)
+            fewer_rows = replace(work, rows=work.rows * gpus // cluster.gpus)
+            # A single GPU has no layout but ddp, whatever was asked for.
+            asked = strategies if gpus > 1 else ("ddp",)
+            found = best_plans(shape, smaller, fewer_rows, asked) if fewer_rows.rows else []
+        scaling[gpus] = next((plan for plan in found if plan.fits), None)
+    return Answer(shape, cluster, work, plans, scaling, target_tokens)
+
+
+def best_plans(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]) -> list[Plan]:
+    """For each strategy and product of degrees the fastest plan that fits, or the smallest if none does."""
+    found = []
+    for strategy in strategies:
+        for layout in layouts_of(shape, cluster, strategy):
+            # Memory decides first, since time takes longer to estimate.
+            needed = {batch: plan_memory(shape, batch, cluster).total for batch in with_batches(shape, layout, work)}
+            fitting = [batch for batch, total in needed.items() if total <= cluster.usable_memory]
+            if fitting:
+                plans = [make_plan(shape, batch, cluster) for batch in fitting]
+                found.append(max(plans, key=lambda plan: (plan.tokens_per_second, -plan.memory.total)))
+            elif needed:
+                found.append(make_plan(shape, min(needed, key=lambda batch: needed[batch]), cluster))
+    return sorted(found, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
+
+
+def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequence[str]) -> UserError:
+    """What to change if not a single layout exists: the strategy, the micro-batch or the global batch."""
+    names, rows = ", ".join(strategies), f"{work.rows} rows of {work.seq_len} tokens"
+    layouts = [layout for strategy in strategies for layout in layouts_of(shape, cluster, strategy)]
+    if not layouts:
+        return UserError(
+            f"--strategy {names}: has no layout of {shape.name} on {cluster.name}; omit it to see others",
+            code="plan-no-layout",
+        )
+    any_size = replace(work, micro_batch=None)
+    sizes = {batch.micro_batch for layout in layouts for batch in with_batches(shape, layout, any_size)}
+    if sizes:
+        fitting = ", ".join(map(str, sorted(sizes)))
+        return UserError(
+            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; take one of {fitting}",
+            code="uneven-split",
+        )
+    return UserError(
+        f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be divided evenly over {cluster.gpus} GPUs by "
+        f"{names}; take a multiple of {cluster.gpus * work.seq_len}",
+        code="uneven-split",
+    )
+
+
+def no_layout_fits(answer: Answer) -> UserError:
+    """What the closest plan lacks."""
+    closest = answer.plans[0]
+    missing = (closest.memory.total - closest.cluster.usable_memory) / GIB
+    return UserError(
+        f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {closest.layout.name}, "
+        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
+        "smaller --batch_tokens",
+        code="plan-does-not-fit",
+    )
+
+
+def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float, utilisation: float) -> float:
+    """Tokens that one GPU gets through in ``days`` at a ``utilisation`` of its peak by the model's own operations."""
+    peak = max(cluster.gpu.peak_flops.values())
+    return utilisation * peak * days * 86_400 / (3 * shape.forward_flops(seq_len) / seq_len)
+
+
+def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str | None:
+    """The command that trains with a layout, the same on each node; ``$HEAD`` is the first node's name."""
+    if not shape.source or not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
+        return None
+    per_node = min(layout.ranks, cluster.gpus_per_node)
+    launcher = f"torchrun --nproc_per_node={per_node} training/train_ddp.py"
+    if layout.ranks == 1:
+        launcher = "python training/train_single.py"
+    elif layout.ranks > per_node:
+        launcher = (
+            f"torchrun --nnodes={layout.ranks // per_node} --nproc_per_node={per_node} "
+            "--rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 training/train_ddp.py"
+        )
+    return f"{launcher} {shlex.join(training_flags(shape, layout))}"
+
+
+def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
+    """The trainer's flags for a layout, without those that would repeat a default."""
+    flags: dict[str, object] = {"model": shape.source, "strategy": layout.strategy}
+    if layout.strategy in ("tp", "pp", "3d"):
+        flags["dp"] = layout.dp
+    if layout.strategy in ("zero2", "zero3", "3d") and layout.dp_replicate > 1:
+        flags["dp_shard"] = layout.dp_shard
+    if layout.strategy in ("tp", "3d"):
+        flags["tp"] = layout.tp
+    if layout.strategy in ("pp", "3d"):
+        flags["pp"] = layout.pp
+    if layout.pp > 1:
+        flags["pp_schedule"] = layout.schedule
+    flags |= {
+        "batch_size": layout.micro_batch,
+        "gradient_accumulation": layout.accumulation,
+        "max_length": layout.seq_len,
+        "precision": layout.precision,
+    }
+    if layout.activation_checkpointing != "none":
+        flags["activation_checkpointing"] = layout.activation_checkpointing
+    if layout.sequence_parallel:
+        flags["sequence_parallel"] = "true"
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+
+def cautions(shape: ModelShape, layout: Layout) -> list[str]:
+    """Why there is no launch command, or how what it trains differs from the plan."""
+    if not shape.source:
+        return [
+            f"No command: only the dimensions of {shape.name} are known. Give --model a folder that holds a "
+            "config.json and weights (safetensors) to get one."
+        ]
+    if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
+        return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
+    if shape.num_labels is None:
+        return ["The command trains a classifier on these blocks; the plan counts a language model's head too."]
+    return []

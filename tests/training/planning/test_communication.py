@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from math import log2
 
 import pytest
@@ -10,17 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeStore  # no public fake backend as of torch 2.13
 
 from tests.training.parallelism.small_models import small_batch, small_model
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.tensor_parallel import apply_tensor_parallel
-from training.planning.communication import Group, groups, transfers
+from training.planning.communication import Group, Transfer, groups, transfers
 from training.planning.hardware import GPUS, Cluster
-from training.planning.layouts import MODES
-from training.planning.models import NAMED_SHAPES
-from training.planning.partition import pipeline_ranks
-from training.planning.shapes import ActivationCheckpointing, Layout, ModelShape, Transfer
+from training.planning.layouts import CHECKPOINTING_MODES, Layout, pipeline_ranks
+from training.planning.models import NAMED_SHAPES, ModelShape
 
 CLUSTER = Cluster(GPUS["a100-80gb"], nodes=4, gpus_per_node=8)
 LLAMA = NAMED_SHAPES["llama-13b"]
@@ -39,25 +36,7 @@ def test_a_large_all_reduce_is_bound_by_the_link() -> None:
     assert group.all_reduce_seconds(size) == pytest.approx(2 * 7 / 8 * size / group.bandwidth, rel=1e-3)
 
 
-def hops_of_a_chunk(nodes: int, members: int) -> tuple[int, int]:
-    """Hops inside nodes and between them, of a chunk that goes from the first rank of a ring to its last."""
-    node_of = [rank // members for rank in range(nodes * members)]
-    crossings = [here != there for here, there in pairwise(node_of)]
-    return crossings.count(False), crossings.count(True)
-
-
-@pytest.mark.parametrize(("nodes", "members"), [(1, 2), (1, 8), (2, 1), (4, 1), (2, 4), (4, 8), (64, 8)])
-def test_a_chunk_goes_through_every_gpu_of_every_node_of_a_ring(nodes: int, members: int) -> None:
-    cluster = replace(CLUSTER, nodes=nodes)
-    inside, between = hops_of_a_chunk(nodes, members)
-
-    group = Group(nodes * members, members, cluster)
-
-    assert group.latency == pytest.approx(inside * cluster.link_latency + between * cluster.network_latency)
-    assert group.ring_seconds(1) == pytest.approx(group.latency, rel=1e-3)
-
-
-@pytest.mark.parametrize(("nodes", "members"), [(1, 8), (4, 8), (64, 8), (16, 1)])
+@pytest.mark.parametrize(("nodes", "members"), [(1, 1), (1, 8), (4, 8), (64, 8), (16, 1)])
 def test_latency_is_what_nccls_own_model_counts(nodes: int, members: int) -> None:
     cluster = replace(CLUSTER, nodes=nodes)
     intra, inter, ranks = cluster.link_latency, cluster.network_latency, nodes * members
@@ -69,19 +48,8 @@ def test_latency_is_what_nccls_own_model_counts(nodes: int, members: int) -> Non
     group = Group(ranks, members, cluster)
 
     assert 2 * group.latency == pytest.approx(ring)
+    assert group.ring_seconds(1) == pytest.approx(group.latency, rel=1e-3)
     assert group.all_reduce_seconds(1) == pytest.approx(min(ring, tree), rel=1e-3)
-
-
-def test_a_small_all_reduce_over_nodes_takes_the_tree() -> None:
-    group = Group.over(32, 1, CLUSTER)
-
-    assert group.all_reduce_seconds(1) < 0.4 * 2 * group.ring_seconds(1)
-
-
-def test_one_rank_needs_no_communication() -> None:
-    group = Group.over(1, 1, CLUSTER)
-
-    assert group.all_reduce_seconds(1e9) == group.ring_seconds(1e9) == 0
 
 
 def test_a_group_over_nodes_uses_the_network_ports_of_all_its_members() -> None:
@@ -92,7 +60,7 @@ def test_a_group_over_nodes_uses_the_network_ports_of_all_its_members() -> None:
     assert whole_nodes.bandwidth == 8 * one_each.bandwidth
 
 
-def test_tensor_parallel_groups_stay_within_a_node_and_stages_lie_farthest_apart() -> None:
+def test_tensor_parallel_groups_stay_within_a_node_and_stages_are_farthest_apart() -> None:
     found = groups(Layout("3d", pp=2, dp_shard=2, tp=8), CLUSTER)
 
     assert found["tp"].nodes == 1
@@ -119,7 +87,7 @@ def test_sharding_within_nodes_sends_only_the_shards_gradients_between_them() ->
     assert between == pytest.approx(2 * 3 / 4 * 4 * LLAMA.num_parameters / 8)
 
 
-def test_tensor_parallelism_reduces_twice_a_block_and_pass() -> None:
+def test_tensor_parallelism_reduces_twice_per_block_and_pass() -> None:
     found = sent(LLAMA, Layout("tp", tp=8, accumulation=3))
 
     # And once for the embeddings, forward, and once for the head, backward.
@@ -128,7 +96,7 @@ def test_tensor_parallelism_reduces_twice_a_block_and_pass() -> None:
 
 @pytest.fixture
 def two_ranks() -> Iterator[DeviceMesh]:
-    """This process as one of two that take part in nothing but the counting."""
+    """This process as one of two; the fake backend sends nothing."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -155,12 +123,12 @@ def _calls_of_a_block(family: str, layout: Layout, mesh: DeviceMesh) -> dict[str
     return {names[call]: count for call, count in counts.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("family", "name"), [("llama", "llama-13b"), ("bert", "bert-large")])
 @pytest.mark.filterwarnings("ignore:Full backward hook")  # of the counting
 def test_a_block_calls_what_the_trainers_block_calls(
-    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: ActivationCheckpointing
+    two_ranks: DeviceMesh, family: str, name: str, sequence_parallel: bool, mode: str
 ) -> None:
     layout = Layout("tp", tp=2, sequence_parallel=sequence_parallel, activation_checkpointing=mode)
     shape = replace(NAMED_SHAPES[name], num_labels=4)
@@ -171,15 +139,7 @@ def test_a_block_calls_what_the_trainers_block_calls(
     assert planned == _calls_of_a_block(family, layout, two_ranks)
 
 
-def test_sequence_parallelism_sends_as_many_bytes() -> None:
-    layout = Layout("tp", tp=8)
-    plain = sent(LLAMA, layout)
-    cut = sent(LLAMA, replace(layout, sequence_parallel=True))
-
-    assert sum(t.bytes for t in cut.values()) == pytest.approx(sum(t.bytes for t in plain.values()))
-
-
-def test_each_micro_batch_gathers_and_scatters_and_copies_are_added_up_once() -> None:
+def test_each_micro_batch_gathers_and_scatters_and_replicas_are_summed_once() -> None:
     layout = Layout("zero3", dp_replicate=4, dp_shard=8)
 
     once, four = (sent(LLAMA, replace(layout, accumulation=count)) for count in (1, 4))
@@ -189,7 +149,7 @@ def test_each_micro_batch_gathers_and_scatters_and_copies_are_added_up_once() ->
     assert four["all-reduce", "dp_replicate"].bytes == once["all-reduce", "dp_replicate"].bytes
 
 
-def test_a_pipeline_sends_each_micro_batch_on_and_its_gradient_back() -> None:
+def test_a_pipeline_sends_each_micro_batch_forward_and_its_gradient_back() -> None:
     layout = Layout("pp", pp=4, accumulation=8, micro_batch=2, seq_len=1024)
     stages = pipeline_ranks(LLAMA, layout)
     calls = [sum(t.calls for t in transfers(LLAMA, layout, stage, CLUSTER)) for stage in stages]

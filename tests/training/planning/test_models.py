@@ -1,4 +1,4 @@
-"""Models: what is known of a network by its name or its config.json."""
+"""Models: networks known by name or by their config.json."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_matrix_work_is_what_torch_counts(tmp_path: Path) -> None:
     assert 2 * find_shape(str(tmp_path)).forward_flops(64) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-def test_the_last_block_of_a_classifier_is_counted_for_its_first_token_alone() -> None:
+def test_the_last_block_of_a_classifier_is_counted_for_its_first_token_only() -> None:
     shape = NAMED_SHAPES["distilbert-base"]
 
     saved = 1 - shape.forward_flops(128) / (shape.layers * shape.block_flops(128))
@@ -113,26 +113,26 @@ def test_the_last_block_of_a_classifier_is_counted_for_its_first_token_alone() -
 
 
 @pytest.mark.parametrize(
-    ("model", "content", "complaint"),
+    ("model", "content", "message"),
     [
         ("lama-13b", None, "did you mean llama-13b"),
         ("zzz", None, "known: distilbert-base"),
         ("missing.json", None, "No such file"),
         ("broken.json", "{", "not valid JSON"),
-        ("list.json", "[]", "model_type None is not known"),
-        ("t5.json", '{"model_type": "t5"}', "model_type 't5' is not known"),
-        ("half.json", '{"model_type": "llama"}', "has no 'num_attention_heads'"),
-        ("kinds.json", '{"model_type": ["llama"]}', r"model_type \['llama'\] is not known"),
+        ("list.json", "[]", "model_type None: must be one of"),
+        ("t5.json", '{"model_type": "t5"}', "model_type 't5': must be one of"),
+        ("half.json", '{"model_type": "llama"}', "has no num_attention_heads"),
+        ("kinds.json", '{"model_type": ["llama"]}', r"model_type \['llama'\]: must be one of"),
     ],
 )
-def test_a_model_that_cannot_be_read_is_one_clear_line(
-    model: str, content: str | None, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(
+    model: str, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(model).write_text(content)
 
-    with pytest.raises(UserError, match=complaint) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         find_shape(model)
 
     assert str(raised.value).startswith(f"--model {model}: ")
@@ -140,19 +140,18 @@ def test_a_model_that_cannot_be_read_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
+    ("wrong", "message"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0 and no whole number above 0"),
-        ({"hidden_size": None}, "has no 'hidden_size'"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2' and no whole number above 0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 and no whole number above 0"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers is -2 and no whole number above 0"),
-        ({"vocab_size": 1e5}, "vocab_size is 100000.0 and no whole number above 0"),
-        ({"hidden_size": 250}, "hidden_size 250 is no multiple of num_attention_heads 8"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 8 is no multiple of num_key_value_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be a whole number above 0"),
+        ({"hidden_size": None}, "has no hidden_size, which a llama needs"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers '2': must be a whole number above 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers -2: must be a whole number above 0"),
+        ({"vocab_size": 1e5}, "vocab_size 100000.0: must be a whole number above 0"),
+        ({"hidden_size": 250}, "hidden_size 250: must be a multiple of num_attention_heads 8"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8: must be a multiple of num_key_value_heads 3"),
     ],
 )
-def test_a_dimension_that_is_none_is_one_clear_line(wrong: dict[str, object], complaint: str, tmp_path: Path) -> None:
+def test_a_size_that_is_missing_or_wrong_is_named(wrong: dict[str, object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     whole = {"model_type": "llama", **SMALL_LLAMA, "vocab_size": 1000, "max_position_embeddings": 128}
     path.write_text(json.dumps(whole))
@@ -162,11 +161,10 @@ def test_a_dimension_that_is_none_is_one_clear_line(wrong: dict[str, object], co
 
     with pytest.raises(UserError) as raised:
         find_shape(str(path))
-    assert str(raised.value) == f"--model {path}: {complaint}, which a llama needs"
+    assert str(raised.value) == f"--model {path}: {message}"
 
 
-def test_a_folder_is_a_network_to_train_once_it_holds_weights(tmp_path: Path) -> None:
-    """Whatever its name, which may be that of a known model."""
+def test_a_folder_can_be_trained_once_it_holds_weights(tmp_path: Path) -> None:
     folder = tmp_path / "llama-13b"
     LlamaConfig(**SMALL_LLAMA).save_pretrained(folder)
     assert find_shape(str(folder)).source == ""

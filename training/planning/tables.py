@@ -1,0 +1,187 @@
+"""An answer as tables in the terminal, and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from training.planning.hardware import GIB
+from training.planning.memory import host_memory
+from training.planning.plan import Answer, Plan, cautions, checkpoint_cost
+
+MOST_ROWS = 12
+WIDTH_OUTSIDE_TERMINALS = 150
+ROUNDING = 0.005  # differences that whole percents do not show
+
+
+def print_answer(answer: Answer) -> None:
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OUTSIDE_TERMINALS
+
+    def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+        if not rows:
+            return
+        table = Table(title=f"{title} (simulated)", title_justify="left", title_style="bold", box=None)
+        for place, name in enumerate(header):
+            has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in rows)
+            table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+        for note in notes:
+            console.print(note, style="dim")
+
+    shape, work, best = answer.shape, answer.work, answer.best
+    count = shape.num_parameters
+    size = f"{count / 1e9:,.1f} billion" if count >= 1e9 else f"{count / 1e6:,.0f} million"
+    tokens = f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
+    console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
+    console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
+    console.print(_summary(answer))
+
+    fitting = [plan for plan in answer.plans if plan.fits]
+    rows = []
+    for plan in fitting[:MOST_ROWS]:
+        time, speed = f"{plan.time.total:.3g}", f"{plan.tokens_per_second:,.0f}"
+        shares = (f"{plan.mfu:.0%}", f"{plan.share_of_ideal:.0%}")
+        rows.append((plan.layout.full_name, _gib(plan.memory.total), time, speed, *shares))
+    notes = [f"{len(fitting) - MOST_ROWS} slower ones are left out."] if len(fitting) > MOST_ROWS else []
+    notes.append(f"Of each GPU, {_gib(answer.cluster.usable_memory)} GiB can be filled.")
+    header = ("layout, rows x micro-batches", "GiB per GPU", "s per step", "tokens/s", "MFU", "share of ideal")
+    print_table("Layouts that fit", header, rows, notes)
+
+    header = ("layout", "weights", "gradients", "optimizer", "activations", "gathered, buffers", "total")
+    rows = [(p.layout.name, *map(_gib, asdict(p.memory).values()), _gib(p.memory.total)) for p in best]
+    print_table("What fills a GPU, GiB", header, rows, [])
+
+    header = ("layout", "compute", "communication not hidden", "bubble", "optimizer", "total")
+    rows = [(p.layout.name, *(f"{s:.3f}" for s in (*asdict(p.time).values(), p.time.total))) for p in best]
+    print_table("Where a step's time goes, s", header, rows, [])
+
+    rows = []
+    for plan in best:
+        for place, transfer in enumerate(plan.transfers):
+            name, collective = "" if place else plan.layout.name, f"{transfer.collective} over {transfer.dimension}"
+            in_node, between = transfer.bytes - transfer.between_nodes, transfer.between_nodes
+            volume = (f"{in_node / 1e9:,.2f}", f"{between / 1e9:,.2f}")
+            rows.append((name, collective, f"{transfer.calls:,}", *volume, f"{transfer.seconds:.3f}"))
+    header = ("layout", "collective", "calls", "GB in the node", "GB between nodes", "s")
+    print_table("What a GPU sends in a step", header, rows, [])
+
+    misfits = [plan for plan in answer.plans if not plan.fits]
+    rows = [(plan.layout.full_name, plan.reason) for plan in misfits[:MOST_ROWS]]
+    notes = [f"{len(misfits) - MOST_ROWS} more do not fit."] if len(misfits) > MOST_ROWS else []
+    print_table("Layouts that do not fit, at their smallest", ("layout, rows x micro-batches", "why"), rows, notes)
+
+    fits_on_one = answer.scaling.get(1) is not None
+    rows = []
+    for gpus, found in answer.scaling.items():
+        if found is None:
+            rows.append((str(gpus), "nothing fits", "", "", ""))
+            continue
+        speed = found.tokens_per_second
+        kept = answer.efficiency(found) if fits_on_one else found.share_of_ideal
+        rows.append((str(gpus), found.layout.name, f"{speed:,.0f}", f"{speed / gpus:,.0f}", f"{kept:.0%}"))
+    note = (
+        "Efficiency: the tokens/s per GPU, divided by those of 1 GPU."
+        if fits_on_one
+        else "Share of ideal: against GPUs that could hold the whole model and never had to communicate. An efficiency "
+        "against 1 GPU does not exist, because the model does not fit on 1."
+    )
+    if any(found and (answer.efficiency(found) or 0) > 1 + ROUNDING for found in answer.scaling.values()):
+        note += " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
+    header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", "efficiency" if fits_on_one else "share of ideal")
+    title = f"From 1 to {answer.cluster.gpus} GPUs, with equally many tokens per GPU"
+    print_table(title, header, rows, [note])
+
+    saved, host = checkpoint_cost(shape, answer.cluster), host_memory(shape, answer.cluster)
+    rows = []
+    if answer.target_tokens and best:
+        days = ", ".join(f"{plan.days(answer.target_tokens):,.2f} ({plan.layout.name})" for plan in best)
+        rows.append((f"days for {answer.target_tokens / 1e9:,.2f} billion tokens", days))
+    parts = f"then {saved['write']:,.0f} to write, {saved['hash']:,.0f} to hash"
+    loading, saving = f"{host['loading'] / 1e9:,.0f} GB", f"{host['saving'] / 1e9:,.0f} GB"
+    rows += [
+        ("checkpoint", f"{saved['bytes'] / 1e9:,.1f} GB, of which each rank writes its shard"),
+        ("seconds that training waits for it", f"{saved['copy']:,.1f}, for the copy"),
+        ("seconds until it is complete", f"{saved['seconds']:,.0f} ({parts})"),
+        ("memory of a machine while loading", f"{loading}, the model's file once for all ranks"),
+        ("memory of a machine while saving", f"{saving}, with the finished model on rank 0's"),
+    ]
+    print_table("A whole run", ("what", "simulated"), rows, [])
+
+    commands = [(plan.layout.full_name, plan.launch) for plan in best if plan.launch]
+    if commands:
+        console.print("\nTo launch the best", style="bold")
+    for name, command in commands:
+        console.print(f"# {name}", style="dim")
+        console.print(command, soft_wrap=True)
+    warnings = [caution for plan in best for caution in cautions(plan.shape, plan.layout)]
+    if any(plan.share_of_ideal > 1 + ROUNDING for plan in best):
+        warnings.append(
+            "Faster than ideal: with so few tokens, a GPU with the whole model spends its time on reading weights, "
+            "and each of these GPUs reads only a part of them."
+        )
+    for warning in dict.fromkeys(warnings):
+        console.print(warning, style="yellow")
+
+
+def _summary(answer: Answer) -> str:
+    summary = f"{sum(plan.fits for plan in answer.plans)} of {len(answer.plans)} layouts fit."
+    if not answer.best:
+        return summary
+    best, saved = answer.best[0], checkpoint_cost(answer.shape, answer.cluster)
+    efficiency = answer.efficiency(best)
+    speed = f"an efficiency of {efficiency:.0%}" if efficiency else f"{best.share_of_ideal:.0%} of the ideal speed"
+    summary += (
+        f" The fastest, {best.layout.full_name}, reaches {best.tokens_per_second:,.0f} tokens per second, an MFU of "
+        f"{best.mfu:.0%} and {speed}."
+    )
+    if answer.target_tokens:
+        days = best.days(answer.target_tokens)
+        summary += f" It needs {days:,.2f} days for {answer.target_tokens / 1e9:,.2f} billion tokens."
+    waited = f"training waits for {saved['copy']:,.1f} s of that"
+    return f"{summary} A checkpoint takes {saved['seconds']:,.0f} s to complete; {waited}."
+
+
+def _gib(size: float) -> str:
+    """Bytes as GiB, with three significant digits or two decimals."""
+    return f"{size / GIB:,.2f}" if size < 10 * GIB else f"{size / GIB:,.1f}"
+
+
+def as_record(answer: Answer) -> dict[str, Any]:
+    """Everything that was predicted, in bytes, seconds and shares."""
+
+    def record(plan: Plan) -> dict[str, Any]:
+        return {
+            "layout": asdict(plan.layout),
+            "fits": plan.fits,
+            "reason": plan.reason,
+            "memory": asdict(plan.memory) | {"total": plan.memory.total, "available": plan.cluster.usable_memory},
+            "transfers": [asdict(transfer) for transfer in plan.transfers],
+            "time": asdict(plan.time) | {"total": plan.time.total},
+            "tokens_per_second": plan.tokens_per_second,
+            "mfu": plan.mfu,
+            "efficiency": answer.efficiency(plan),
+            "share_of_ideal": plan.share_of_ideal,
+            "launch": plan.launch if plan.fits else None,
+        }
+
+    shape = answer.shape
+    return {
+        "simulated": True,
+        "shape": asdict(shape) | asdict(shape.traits) | {"num_parameters": shape.num_parameters},
+        "cluster": asdict(answer.cluster),
+        "work": asdict(answer.work),
+        "plans": [record(plan) for plan in answer.plans],
+        "scaling": {str(gpus): plan and record(plan) for gpus, plan in answer.scaling.items()},
+        "checkpoint": checkpoint_cost(shape, answer.cluster),
+        "host_memory": host_memory(shape, answer.cluster),
+        "target_tokens": answer.target_tokens,
+    }
