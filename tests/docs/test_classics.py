@@ -25,7 +25,7 @@ from common.errors import UserError
 from inference.errors import SettingsError
 from inference.settings import Settings
 from tests.docs.troubleshooting import PAGE, read_entries
-from tests.training.parallelism.ranks import run_on_ranks
+from tests.processes import run_on_ranks
 from training.config import parse_config
 
 QUOTED = {entry.title: entry.classics for entry in read_entries(PAGE.read_text(encoding="utf-8"))}

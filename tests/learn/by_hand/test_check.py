@@ -1,14 +1,12 @@
 """The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
 
 import ast
-import multiprocessing
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from learn.check import describe
 from learn.checking import supervision
 from learn.checking.exercises import EXERCISES
 from learn.checking.verdict import SECONDS, check_function
-from tests.training.parallelism.ranks import PRELOADED
 
 TRUTH = Path(data_parallel.__file__)
 HANG_SECONDS = 5.0
@@ -28,13 +25,6 @@ DEADLINE = 60.0  # seconds
 # The others take half a minute together.
 FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
 WRONG, RIGHT = (sorted(Path(__file__).with_name(f"{kind}_solutions").glob("*.py")) for kind in ("wrong", "right"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server_of_all_tests() -> None:
-    """A process has one fork server, and who starts it chooses its imports: ranks of other tests need more of them."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
 
 
 def _cases() -> list:

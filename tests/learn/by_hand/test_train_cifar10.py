@@ -18,7 +18,7 @@ from common.errors import UserError, run_command
 from learn.by_hand.cifar10 import ImageData, Split
 from learn.by_hand.shapes import SHAPES, draw_shapes
 from learn.by_hand.train_cifar10 import evaluate, main, one_cycle, train, train_epoch
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.parallelism.distributed import Ranks
 
 RunOnRanks = Callable[..., list[Any]]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from common.errors import UserError
+from tests.processes import here
 from tests.training.checkpointing.crash_points import ALONE
 from tests.training.checkpointing.saves import names_in, newest_whole, save
-from tests.training.parallelism.ranks import here
 from training.checkpointing import Storage, check_storage, open_location, open_storage
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure
+from tests.processes import RankFailure, run_on_ranks
 from tests.training.conftest import TRAINING
 from tests.training.monitoring.small_training import train_on_ranks
-from tests.training.parallelism.ranks import RankFailure, run_on_ranks
 from training.monitoring.events import EventLog, read_events, restart_split
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases

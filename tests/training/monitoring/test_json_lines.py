@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.monitoring.json_lines import JsonLines, read_lines
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from tests.processes import run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
-from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
 from training.monitoring.profile_summary import RankProfile, communication, merged, overlap, read_summary
 from training.monitoring.profiler import Profiler

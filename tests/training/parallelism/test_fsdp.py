@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling_worker import bytes_of_state
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import Case
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training.parallelism.ranks import RankFailure, here
+from tests.processes import RankFailure, here
 
 
 def _add_up(value: int) -> tuple[int, torch.Tensor]:

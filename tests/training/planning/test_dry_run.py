@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.real_step import measure_memory
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from training.planning.dry_run import HOST_BYTES_LIMIT, NoDryRun, dry_run
 from training.planning.fake_step import worst_rank
 from training.planning.live_memory import LiveMemory
