@@ -32,6 +32,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from training.parallelism.distributed import Ranks, use_loopback
 
 T = TypeVar("T")
+REPOSITORY = Path(__file__).resolve().parents[1]
+PROGRAM_SECONDS = 240.0  # after which a program counts as hanging
 PRELOADED = (
     "fastapi",
     "pytest",
@@ -44,6 +46,8 @@ PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "transformers.models.distilbert.modeling_distilbert",
     "transformers.models.llama.modeling_llama",
+    "inference.engines.model_loader",
+    "inference.http.routes.predict",
     "training.run.trainer",
     "uvicorn",
 )
@@ -51,8 +55,10 @@ PRELOADED = (
 
 def start_fork_server() -> None:
     """Start this process's fork server, unless it runs; whoever starts it decides what its forks need not import."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # read when it is imported
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
 
 
 class PythonProcess:
@@ -62,7 +68,7 @@ class PythonProcess:
         arguments: ``-m MODULE``, ``-c CODE`` or a script, and theirs.
         env: the whole environment.
         cwd: where it starts.
-        files: for its stdout and stderr.
+        files: for its stdout and stderr, and its stdin, if it reads.
         method: ``forkserver``; ``fork`` where this process is such a fork itself.
     """
 
@@ -120,9 +126,10 @@ def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: lis
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, file in enumerate(files, start=1):
+    for number, file in zip((1, 2, 0), files, strict=False):
         if file is not None:
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has closed the one there was
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)
@@ -149,6 +156,21 @@ def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: lis
         case [script, *rest]:
             sys.argv, sys.path[0] = [script, *rest], str(Path(script).parent)
             runpy.run_path(script, run_name="__main__")
+
+
+def run_python(
+    arguments: Sequence[str | Path], *, stdin: bytes = b"", cwd: Path = REPOSITORY, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end, with these variables besides our own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err, given = (Path(folder) / name for name in ("out", "err", "in"))
+        given.write_bytes(stdin)
+        process = PythonProcess([*map(str, arguments)], {**os.environ, **env}, cwd, [out, err, given])
+        try:
+            code = process.wait(PROGRAM_SECONDS)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess([*arguments], code, out.read_text(), err.read_text())
 
 
 def wait_until(what: Callable[[], Any], seconds: float = 60.0, otherwise: Callable[[], str] = str) -> None:

@@ -23,15 +23,15 @@ from inference.app import create_app
 from inference.http.server_parts import Parts
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
+from tests.processes import REPOSITORY, PythonProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STARTUP_SECONDS = 60
 
 
 class Server:
     """A running server process and a client for it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path, api_key: str = "") -> None:
+    def __init__(self, process: subprocess.Popen[str] | PythonProcess, port: int, log: Path, api_key: str = "") -> None:
         self.process = process
         self.address = f"http://127.0.0.1:{port}"
         self.port = port
@@ -80,13 +80,22 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: list[str], port: int, log: Path, is_up: Callable[[Server], bool] = Server.is_ready, **settings: str
+    command: list[str],
+    port: int,
+    log: Path,
+    is_up: Callable[[Server], bool] = Server.is_ready,
+    warm: bool = False,
+    **settings: str,
 ) -> Iterator[Server]:
-    """Start a server and wait until it is up; it is stopped at the end."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, text=True
-        )
+    """Start a server and wait until it is up; it is stopped at the end. A warm one begins with all imported."""
+    environment = {**os.environ, **settings}
+    if warm:
+        process = PythonProcess(command[1:], environment, REPOSITORY, [log, log])
+    else:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+            )
     server = Server(process, port, log, settings.get("API_KEY", ""))
     try:
         until(lambda: is_up(server), STARTUP_SECONDS)
@@ -109,7 +118,8 @@ def stand_in_server(
     port = free_port()
     command = command or ("tests.inference.stand_in_server", "--host", "127.0.0.1")
     settings = {"MODEL_CHECKPOINT": str(folder), "SECONDS_PER_TOKEN": str(seconds_per_token), **settings}
-    with running([sys.executable, "-m", *command, "--port", str(port)], port, tmp_path / "log", **settings) as server:
+    started = [sys.executable, "-m", *command, "--port", str(port)]
+    with running(started, port, tmp_path / "log", warm=True, **settings) as server:
         yield server
 
 

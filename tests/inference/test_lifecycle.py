@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from inference.engines.model_loader import ModelLoader
 from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
 from tests.inference.servers import (
-    REPOSITORY,
     Server,
     ThreadedServer,
     free_port,
@@ -36,6 +34,7 @@ from tests.inference.servers import (
     until,
 )
 from tests.inference.stand_in_model import RAISES, StandInModel, stand_in, text_of
+from tests.processes import run_python
 
 SLOW = 0.001  # seconds a token
 KEY = "open sesame"
@@ -139,9 +138,7 @@ def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path,
     ],
 )
 def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings: dict[str, str], line: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", *command], cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True
-    )
+    run = run_python(["-m", *command], **settings)
     assert run.returncode == 2
     assert line in run.stderr
     assert "Traceback" not in run.stderr
@@ -149,10 +146,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings:
 
 
 def _run_server(*arguments: str, command: str = "inference.serve", **settings: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", command, *arguments]
-    return subprocess.run(
-        run, cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_python(["-m", command, *arguments], **settings)
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_code_2(model_folder: Path) -> None:
@@ -186,7 +180,7 @@ def test_the_last_word_of_a_server_without_a_model_says_so(command: str, folder_
     what = ["--model", str(folder_copy)] if command == "inference.serve" else ["inference.app:app"]
     settings = {"MODEL_CHECKPOINT": str(folder_copy)} if command == "uvicorn" else {}
     started = [sys.executable, "-m", command, *what, "--host", "127.0.0.1", "--port", str(port)]
-    with running(started, port, tmp_path / "log", Server.has_decided, **settings) as server:
+    with running(started, port, tmp_path / "log", Server.has_decided, warm=True, **settings) as server:
         until(lambda: "kill -HUP" in server.log())
         assert server.client.post("/predict", json={"text": "oil"}).status_code == 503
         lines = [line for line in server.log().splitlines() if '"request"' not in line]

@@ -174,7 +174,7 @@ def test_a_stopped_run_is_not_started_again_and_ends_with_the_code_that_was_aske
 def test_ranks_whose_launcher_is_killed_save_and_end(
     launch: Callable[..., Any], tmp_path: Path, metrics_of: Callable[..., Any]
 ) -> None:
-    run = launch(2, *TWO_RANKS, "--epochs", "99", "--output_dir", tmp_path / "model", wait=False)
+    run = launch(2, *TWO_RANKS, "--epochs", "99", "--output_dir", tmp_path / "model", wait=False, warm=False)
     run.wait_until(lambda: "step 1/" in run.out)
     ranks = run.ranks
 
