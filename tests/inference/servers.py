@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from inference.app import create_app
 from inference.http.server_parts import Parts
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
-from tests.processes import REPOSITORY, PythonProcess
+from tests.processes import REPOSITORY, PythonProcess, wait_until
 
 STARTUP_SECONDS = 60
 
@@ -98,7 +97,7 @@ def running(
             )
     server = Server(process, port, log, settings.get("API_KEY", ""))
     try:
-        until(lambda: is_up(server), STARTUP_SECONDS)
+        wait_until(lambda: is_up(server), STARTUP_SECONDS)
         yield server
     finally:
         server.client.close()
@@ -136,13 +135,10 @@ class ThreadedServer:
     def running(self) -> Iterator[httpx.Client]:
         """Serve; yields a client."""
         self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
+        wait_until(lambda: self._server.started)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while self.parts.served_model.is_loading:
-                time.sleep(0.01)
+            wait_until(lambda: not self.parts.served_model.is_loading)
             yield client
         self._server.should_exit = True
         self._thread.join(timeout=30)
@@ -166,11 +162,3 @@ def metric(client: httpx.Client, name: str, /, **labels: str) -> float:
         if match and wanted <= set((match[1] or "").split(",")):
             total += float(match[2])
     return total
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Ask again and again until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
