@@ -78,6 +78,7 @@ class Cluster:
         """Wait until a job will not run again, and return what SLURM knows of it."""
         wait_until(
             lambda: self.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"),
+            DEADLINE,
             lambda: f"{self.job(number)}\n{self.logs()}",
         )
         return self.job(number)
