@@ -71,13 +71,13 @@ demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample
 demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
 	$(BIN)/python deployment/demo_elastic.py
 
-# Three files at a time on two cores, since most tests wait for processes to start.
-test: $(INSTALLED_DEV) ## Run the tests (about 12 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu"
+# Three tests at a time on two cores, since many wait for processes. A worker that is done takes tests from the others.
+test: $(INSTALLED_DEV) ## Run the tests (about 6 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu"
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
 gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure on it; without one, say what was left out (10 minutes)

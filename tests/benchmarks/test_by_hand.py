@@ -21,7 +21,7 @@ from benchmarks.by_hand import (
 )
 from common.errors import TrainingFailure, run_command
 from learn.by_hand.cnn import CNN
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 
 LATE = 0.5  # seconds
 NO_CALLS = {"calls": 0.0, "seconds": 0.0, "hidden": 0.0}

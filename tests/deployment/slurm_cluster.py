@@ -8,10 +8,11 @@ import shlex
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from tests.processes import wait_until
 
 NODES = ("node0", "node1")
 DEADLINE = 300.0  # seconds after which what was to happen counts as never happening
@@ -52,14 +53,6 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
 
 
-def wait_until(what: Callable[[], object], why: Callable[[], str]) -> None:
-    """Look until `what` holds; past the deadline fail with `why`."""
-    end = time.monotonic() + DEADLINE
-    while not what():
-        assert time.monotonic() < end, why()
-        time.sleep(0.1)
-
-
 class Cluster:
     """The commands of a user of the cluster."""
 
@@ -85,6 +78,7 @@ class Cluster:
         """Wait until a job will not run again, and return what SLURM knows of it."""
         wait_until(
             lambda: self.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"),
+            DEADLINE,
             lambda: f"{self.job(number)}\n{self.logs()}",
         )
         return self.job(number)
@@ -119,12 +113,14 @@ def cluster() -> Iterator[Cluster]:
         ]
         for command in daemons:
             stack.enter_context(_running(command, mine))
-        wait_until(lambda: mine.run("sinfo --noheader --format=%D,%T --partition=normal") == "2,idle\n", mine.logs)
+        wait_until(
+            lambda: mine.run("sinfo --noheader --format=%D,%T --partition=normal") == "2,idle\n", DEADLINE, mine.logs
+        )
         try:
             yield mine
         finally:
             mine.run("scancel --user=$(id -un); scancel --signal=KILL --full --user=$(id -un)")
-            wait_until(lambda: not mine.run("squeue --noheader"), mine.logs)
+            wait_until(lambda: not mine.run("squeue --noheader"), DEADLINE, mine.logs)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from benchmarks import containers
 from deployment.build_image import build, serving_image
 from deployment.image_context import ROOT, version
 from inference import export
-from tests.inference.servers import free_port, until
+from tests.inference.servers import free_port
+from tests.processes import wait_until
 
 BASE = "docker.io/library/python:3.11-slim"
 IMAGE = "localhost/distrinews-test:latest"
@@ -83,7 +84,7 @@ class Running:
 def running(container: containers.Container, tmp_path: Path) -> Iterator[Running]:
     running = Running(container, tmp_path / "log")
     try:
-        until(running.is_ready, 120)
+        wait_until(running.is_ready, 120)
         yield running
     finally:
         running.client.close()

@@ -20,8 +20,9 @@ import yaml
 from tests.deployment.documented import REPOSITORY, documented
 from tests.deployment.promql import ALERTS, alerts
 from tests.deployment.test_dashboards import PANELS
-from tests.inference.servers import free_port, until
+from tests.inference.servers import free_port
 from tests.inference.stand_in_model import text_of
+from tests.processes import wait_until
 from tests.training.conftest import Run
 
 pytestmark = [
@@ -111,7 +112,7 @@ def prometheus(
         saved = "count(rate(distrinews_training_checkpoint_seconds_count[30s]) > 0) == 2"
         compared = 'count(distrinews_training_slowness{phase="forward"} > 0) == 2'
         all_there = (saved, compared, "distrinews_model_ready == 1")
-        until(lambda: all(_ask(client, query) for query in all_there), STARTUP_SECONDS)
+        wait_until(lambda: all(_ask(client, query) for query in all_there), STARTUP_SECONDS)
         yield client
 
 

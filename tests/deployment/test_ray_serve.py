@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployment.ray.proxy_layer import RetryableRefusals
 from tests.deployment.documented import REPOSITORY, documented
 from tests.inference.conftest import TEXTS
-from tests.inference.servers import Server, free_port, running, until
+from tests.inference.servers import Server, free_port, running
+from tests.processes import wait_until
 
 SCRIPT = REPOSITORY / "deployment" / "ray" / "serve.py"
 NUM_CLIENTS = 8
@@ -100,7 +101,7 @@ def test_an_answer_passes_with_one_request_id_and_a_503_with_retry_after() -> No
 
 
 def _comes_up(server: Server) -> bool:
-    until(server.is_ready, SECONDS_TO_START)
+    wait_until(server.is_ready, SECONDS_TO_START)
     return True
 
 
@@ -220,20 +221,20 @@ class _Clients:
 @pytest.mark.slow
 @needs_ray
 def test_a_replica_killed_under_load_costs_nobody_an_answer_and_comes_back(served: Server) -> None:
-    until(lambda: len(_replicas(served)) == 2)
+    wait_until(lambda: len(_replicas(served)) == 2)
     before = _replicas(served)
     clients = _Clients(served.address, _clear_labels(served.client))
 
     with clients.asking():
-        until(lambda: clients.num_answers >= 200, SECONDS_TO_START)
+        wait_until(lambda: clients.num_answers >= 200, SECONDS_TO_START)
         killed = min(before)
         os.kill(killed, signal.SIGKILL)
-        until(lambda: len(_replicas(served) - {killed}) == 2, SECONDS_TO_START)
+        wait_until(lambda: len(_replicas(served) - {killed}) == 2, SECONDS_TO_START)
         answered = clients.num_answers
-        until(lambda: clients.num_answers >= answered + 200, SECONDS_TO_START)
+        wait_until(lambda: clients.num_answers >= answered + 200, SECONDS_TO_START)
 
     assert clients.surprises == []
-    until(lambda: len(_start_times(served.client)) == 2, SECONDS_TO_START)
+    wait_until(lambda: len(_start_times(served.client)) == 2, SECONDS_TO_START)
 
 
 def _start_times(client: httpx.Client) -> set[str]:
@@ -251,7 +252,7 @@ def test_a_second_replica_comes_with_the_load(exported_folder: Path, tmp_path: P
         clients = _Clients(server.address, _clear_labels(server.client), num_clients=48)
 
         with clients.asking():
-            until(lambda: len(_start_times(server.client)) == 2, SECONDS_TO_START)
+            wait_until(lambda: len(_start_times(server.client)) == 2, SECONDS_TO_START)
 
         assert clients.surprises == []
 
@@ -265,7 +266,7 @@ def test_sigterm_ends_the_application_and_its_cluster_with_exit_code_0(exported_
 
         assert server.stop() == 0
 
-        until(lambda: not Path(f"/proc/{replica}").exists())
+        wait_until(lambda: not Path(f"/proc/{replica}").exists())
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.deployment.documented import REPOSITORY, documented
-from tests.deployment.slurm_cluster import SYSTEM_PATH, Cluster, cluster, wait_until
+from tests.deployment.slurm_cluster import DEADLINE, SYSTEM_PATH, Cluster, cluster
+from tests.processes import wait_until
 from tests.training.conftest import BASE
 
 SCRIPT = REPOSITORY / "deployment" / "slurm" / "train.sbatch"
@@ -112,7 +113,7 @@ def _steps(output: Path) -> list[int]:
 
 def _wait_for_checkpoint(slurm: Cluster, output: Path) -> None:
     checkpoints = output.with_name(output.name + ".run") / "checkpoints"
-    wait_until(lambda: list(checkpoints.glob("step_*")), slurm.logs)
+    wait_until(lambda: list(checkpoints.glob("step_*")), DEADLINE, slurm.logs)
 
 
 def _assert_whole(output: Path, left_alone: Path) -> None:

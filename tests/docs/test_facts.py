@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from learn.by_hand.collectives import all_to_all, gather, scatter
 from learn.by_hand.ring_all_reduce import ALL_GATHER, REDUCE_SCATTER, ring_steps
 from tests.docs.pages import REPOSITORY
-from tests.training.parallelism.ranks import run_on_ranks
+from tests.processes import run_on_ranks
 from training.planning.communication import transfers
 from training.planning.hardware import GPUS, Cluster
 from training.planning.layouts import Layout, pipeline_ranks

@@ -153,7 +153,8 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
         port = free_port()
         command = [sys.executable, "-m", "uvicorn", "inference.app:app", "--port", str(port), "--log-level", "warning"]
         log = tmp_path_factory.mktemp("server") / "log"
-        with running(command, port, log, Server.has_decided, MODEL_CHECKPOINT=str(model), **settings) as server:
+        settings = {"MODEL_CHECKPOINT": str(model), **settings}
+        with running(command, port, log, Server.has_decided, warm=True, **settings) as server:
             yield server.client
 
     return start

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,15 +22,15 @@ from inference.app import create_app
 from inference.http.server_parts import Parts
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
+from tests.processes import REPOSITORY, PythonProcess, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STARTUP_SECONDS = 60
 
 
 class Server:
     """A running server process and a client for it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path, api_key: str = "") -> None:
+    def __init__(self, process: subprocess.Popen[str] | PythonProcess, port: int, log: Path, api_key: str = "") -> None:
         self.process = process
         self.address = f"http://127.0.0.1:{port}"
         self.port = port
@@ -80,16 +79,25 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: list[str], port: int, log: Path, is_up: Callable[[Server], bool] = Server.is_ready, **settings: str
+    command: list[str],
+    port: int,
+    log: Path,
+    is_up: Callable[[Server], bool] = Server.is_ready,
+    warm: bool = False,
+    **settings: str,
 ) -> Iterator[Server]:
-    """Start a server and wait until it is up; it is stopped at the end."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT, text=True
-        )
+    """Start a server and wait until it is up; it is stopped at the end. A warm one begins with all imported."""
+    environment = {**os.environ, **settings}
+    if warm:
+        process = PythonProcess(command[1:], environment, REPOSITORY, [log, log])
+    else:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+            )
     server = Server(process, port, log, settings.get("API_KEY", ""))
     try:
-        until(lambda: is_up(server), STARTUP_SECONDS)
+        wait_until(lambda: is_up(server), STARTUP_SECONDS)
         yield server
     finally:
         server.client.close()
@@ -109,7 +117,8 @@ def stand_in_server(
     port = free_port()
     command = command or ("tests.inference.stand_in_server", "--host", "127.0.0.1")
     settings = {"MODEL_CHECKPOINT": str(folder), "SECONDS_PER_TOKEN": str(seconds_per_token), **settings}
-    with running([sys.executable, "-m", *command, "--port", str(port)], port, tmp_path / "log", **settings) as server:
+    started = [sys.executable, "-m", *command, "--port", str(port)]
+    with running(started, port, tmp_path / "log", warm=True, **settings) as server:
         yield server
 
 
@@ -126,13 +135,10 @@ class ThreadedServer:
     def running(self) -> Iterator[httpx.Client]:
         """Serve; yields a client."""
         self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
+        wait_until(lambda: self._server.started)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while self.parts.served_model.is_loading:
-                time.sleep(0.01)
+            wait_until(lambda: not self.parts.served_model.is_loading)
             yield client
         self._server.should_exit = True
         self._thread.join(timeout=30)
@@ -156,11 +162,3 @@ def metric(client: httpx.Client, name: str, /, **labels: str) -> float:
         if match and wanted <= set((match[1] or "").split(",")):
             total += float(match[2])
     return total
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Ask again and again until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)

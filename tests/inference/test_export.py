@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +17,16 @@ from inference import export
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from tests.inference.conftest import MAX_LENGTH, MakeFolder
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.processes import run_python
 
 pytest.importorskip("onnxruntime", reason="the onnx engine needs onnxruntime")
 pytest.importorskip("onnx", reason="exporting needs onnx")
 
-from inference.engines.onnx_engine import OnnxEngine  # noqa: E402
+from inference.engines.onnx_engine import OnnxEngine
 
 
 def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inference.export", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return run_python(["-m", "inference.export", *arguments])
 
 
 def _refused(arguments: list[str]) -> bool:

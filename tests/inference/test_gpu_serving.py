@@ -14,7 +14,8 @@ from common.model_folder import read_saved_model
 from common.text import TextTokenizer
 from inference.engines.base import TokenBatch
 from inference.engines.torch_engine import TorchEngine
-from tests.inference.servers import free_port, running, until
+from tests.inference.servers import free_port, running
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()
@@ -59,12 +60,12 @@ def test_a_server_whose_device_broke_is_not_ready_and_answers_503(model_folder: 
             return server.client.post("/predict", json=ask).status_code == 503
 
         # The first failing passes are answered with 503 as well; after three of them the server is not ready.
-        until(lambda: is_refused() and server.client.get("/readyz").status_code == 503)
+        wait_until(lambda: is_refused() and server.client.get("/readyz").status_code == 503)
 
         assert "Retry-After" in server.client.post("/predict", json=ask).headers
         broken.unlink()
         if HAS_GPU:  # a CUDA error sticks: nothing but a new process helps, and liveness asks for one
             assert server.client.get("/livez").status_code == 503
         else:
-            until(lambda: server.client.post("/predict", json=ask).status_code == 200)
+            wait_until(lambda: server.client.post("/predict", json=ask).status_code == 200)
             assert server.client.get("/readyz").status_code == 200

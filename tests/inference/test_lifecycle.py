@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -24,18 +23,9 @@ from inference.batching.served_model import ServedModel
 from inference.engines.model_loader import ModelLoader
 from inference.http.metrics import ServerMetrics
 from inference.settings import Settings
-from tests.inference.servers import (
-    REPOSITORY,
-    Server,
-    ThreadedServer,
-    free_port,
-    metric,
-    running,
-    serving,
-    stand_in_server,
-    until,
-)
+from tests.inference.servers import Server, ThreadedServer, free_port, metric, running, serving, stand_in_server
 from tests.inference.stand_in_model import RAISES, StandInModel, stand_in, text_of
+from tests.processes import run_python, wait_until
 
 SLOW = 0.001  # seconds a token
 KEY = "open sesame"
@@ -55,7 +45,7 @@ class _Load:
     def __enter__(self) -> _Load:
         for thread in self._threads:
             thread.start()
-        until(lambda: len(self.statuses) > 20)
+        wait_until(lambda: len(self.statuses) > 20)
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -80,7 +70,7 @@ class _Load:
 def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
     with stand_in_server(model_folder, tmp_path, SLOW, DRAIN_SECONDS="1") as server, _Load(server) as load:
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: not server.is_ready())
+        wait_until(lambda: not server.is_ready())
         health = server.client.get("/health")
         assert health.status_code == 503
         assert "shutting down" in health.json()["error"]
@@ -94,7 +84,7 @@ def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_
     with stand_in_server(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
         with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.address, timeout=60) as client:
             ask = [pool.submit(client.post, "/predict", json={"text": text_of(i)}) for i in range(20)]
-            until(lambda: metric(server.client, "requests_in_progress") > 20)
+            wait_until(lambda: metric(server.client, "requests_in_progress") > 20)
             server.process.send_signal(signal.SIGTERM)
             assert [one.result().status_code for one in ask] == [200] * 20
         assert server.process.wait(timeout=30) == 0
@@ -108,7 +98,7 @@ def test_the_grace_time_ends_what_does_not_end_itself(model_folder: Path, tmp_pa
     ):
         text = "oil prices rise and stocks fall on wall street"
         pool.submit(httpx.post, f"{server.address}/predict", json={"text": text}, timeout=60)
-        until(lambda: metric(server.client, "requests_in_progress") > 1)
+        wait_until(lambda: metric(server.client, "requests_in_progress") > 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=40) == 0
 
@@ -143,9 +133,7 @@ def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path,
     ],
 )
 def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings: dict[str, str], line: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", *command], cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True
-    )
+    run = run_python(["-m", *command], **settings)
     assert run.returncode == 2
     assert line in run.stderr
     assert "Traceback" not in run.stderr
@@ -153,10 +141,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(command: list[str], settings:
 
 
 def _run_server(*arguments: str, command: str = "inference.serve", **settings: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", command, *arguments]
-    return subprocess.run(
-        run, cwd=REPOSITORY, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_python(["-m", command, *arguments], **settings)
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_code_2(model_folder: Path) -> None:
@@ -190,8 +175,8 @@ def test_the_last_word_of_a_server_without_a_model_says_so(command: str, folder_
     what = ["--model", str(folder_copy)] if command == "inference.serve" else ["inference.app:app"]
     settings = {"MODEL_CHECKPOINT": str(folder_copy)} if command == "uvicorn" else {}
     started = [sys.executable, "-m", command, *what, "--host", "127.0.0.1", "--port", str(port)]
-    with running(started, port, tmp_path / "log", Server.has_decided, **settings) as server:
-        until(lambda: "kill -HUP" in server.log())
+    with running(started, port, tmp_path / "log", Server.has_decided, warm=True, **settings) as server:
+        wait_until(lambda: "kill -HUP" in server.log())
         assert server.client.post("/predict", json={"text": "oil"}).status_code == 503
         lines = [line for line in server.log().splitlines() if '"request"' not in line]
     assert "Uvicorn running" in lines[-3]
@@ -228,7 +213,7 @@ def _by_request(server: Server) -> None:
 def _by_signal(server: Server) -> None:
     before = metric(server.client, "model_reloads_total", result="served")
     server.process.send_signal(signal.SIGHUP)
-    until(lambda: metric(server.client, "model_reloads_total", result="served") > before)
+    wait_until(lambda: metric(server.client, "model_reloads_total", result="served") > before)
 
 
 @pytest.mark.parametrize("reload", [_by_request, _by_signal])
@@ -260,7 +245,7 @@ def test_a_bad_model_is_refused_with_its_reason_and_the_old_one_stays(own_folder
         (own_folder / "tokenizer.json").write_text("{}")
         assert server.client.post("/admin/reload").status_code == 422
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: metric(server.client, "model_reloads_total", result="refused") == 3)
+        wait_until(lambda: metric(server.client, "model_reloads_total", result="refused") == 3)
         assert server.client.get("/model").json() == before
         assert server.is_ready()
         (own_folder / "tokenizer.json").write_bytes(good)
@@ -280,7 +265,7 @@ def test_a_reload_gives_the_memory_of_the_old_model_back(model_folder: Path) -> 
             client.headers.update(SENDING_KEY)
             assert client.post("/predict", json={"text": "oil"}).status_code == 200
             assert client.post("/admin/reload").status_code == 200
-            until(lambda: engine() is None)
+            wait_until(lambda: engine() is None)
     finally:
         gc.enable()
 
@@ -300,7 +285,7 @@ def test_a_reload_does_not_hold_all_requests_while_the_collector_goes_through_ev
         gc.callbacks.append(note)
         try:
             assert client.post("/admin/reload").status_code == 200
-            until(lambda: engine() is None and looked_through)
+            wait_until(lambda: engine() is None and looked_through)
         finally:
             gc.callbacks.remove(note)
     assert max(looked_through) < frozen / 2
@@ -339,7 +324,7 @@ def test_a_server_whose_passes_keep_failing_is_not_ready_until_the_model_answers
         lines = {"content-type": "application/x-ndjson"}
         assert client.post("/predict/batch", content='{"text": "oil"}', headers=lines).status_code == 503
         _break(server, None)
-        until(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         assert client.post("/predict", json={"text": "oil"}).status_code == 200
 
 

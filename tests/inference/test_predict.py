@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,25 +8,17 @@ from pathlib import Path
 import pytest
 
 from inference.engines.model_loader import ModelLoader
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def _run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "inference.predict", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        input=stdin,
-        capture_output=True,
-        timeout=60,
-    )
+from tests.processes import REPOSITORY, run_python
 
 
-def _assert_refused(run: subprocess.CompletedProcess[bytes], message: str) -> None:
+def _run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python(["-m", "inference.predict", *arguments], stdin=stdin, **environment)
+
+
+def _assert_refused(run: subprocess.CompletedProcess[str], message: str) -> None:
     assert run.returncode == 2
-    assert run.stdout == b""
-    line = run.stderr.decode()
+    assert run.stdout == ""
+    line = run.stderr
     assert line.startswith("error: ")
     assert message in line
     assert line.count("\n") == 1
@@ -38,9 +29,9 @@ def test_one_text_is_answered_with_its_label_and_a_bar_for_each(
 ) -> None:
     expected = ModelLoader(model_folder).predict(texts[0])
     run = _run(texts[0], "--model", str(model_folder))
-    lines = run.stdout.decode().splitlines()
+    lines = run.stdout.splitlines()
     assert run.returncode == 0
-    assert run.stderr == b""
+    assert run.stderr == ""
     assert lines[0] == f"{expected['label']}  {expected['confidence']:.1%}"
     assert {line.split()[0] for line in lines[2:]} == set(labels)
     assert all(line.endswith("%") for line in lines[2:])
@@ -60,7 +51,7 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
     file = tmp_path / "news.txt"
     file.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     run = _run("--file", str(file), "--model", str(model_folder))
-    rows = [line.split("\t") for line in run.stdout.decode().splitlines()]
+    rows = [line.split("\t") for line in run.stdout.splitlines()]
     expected = ModelLoader(model_folder).predict_batch(texts)
     assert [row[0] for row in rows] == [one["label"] for one in expected]
     assert [float(row[1]) for row in rows] == pytest.approx([one["confidence"] for one in expected], abs=1e-4)
@@ -71,7 +62,7 @@ def test_a_file_is_answered_line_by_line_without_its_blank_lines(
 def test_input_and_terminal_need_not_be_utf8(model_folder: Path, labels: list[str]) -> None:
     news = b"Goal!\tby \xff\nOil\n" * 300
     run = _run("--file", "-", "--json", "--model", str(model_folder), stdin=news, PYTHONIOENCODING="ascii")
-    answers = [json.loads(line) for line in run.stdout.decode().splitlines()]
+    answers = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0
     assert len(answers) == 600
     assert answers[0]["text"] == "Goal! by ?"

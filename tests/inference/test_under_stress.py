@@ -18,8 +18,9 @@ import pytest
 from inference.app import create_app
 from inference.http.request_log import JsonLines
 from inference.settings import Settings
-from tests.inference.servers import Server, ThreadedServer, metric, serving, stand_in_server, until
+from tests.inference.servers import Server, ThreadedServer, metric, serving, stand_in_server
 from tests.inference.stand_in_model import DIES, RAISES, StandInModel, text_of
+from tests.processes import wait_until
 
 TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Goal!"]}
 TEXT = {"text": "oil prices rise again as stocks fall on wall street"}
@@ -41,10 +42,10 @@ def test_the_texts_of_a_client_that_left_never_reach_the_model(model_folder: Pat
         body = json.dumps({"texts": texts}).encode()
         connection = _connect(client)
         connection.sendall(_head(len(body), "/predict/batch") + body)
-        until(lambda: metric(client, "queue_tokens") > 0)
+        wait_until(lambda: metric(client, "queue_tokens") > 0)
         connection.close()
-        until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
-        until(lambda: metric(client, "queue_tokens") == 0)
+        wait_until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
+        wait_until(lambda: metric(client, "queue_tokens") == 0)
         assert client.post("/predict", json=TEXT).status_code == 200
         assert metric(client, "batch_texts_sum") < 40
         assert metric(client, "dropped_texts_total", reason="cancelled") > 20
@@ -63,9 +64,9 @@ def test_a_client_that_leaves_amid_its_body_is_no_error(model_folder: Path) -> N
     with serving(model_folder) as client:
         connection = _connect(client)
         connection.sendall(_head(100) + b'{"text": ')
-        until(lambda: metric(client, "requests_in_progress") > 1)
+        wait_until(lambda: metric(client, "requests_in_progress") > 1)
         connection.close()
-        until(lambda: metric(client, "requests_total", route="/predict", status="499") == 1)
+        wait_until(lambda: metric(client, "requests_total", route="/predict", status="499") == 1)
 
 
 def test_a_text_that_waits_too_long_ends_in_504(model_folder: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_text_that_breaks_the_model_fails_alone_and_the_worker_starts_again(mo
             assert error["code"] == "inference_failed"
             assert error["request_id"] == broken.headers["x-request-id"]
             assert client.post("/predict", json=TEXT).status_code == 200
-        until(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         assert metric(client, "worker_failures_total") >= 2
 
 
@@ -116,14 +117,14 @@ def test_bodies_in_progress_are_bounded_together(model_folder: Path) -> None:
         connections = [_connect(client) for _ in range(2)]
         for connection in connections:
             connection.sendall(_head(len(megabyte) + 1) + megabyte)
-        until(lambda: metric(client, "pending_body_bytes") == 2 * len(megabyte))
+        wait_until(lambda: metric(client, "pending_body_bytes") == 2 * len(megabyte))
         refused = client.post("/predict", content=megabyte)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
         assert int(refused.headers["retry-after"]) > 0
         assert client.post("/predict", json=TEXT).status_code == 200
         for connection in connections:
             connection.close()
-        until(lambda: metric(client, "pending_body_bytes") == 0)
+        wait_until(lambda: metric(client, "pending_body_bytes") == 0)
 
 
 class _OpenLoop:

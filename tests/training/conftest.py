@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from common.errors import run_command
+from tests.processes import PythonProcess, run_on_ranks, wait_until
 from tests.training.checkpointing.small_saves import read_whole
-from tests.training.parallelism import ranks
 from tests.training.parallelism.saved_states import WholeState
 from training import train_single
 
@@ -51,11 +51,17 @@ class Run:
         folder: a new folder for its output.
         env: the whole environment.
         cwd: where it starts.
+        warm: whether it is a Python program that may start with PyTorch imported.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path, warm: bool = False
+    ) -> None:
         self._files = folder / "stdout.txt", folder / "stderr.txt"
         with self._files[0].open("w") as out, self._files[1].open("w") as err:
+            if warm:
+                self.process = PythonProcess(command[1:], env, cwd, self._files)
+                return
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True)
 
     @property
@@ -81,6 +87,7 @@ class Run:
             with suppress(OSError):
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks |= {int(entry[5:]): pid for entry in environment if entry.startswith(b"RANK=")}
+                ranks |= {int(rank): pid for rank in re.findall(r"rank (\d+)", Path(f"/proc/{pid}/comm").read_text())}
         return [ranks[rank] for rank in sorted(ranks)]
 
     def wait(self, seconds: float = DEADLINE) -> int:
@@ -92,11 +99,13 @@ class Run:
 
     def wait_until(self, what: Callable[[], Any]) -> None:
         """Look until `what` holds; a failed test if the command ends before."""
-        end = time.monotonic() + DEADLINE
-        while not what():
-            if self.process.poll() is not None or time.monotonic() > end:
+
+        def holds() -> bool:
+            if not (found := bool(what())) and self.process.poll() is not None:
                 pytest.fail(f"ended with {self.process.returncode} before it was to\n{self.out}\n{self.err}")
-            time.sleep(0.01)
+            return found
+
+        wait_until(holds, DEADLINE, lambda: f"{self.out}\n{self.err}")
 
     def kill(self) -> None:
         """SIGKILL it and all that it started, the ranks first: they have no time to save or to complain."""
@@ -116,11 +125,12 @@ def _starting(folder: Path) -> Iterator[Callable[..., Run]]:
         wait: bool = True,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        warm: bool = False,
     ) -> Run:
         place = folder / f"run_{len(runs)}"
         (place / "cwd").mkdir(parents=True)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **(env or {})}
-        runs.append(Run([str(part) for part in command], place, environment, cwd or place / "cwd"))
+        runs.append(Run([str(part) for part in command], place, environment, cwd or place / "cwd", warm))
         if wait:
             runs[-1].wait()
         return runs[-1]
@@ -144,10 +154,11 @@ def _launcher(start: Callable[..., Run], base_flags: Sequence[str]) -> Callable[
         wait: bool = True,
         env: Mapping[str, str] | None = None,
         script: Path | None = None,
+        warm: bool = True,
     ) -> Run:
         alone = [sys.executable, script or TRAINING / "train_single.py"]
         together = [*_torchrun(world_size), script or TRAINING / "train_ddp.py"]
-        return start([*(alone if world_size == 1 else together), *base_flags, *flags], wait=wait, env=env)
+        return start([*(alone if world_size == 1 else together), *base_flags, *flags], wait=wait, env=env, warm=warm)
 
     return launch
 
@@ -160,16 +171,19 @@ def base_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """`start(command, wait=True, env=None, cwd=None)`: any command, in an empty folder, killed at the test's end."""
+    """`start(command, wait=True, env=None, cwd=None, warm=False)`: any command, in an empty folder, killed at the end.
+
+    A warm one is a Python program that starts with PyTorch imported, which saves five seconds.
+    """
     with _starting(tmp_path / "started") as started:
         yield started
 
 
 @pytest.fixture
 def launch(start: Callable[..., Run], base_flags: tuple[str, ...]) -> Callable[..., Run]:
-    """`launch(world_size, *flags, wait=True, env=None, script=None)`: train on the base flags and these.
+    """`launch(world_size, *flags, wait=True, env=None, script=None, warm=True)`: train on the base flags and these.
 
-    One process runs train_single.py, more run train_ddp.py under torchrun.
+    One process runs train_single.py, more run train_ddp.py under torchrun; see `start` for what is warm.
     """
     return _launcher(start, base_flags)
 
@@ -227,7 +241,7 @@ def metrics_of() -> Callable[..., list[dict[str, Any]]]:
     return read
 
 
-@pytest.fixture(scope="session")
-def run_on_ranks() -> Callable[..., list[Any]]:
+@pytest.fixture(name="run_on_ranks", scope="session")
+def fixture_run_on_ranks() -> Callable[..., list[Any]]:
     """`run_on_ranks(world_size, function, *arguments, seconds=120)`: a function on real gloo ranks, cheaply."""
-    return ranks.run_on_ranks
+    return run_on_ranks

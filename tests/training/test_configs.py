@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from training.config import parse_config
 from training.run.trainer import Trainer
 

@@ -29,7 +29,7 @@ Start = Callable[..., "Run"]  # noqa: F821 - the fixture's class, in conftest.py
 def trained(launch_shared: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that train_single.py, started by path from an empty folder, has trained."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    run = launch_shared(1, *QUICK, "--output_dir", folder)
+    run = launch_shared(1, *QUICK, "--output_dir", folder, warm=False)
     assert run.process.returncode == 0, run.err
     return folder
 
@@ -114,7 +114,7 @@ def test_evaluating_gives_the_figures_that_training_wrote(alone: Ranks, trained:
 
 
 def test_evaluate_prints_nothing_but_json_when_asked(start: Start, trained: Path) -> None:
-    run = start([PYTHON, "-m", "training.evaluate", trained.with_suffix(".pt"), "--device", "cpu", "--json"])
+    run = start([PYTHON, "-m", "training.evaluate", trained.with_suffix(".pt"), "--device", "cpu", "--json"], warm=True)
 
     assert run.process.returncode == 0, run.err
     assert json.loads(run.out)["rows"] == json.loads((trained / "metrics.json").read_text())["test"]["rows"]
@@ -131,7 +131,7 @@ def test_evaluate_prints_a_table_for_other_data(start: Start, trained: Path, tmp
         lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
 
-    run = start([PYTHON, TRAINING / "evaluate.py", trained, "--dataset", tmp_path, "--device", "cpu"])
+    run = start([PYTHON, TRAINING / "evaluate.py", trained, "--dataset", tmp_path, "--device", "cpu"], warm=True)
 
     assert run.process.returncode == 0, run.err
     assert f"{trained} on {tmp_path}: 4 test rows" in run.out

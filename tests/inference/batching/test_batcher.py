@@ -16,8 +16,8 @@ from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, Finis
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.base import PASSES_AT_ONCE
 from inference.errors import ForwardError, WorkerDownError
-from tests.inference.servers import until
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
+from tests.processes import wait_until
 
 BUDGET = 64
 GOOD = [1, 2]  # token ids of the text that tells a broken engine from a bad text
@@ -211,7 +211,7 @@ def test_a_broken_engine_is_tried_again_without_any_text() -> None:
             bench.outcomes(1)
         assert bench.batcher.health.needs_restart
         engine.broken = None
-        until(lambda: bench.batcher.health.failure is None)
+        wait_until(lambda: bench.batcher.health.failure is None)
         assert not bench.batcher.health.needs_restart
         bench.put_call([(5,)])
         assert bench.outcomes(1)[5,] == pytest.approx(answer_of((5,)))

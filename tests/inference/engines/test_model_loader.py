@@ -19,7 +19,7 @@ from inference.app import create_app
 from inference.engines.base import PADDED_TEXTS
 from inference.engines.model_loader import ModelLoader
 from inference.settings import Settings
-from tests.inference.servers import until
+from tests.processes import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_the_folders_cleaning_applies_to_every_kind_of_call(folder_copy: Path) -
     model = ModelLoader(folder_copy)
     assert _answers(folder_copy, MARKUP) == _pipeline_answers(folder_copy, MARKUP)
     with TestClient(create_app(Settings(model_checkpoint=folder_copy))) as client:
-        until(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         for text in MARKUP:
             expected = pytest.approx(model.predict(text)["probabilities"], abs=1e-5)
             for route in ("/predict", "/explain"):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.servers import Server, free_port, metric, running, stand_in_server, until
+from tests.inference.servers import Server, free_port, metric, running, stand_in_server
+from tests.processes import wait_until
 
 COMMANDS = {
     "python -m inference.serve": ("tests.inference.stand_in_server", "--host", "127.0.0.1"),
@@ -65,7 +66,7 @@ def test_headers_that_come_byte_by_byte_are_not_awaited_for_ever(hasty_server: S
             except OSError:
                 return True
 
-        until(is_ended)
+        wait_until(is_ended)
 
 
 def test_headers_without_an_end_are_cut_off(hasty_server: Server) -> None:
@@ -87,8 +88,8 @@ def test_an_answer_that_nobody_reads_is_given_up(hasty_server: Server) -> None:
     head = b"POST /explain HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     # Too many bytes for what the kernel keeps for both ends, and none is taken.
     with _connected(hasty_server, (head + body) * 20, receive_buffer=2048) as connection:
-        until(lambda: metric(hasty_server.client, "requests_total", route="/explain") > 0)
-        until(lambda: _has_no_connection_from(hasty_server, connection.getsockname()[1]))
+        wait_until(lambda: metric(hasty_server.client, "requests_total", route="/explain") > 0)
+        wait_until(lambda: _has_no_connection_from(hasty_server, connection.getsockname()[1]))
 
 
 def _has_no_connection_from(server: Server, port: int) -> bool:
@@ -132,7 +133,7 @@ def test_idle_connections_beyond_the_files_of_the_process_keep_nobody_out(
             for _ in range(300):
                 idle.enter_context(_connected(server))
             with server.new_client() as client:
-                until(lambda: _answers(client))
+                wait_until(lambda: _answers(client))
                 assert sum(1 for _ in Path(f"/proc/{server.process.pid}/fd").iterdir()) < 256
         assert "as the process may open 256 files" in server.log()
 
@@ -151,7 +152,7 @@ def test_a_connection_beyond_the_limit_is_refused_while_all_others_are_at_work(
     request = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     with stand_in_server(model_folder, tmp_path, 0.5, MAX_CONNECTIONS="3") as server, ExitStack() as stack:
         at_work = [stack.enter_context(_connected(server, request)) for _ in range(3)]
-        until(lambda: b"503 Service Unavailable" in _first_line(server))
+        wait_until(lambda: b"503 Service Unavailable" in _first_line(server))
         for connection in at_work:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
         assert _first_line(server) == b"HTTP/1.1 200 OK"

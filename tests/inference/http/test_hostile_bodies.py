@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from inference.http.routes.json_route import json_list
-from tests.inference.servers import Server, metric, serving, stand_in_server, until
+from tests.inference.servers import Server, metric, serving, stand_in_server
+from tests.processes import wait_until
 
 MIB = 2**20
 MODEL = "tiny"
@@ -148,7 +149,7 @@ def test_clients_that_read_nothing_fill_no_more_than_the_memory_set_aside_for_bo
         assert 16 * MIB < held < sent
     for connection in connections:
         connection.close()
-    until(lambda: metric(server.client, "pending_body_bytes") == 0)
+    wait_until(lambda: metric(server.client, "pending_body_bytes") == 0)
 
 
 def _connect_to_stream(server: Server) -> socket.socket:
@@ -173,7 +174,7 @@ def test_texts_in_progress_count_with_what_they_weigh_as_objects(model_folder: P
     with serving(model_folder, seconds_per_token=0.05, max_pending_mb=1) as client:
         thread = threading.Thread(target=lambda: client.post("/predict", json={"text": text}))
         thread.start()
-        until(lambda: metric(client, "pending_body_bytes") > 4 * len(text))
+        wait_until(lambda: metric(client, "pending_body_bytes") > 4 * len(text))
         thread.join()
         assert metric(client, "pending_body_bytes") == 0
         refused = client.post("/predict/batch", json={"texts": [text] * 40})

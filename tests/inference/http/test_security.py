@@ -15,7 +15,8 @@ from inference.http.request_limits import Allowance, RequestLimits
 from inference.http.request_log import JsonLines
 from inference.http.security import MAX_CLIENTS, RateLimiter
 from inference.settings import Settings
-from tests.inference.servers import metric, serving, until
+from tests.inference.servers import metric, serving
+from tests.processes import wait_until
 
 TEXT = {"text": "Oil prices rise"}
 
@@ -210,13 +211,13 @@ def test_keys_are_replaced_without_a_restart_and_a_lost_file_opens_nothing(model
         assert not _admits(client, "new")
         (tmp_path / "next").write_text("old\nnew\n")
         (tmp_path / "next").rename(file)
-        until(lambda: _admits(client, "new"))
+        wait_until(lambda: _admits(client, "new"))
         assert _admits(client, "old")
         for broken in ("", "# none\n", "new one two\n", "new -1\n", None):
             file.write_text("new")
-            until(lambda: _admits(client, "new"))
+            wait_until(lambda: _admits(client, "new"))
             file.unlink() if broken is None else file.write_text(broken)
-            until(lambda: not _admits(client, "new"))
+            wait_until(lambda: not _admits(client, "new"))
             assert client.post("/predict", json=TEXT).status_code == 401
             assert client.post("/admin/reload").status_code == 401
 

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from inference.http.routes.lines import LineBuffer
-from tests.inference.servers import metric, serving, until
+from tests.inference.servers import metric, serving
 from tests.inference.stand_in_model import text_of
+from tests.processes import wait_until
 
 STREAM = {"content-type": "application/x-ndjson"}
 
@@ -127,9 +128,9 @@ def test_a_stream_whose_client_left_takes_its_texts_along(model_folder: Path) ->
             connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
             lines = _lines([text_of(i) for i in range(32)])
             connection.sendall(b"%x\r\n%s\r\n" % (len(lines), lines))
-            until(lambda: metric(client, "batch_texts_count") + metric(client, "queue_tokens") > 0)
-        until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
-        until(lambda: metric(client, "queue_tokens") == 0)
+            wait_until(lambda: metric(client, "batch_texts_count") + metric(client, "queue_tokens") > 0)
+        wait_until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
+        wait_until(lambda: metric(client, "queue_tokens") == 0)
 
 
 def test_a_stream_whose_client_takes_no_answers_is_ended(model_folder: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_stream_whose_client_takes_no_answers_is_ended(model_folder: Path) -> 
         connection.settimeout(1)
         with pytest.raises(OSError, match=r"timed out|reset|Broken pipe"):
             connection.sendall(lines)
-        until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
+        wait_until(lambda: metric(client, "requests_total", route="/predict/batch", status="499") == 1)
         assert metric(client, "pending_body_bytes") == 0
 
 

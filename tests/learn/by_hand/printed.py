@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.parallelism.distributed import Ranks
 
 

@@ -1,14 +1,11 @@
 """The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
 
-import ast
-import multiprocessing
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,36 +17,22 @@ from learn.check import describe
 from learn.checking import supervision
 from learn.checking.exercises import EXERCISES
 from learn.checking.verdict import SECONDS, check_function
-from tests.training.parallelism.ranks import PRELOADED
+from tests.learn.by_hand.wrong_solutions import wrong_solutions
 
 TRUTH = Path(data_parallel.__file__)
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
 FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
-WRONG, RIGHT = (sorted(Path(__file__).with_name(f"{kind}_solutions").glob("*.py")) for kind in ("wrong", "right"))
+RIGHT = sorted(Path(__file__).with_name("right_solutions").glob("*.py"))
+WRONG = wrong_solutions()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server_of_all_tests() -> None:
-    """A process has one fork server, and who starts it chooses its imports: ranks of other tests need more of them."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
-
-
-def _cases() -> list:
-    return [pytest.param(path, id=path.stem, marks=() if path.stem in FAST else pytest.mark.slow) for path in WRONG]
-
-
-def _expected(path: Path) -> tuple[str, list[str]]:
-    """What stands in a wrong solution's docstring: the function, and what has to be said of it."""
-    function, _, says = ast.get_docstring(ast.parse(path.read_text())).partition(": ")
-    return function, says.split(" | ")
-
-
-@pytest.mark.parametrize("path", _cases())
-def test_a_wrong_solution_is_told_what_is_wrong(path: Path) -> None:
-    function, says = _expected(path)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in WRONG])
+def test_a_wrong_solution_is_told_what_is_wrong(name: str, tmp_path: Path) -> None:
+    function, says, source = WRONG[name]
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
 
     verdict = check_function(path, function, (2, 3), seconds=HANG_SECONDS if "hangs" in says else SECONDS)
 

@@ -12,7 +12,7 @@ from learn.by_hand.cnn import CNN
 from learn.by_hand.compare_with_ddp import compare, show
 from learn.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
 from tests.learn.by_hand.printed import printed_by
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 
 RunOnRanks = Callable[..., list[Any]]
 WORLD_SIZES = [2, 3]

@@ -27,7 +27,7 @@ def test_an_idea_takes_less_than_120_lines(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SAYS)
 def test_torchrun_on_four_ranks_shows_it_and_rank_0_alone_speaks(script: str, start: Start) -> None:
-    run = start([*TORCHRUN, "--nproc_per_node=4", FOLDER / script], env={"OMP_NUM_THREADS": "1"})
+    run = start([*TORCHRUN, "--nproc_per_node=4", FOLDER / script], env={"OMP_NUM_THREADS": "1"}, warm=True)
 
     assert run.process.returncode == 0, run.err
     assert run.err == ""
@@ -38,7 +38,7 @@ def test_torchrun_on_four_ranks_shows_it_and_rank_0_alone_speaks(script: str, st
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SAYS)
 def test_without_torchrun_one_line_names_the_command(script: str, start: Start) -> None:
-    run = start([sys.executable, FOLDER / script])
+    run = start([sys.executable, FOLDER / script], warm=True)
 
     assert run.process.returncode == 2
     assert run.err.startswith(f"error: learn/by_hand/{script} on 1 rank: it shows 2 to 16; start it with torchrun")

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from learn.by_hand.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}  # fp64: only the order of a sum may differ
 Values = dict[str, torch.Tensor]

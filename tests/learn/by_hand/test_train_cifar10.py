@@ -18,7 +18,7 @@ from common.errors import UserError, run_command
 from learn.by_hand.cifar10 import ImageData, Split
 from learn.by_hand.shapes import SHAPES, draw_shapes
 from learn.by_hand.train_cifar10 import evaluate, main, one_cycle, train, train_epoch
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.parallelism.distributed import Ranks
 
 RunOnRanks = Callable[..., list[Any]]
@@ -145,7 +145,7 @@ def test_the_learning_rate_rises_for_a_quarter_of_the_steps_and_falls_over_the_o
 def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start) -> None:
     flags = ["--data", "shapes", "--epochs", "3", "--batch_size", "128"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    runs = [start([sys.executable, SCRIPT, *flags]), start([*torchrun, SCRIPT, *flags])]
+    runs = [start([*command, SCRIPT, *flags], warm=True) for command in ([sys.executable], torchrun)]
 
     ends = []
     for run in runs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from tests.training.parallelism.saved_states import WholeState
 from training.checkpointing import Storage, open_location
 from training.checkpointing.resume import open_checkpoint

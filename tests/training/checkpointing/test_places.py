@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from common.errors import UserError
+from tests.processes import here, wait_until
 from tests.training.checkpointing.crash_points import ALONE
 from tests.training.checkpointing.saves import names_in, newest_whole, save
-from tests.training.parallelism.ranks import here
 from training.checkpointing import Storage, check_storage, open_location, open_storage
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
@@ -153,8 +152,7 @@ def save_with_room_for(free_pages: int, storage: Storage, ballast: Path) -> list
     os.truncate(ballast, ballast.stat().st_size - free_pages * os.sysconf("SC_PAGE_SIZE"))
 
     saver.save(2, lambda: state, {"step": 2, "value": 2.0}, best_step=None)
-    while not saver.done:
-        time.sleep(0.001)
+    wait_until(lambda: saver.done)
     stands = bool(saver.collect())
 
     assert stands is not bool(said)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure, UserError
+from tests.processes import here, run_on_ranks
 from tests.training.checkpointing.small_saves import ALONE, save_now, saver_into
 from tests.training.parallelism.cases import Case
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import open_location, open_storage
 from training.checkpointing.local_storage import LocalStorage

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import StorageWriter
 
 from common.errors import TrainingFailure
+from tests.processes import here, run_on_ranks
 from tests.training.checkpointing.small_saves import ALONE, SAID, read_whole, save_now, saver_into
 from tests.training.parallelism.cases import Case
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
 from training.checkpointing import saver as saver_module

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.config import TrainConfig
 from training.data.balance import Balance, Stopwatch

@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.parallelism.ranks import PRELOADED
+from tests.processes import start_fork_server, wait_until
 from training import train_ddp
 from training.fault_tolerance.interruption import run_rank
 
@@ -40,7 +39,7 @@ class StartedRanks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "tests.training.fault_tolerance.started_ranks"])
+        start_fork_server()
         self.processes = [
             context.Process(target=_train, args=(folder, (rank, world_size, port), [*map(str, flags)], fault))
             for rank in range(world_size)
@@ -64,11 +63,7 @@ class StartedRanks:
 
     def wait_until(self, what: Callable[[], Any]) -> None:
         """Look until ``what`` holds; a failed test if it does not in time."""
-        end = time.monotonic() + DEADLINE
-        while not what():
-            if time.monotonic() > end:
-                pytest.fail(f"it never was so\n{self.out()}\n{self.errors}")
-            time.sleep(0.01)
+        wait_until(what, DEADLINE, lambda: f"{self.out()}\n{self.errors}")
 
     def exit_code(self, rank: int) -> int:
         """A rank's exit code, once it has ended; a failed test if it does not in time."""

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE
-from tests.training.parallelism.ranks import here, run_on_ranks
 from training.checkpointing.resume import newest_checkpoint, open_checkpoint
 from training.config import TrainConfig
 from training.data.batching import LengthBucketSampler, rank_share

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from deployment.launchers import Cluster, usable_cores
+from tests.processes import wait_until
 from tests.training.monitoring.small_training import train_on_ranks
 from training.monitoring.events import read_events
 
@@ -46,11 +46,11 @@ def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _wait_until(holds: Callable[[], Any], cluster: Cluster) -> None:
-    end = time.monotonic() + DEADLINE
-    while not holds():
+    def checked() -> bool:
         cluster.check()
-        assert time.monotonic() < end, {name: cluster.log(name).read_text() for name in cluster.machines}
-        time.sleep(0.05)
+        return holds()
+
+    wait_until(checked, DEADLINE, lambda: str({name: cluster.log(name).read_text() for name in cluster.machines}))
 
 
 def _start(cluster: Cluster, run_dir: Path, names: str) -> None:

@@ -141,7 +141,7 @@ def test_a_signal_while_a_run_unwinds_leaves_its_error_in_place(number: signal.S
 
 
 def test_a_run_that_begins_after_all_while_a_stop_is_due_is_not_ended(start: Callable[..., Any]) -> None:
-    run = start([sys.executable, "-c", BEGINS_WHILE_ASKED])
+    run = start([sys.executable, "-c", BEGINS_WHILE_ASKED], warm=True)
 
     assert (run.wait(), run.out, run.err) == (0, "saved\n", "")
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.processes import wait_until
 from tests.training.monitoring.small_training import train_on_ranks
 from training.monitoring.run_folder import RunFolder
 
@@ -174,7 +174,7 @@ def test_a_stopped_run_is_not_started_again_and_ends_with_the_code_that_was_aske
 def test_ranks_whose_launcher_is_killed_save_and_end(
     launch: Callable[..., Any], tmp_path: Path, metrics_of: Callable[..., Any]
 ) -> None:
-    run = launch(2, *TWO_RANKS, "--epochs", "99", "--output_dir", tmp_path / "model", wait=False)
+    run = launch(2, *TWO_RANKS, "--epochs", "99", "--output_dir", tmp_path / "model", wait=False, warm=False)
     run.wait_until(lambda: "step 1/" in run.out)
     ranks = run.ranks
 
@@ -189,10 +189,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(
 
 
 def _wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < end, f"process {pid} still runs"
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), otherwise=lambda: f"process {pid} still runs")
 
 
 @pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from common.errors import UserError
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
 from training.model.classifier import LABEL_MAP, NewsClassifier, try_unknown_family

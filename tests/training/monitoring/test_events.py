@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure
+from tests.processes import RankFailure, here, run_on_ranks
 from tests.training.conftest import TRAINING
 from tests.training.monitoring.small_training import train_on_ranks
-from tests.training.parallelism.ranks import RankFailure, here, run_on_ranks
 from training.monitoring import StepMetrics
 from training.monitoring.events import (
     EventStream,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from tests.processes import run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
-from tests.training.parallelism.ranks import run_on_ranks
 from training.config import TrainConfig
 from training.monitoring.events import RunStarted
 from training.monitoring.profiler import Profiler, RankProfile, communication, merge_intervals, overlap, read_summary

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 from training.config import TrainConfig
 from training.monitoring import Exporter

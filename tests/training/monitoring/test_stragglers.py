@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import small_rows, small_strategy, take_steps
 from training.config import TrainConfig
 from training.data.batching import rank_share

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_models import LABELS, small_batch, small_config, small_model
 from tests.training.parallelism.small_runs import take_steps

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_model
 from training.config import TrainConfig
 from training.data.batching import rank_share

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.saved_states import WholeState, whole_state
 from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights
 from training.parallelism.compression import PLAIN_STEPS, Compression, PowerSGD, build_compression

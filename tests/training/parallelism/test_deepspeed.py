@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.errors import UserError
+from tests.processes import here, run_on_ranks
 from tests.training.conftest import TRAINING, Run
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.saved_states import WholeState, whole_state
 from training.config import TrainConfig
 from training.data.batching import pad, rank_share

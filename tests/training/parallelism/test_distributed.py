@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ForeseenError, TrainingFailure, UserError
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from training.config import TrainConfig
 from training.parallelism import distributed
 from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, limit_waiting, ranks

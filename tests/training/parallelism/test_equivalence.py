@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE, Case, compare
 from tests.training.parallelism.proofs import Proof, write_proofs
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
 

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.scaling import bytes_of_state
 from tests.training.parallelism.cases import Case
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_runs import take_steps
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import Case, compare
-from tests.training.parallelism.ranks import here, run_on_ranks
 from tests.training.parallelism.small_models import small_model
 from tests.training.parallelism.small_runs import take_steps
 from training.config import TrainConfig

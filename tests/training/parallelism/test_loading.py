@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from training.model.classifier import NewsClassifier, stored_dtype
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.tensor_parallel import apply_tensor_parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.scaling import bytes_of_state
-from tests.training.parallelism.ranks import run_on_ranks
+from tests.processes import run_on_ranks
 from tests.training.parallelism.small_runs import small_strategy, take_steps
 
 LAYOUTS: list[dict[str, Any]] = [

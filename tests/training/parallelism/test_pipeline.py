@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import UserError
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from tests.training.parallelism.small_models import LABELS, VOCABULARY, small_batch, small_model
 from training.config import TrainConfig
 from training.data.batching import MicroBatch

@@ -160,8 +160,8 @@ def test_evaluation_on_several_ranks_equals_one_process(
     options = ["-m", "training.evaluate", model, "--dataset", uneven_data, "--device", "cpu", "--json"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
 
-    alone = json.loads(start([sys.executable, *options]).out)
-    together = json.loads(start([*torchrun, *options]).out)
+    alone = json.loads(start([sys.executable, *options], warm=True).out)
+    together = json.loads(start([*torchrun, *options], warm=True).out)
 
     assert alone["rows"] == 431
     # Ranks share the cores: fewer threads each, which add up in another order. All that is counted is exactly equal.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.parallelism.ranks import run_on_ranks
+from tests.processes import run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.data.batching import rank_share
 from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses

@@ -20,7 +20,7 @@ from transformers import DistilBertForSequenceClassification
 
 from common.errors import UserError
 from common.model_folder import SavedModel
-from tests.training.parallelism.ranks import here
+from tests.processes import here
 from tests.training.parallelism.small_models import FAMILIES, LABELS, small_batch, small_config, small_model
 from tests.training.parallelism.small_runs import small_strategy
 from training.config import TrainConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.saved_states import WholeState, whole_state
 from tests.training.parallelism.small_models import small_model
 from tests.training.parallelism.small_runs import small_strategy, take_steps, whole_weights

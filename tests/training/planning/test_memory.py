@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from benchmarks.real_step import measure_memory, model_of
-from tests.training.parallelism.ranks import here, run_on_ranks
+from tests.processes import here, run_on_ranks
 from training.model.architectures import Architecture, Bert, DistilBert, Llama
 from training.model.dropout import RowDropout
 from training.model.precision import autocast
