@@ -105,7 +105,7 @@ def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         optimizer_step(strategy, batches, 3, 1e-4)
     hook.remove()
-    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)
+    optimizer = strategy.local_optimizer
     return {
         "parameters": _bytes(parameters),
         "gradients": at_update["gradients"],

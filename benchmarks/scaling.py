@@ -115,7 +115,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
 def bytes_of_state(strategy: Strategy) -> dict[str, int]:
     """Bytes of this rank's weights, gradients and moments, as they are when the optimizer steps."""
     parameters = list(strategy.parameters.values())
-    optimizer = getattr(strategy, "own_optimizer", strategy.optimizer)  # zero1 wraps the one with this rank's moments
+    optimizer = strategy.local_optimizer
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq") if name in state]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {"parameters": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(moments)}

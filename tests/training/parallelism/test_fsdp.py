@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import bytes_of_state
+from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.small_runs import take_steps
 

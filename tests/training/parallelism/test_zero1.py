@@ -34,7 +34,7 @@ def _moments() -> tuple[int, int, int]:
     """Numbers in this rank's moments, in all of them, and in the largest parameter's."""
     strategy = small_strategy(strategy="zero1")
     take_steps(strategy, [1])
-    mine = sum(state["exp_avg"].numel() * 2 for state in strategy.own_optimizer.state.values())
+    mine = sum(state["exp_avg"].numel() * 2 for state in strategy.local_optimizer.state.values())
     sizes = [2 * parameter.numel() for parameter in strategy.parameters.values()]
     return mine, sum(sizes), max(sizes)
 
