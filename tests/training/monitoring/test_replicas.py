@@ -114,8 +114,8 @@ def _gradients_held_back(name: str) -> str:
     """What a step raises that is held to no reduction, after one that is as it should be."""
     strategy = small_strategy(strategy=name, check_gradient_sync=1)
     take_steps(strategy, [1])
-    assert strategy.gradient_checks == 0
-    strategy.gradient_checks = 1
+    assert strategy.gradient_checks_left == 0
+    strategy.gradient_checks_left = 1
     with strategy.no_sync(), pytest.raises(TrainingFailure) as failure:
         take_steps(strategy, [2])
     return str(failure.value)
