@@ -227,6 +227,7 @@ class PlainBar(ProgressBar):
             self._print(metrics)
 
     def _print(self, metrics: StepMetrics) -> None:
+        # The next line is due at the next full tenth, so a resumed run prints the same steps as an undisturbed one.
         tenth = self._total_steps * PLAIN_SHARE
         self._next_step = (metrics.step // tenth + 1) * tenth
         self._next_time = time.monotonic() + PLAIN_SECONDS

@@ -157,6 +157,8 @@ class EventStream:
         if type(event) is RunStarted:
             self._first_step, self._total_steps = event.step + 1, event.total_steps
         if type(event) is StepsAgreed:
+            # The only place that decides which steps are logged: their own events follow from here, so events.jsonl,
+            # metrics.jsonl and the trackers have the same ones.
             for metrics in event.steps:
                 if metrics.step % self._log_every == 0 or metrics.step in (1, self._total_steps):
                     self.publish(metrics)
@@ -193,7 +195,7 @@ class EventStream:
         """Record what only this rank knows, from any thread; ``fields`` may hold another ``time`` or ``step``."""
         now = {"time": time.time(), "rank": self._ranks.rank, "restart": self._ranks.restart, "step": self._phases.step}
         line = {**now, "kind": kind, **fields}
-        if self._held_back is None:
+        if self._held_back is None:  # recording() has begun
             self._lines.write(line)
         else:
             self._held_back.append(line)
@@ -290,6 +292,7 @@ class JsonLines:
                 os.close(file)
         except OSError:
             pass
+        # A disk that runs full takes the first part of a line, and the next write may succeed again.
         self._torn = 0 < written < len(line) or (self._torn and not written)
         return written == len(line)
 
@@ -330,6 +333,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def process_started() -> float:
     """Unix time at which this process began; NaN on systems other than Linux."""
     try:
+        # Field 22 of /proc/self/stat: ticks from boot to the start. The name before it, in brackets, may hold spaces.
         after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
     except (OSError, AttributeError):

@@ -136,6 +136,7 @@ class Profiler(Subscriber):
         self._profile = starting
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
+        # While this is set, each phase of a step becomes a named range of the trace.
         self._phases.mark = lambda name: record_function(f"phase/{name}")
         self._phases.take("profiler")
 
@@ -152,6 +153,7 @@ class Profiler(Subscriber):
         with self._phases("profile"):
             found = self._try(self._write_profile) if self._profile else None
             self.steps = range(0)
+            # Ranks that were not chosen or could not record take part too: a gather needs all of them.
             gathered = self._ranks.gather(found or self._problem)
         for rank, problem in enumerate(gathered):
             if isinstance(problem, str) and problem:
@@ -210,7 +212,7 @@ def _write_trace(stopped: profile, path: Path) -> None:
     try:
         stopped.export_chrome_trace(str(plain))
         with plain.open("rb") as source:
-            source.seek(-2, 2)
+            source.seek(-2, 2)  # a complete trace is one JSON object, so it ends with a brace
             if not source.read().rstrip().endswith(b"}"):
                 raise OSError(f"{plain} was cut short")
             source.seek(0)
@@ -261,6 +263,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """How long both are in progress; both as :func:`merge_intervals` returns them."""
+    # Both are sorted: compare the current two, then advance the one that ends first.
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))

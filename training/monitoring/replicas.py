@@ -141,6 +141,8 @@ def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -
     numbers = [checksum(tensor).to(ranks.device) for tensor in local if tensor is not None]
     # Stacked, so that the host waits for the device once.
     sums = iter(torch.stack(numbers).tolist() if numbers else [])
+    # Which part of which tensor this rank holds, with its checksum. Everything after the gather is the same on all
+    # ranks, so all of them return the same answer and none waits for another.
     own = [(_part_of(name, tensor), next(sums) if tensor is not None else None) for name, tensor in tensors.items()]
     copies: dict[Part, dict[int, int | None]] = {}
     for rank, parts in enumerate(ranks.gather(own)):
@@ -149,6 +151,7 @@ def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -
     for (name, _), by_rank in copies.items():
         counts = Counter(by_rank.values()).most_common()
         if len(counts) > 1:
+            # The majority is taken to be right; without one, nothing says who is.
             is_tie = counts[0][1] == counts[1][1]
             odd = [rank for rank, number in by_rank.items() if is_tie or number != counts[0][0]]
             return Difference(name, odd, list(by_rank))
@@ -164,6 +167,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # Wraps around in int64, which is the arithmetic modulo 2 to the 64th that is wanted.
     for chunk in bits.split(CHUNK):
         total = total * ODD + (chunk * _factors(tensor.device)[: len(chunk)]).sum()
     return total

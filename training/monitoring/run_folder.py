@@ -110,6 +110,7 @@ class RunFolder:
         if (version := _version(config_path)) != self._config_version:
             snapshot.config, self._config_version = _read_config(config_path), version
 
+        # A resume or a rollback replaces metrics.jsonl by a shorter one: then the curves start over.
         records, is_new_file = self._metrics.read()
         if is_new_file:
             snapshot.losses.clear()
@@ -164,6 +165,7 @@ class _Tail:
                 if is_new_file:
                     self._inode, self._offset = found.st_ino, 0
                 file.seek(self._offset)
+                # What follows the last newline is being written right now; the next call reads it.
                 complete, newline, _ = file.read().rpartition(b"\n")
         except OSError:
             return [], False

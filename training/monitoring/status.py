@@ -116,6 +116,7 @@ class StatusFile(Subscriber):
 
     def write(self) -> None:
         """Write the file now, from any thread."""
+        # The watchdog and the main thread write too, just before the process ends.
         if not self._lock.acquire(timeout=PERIOD):
             return  # another thread waits for the disk
         try:

@@ -167,6 +167,8 @@ class Stragglers(Subscriber):
                 self.steps += 1
                 self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
                 self.data += spent.get("data", 0.0)
+                # If the passes are full of collectives (FSDP, tensor parallelism), their seconds are no rank's own:
+                # take off those in which a collective ran, in the steps in which they were recorded.
                 if not self.watches and self.collectives.waited is not None:
                     self.compute = sum(spent.get(phase, 0.0) for phase in PASSES) - self.collectives.waited
             case StepsAgreed():
@@ -185,6 +187,7 @@ class Stragglers(Subscriber):
         with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
             by_rank = self.ranks.gather((self.tokens, seconds))
         self._reset()
+        # From here on every rank has all figures and comes to the same verdicts; each exports only its own.
         if self.by_tokens:
             by_rank = at_equal_tokens(by_rank)
         self._judge(compare([seconds for _, seconds in by_rank], self.stages))

@@ -219,6 +219,7 @@ class TrackerThread:
     def close(self, *, finished: bool) -> None:
         """Let the thread end, and wait for it as long as a run may."""
         deadline = time.monotonic() + (SECONDS_TO_FINISH if finished else SECONDS_TO_LEAVE)
+        # The queue may be full, and stay so if the service hangs.
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Full):
                 self._queue.put(finished, timeout=0.1)

@@ -17,17 +17,17 @@ from training.run.trainer import Trainer
 def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0) -> None:
     """Train on this rank as train_ddp.py does.
 
-    In step ``dies_in_step`` (0 for none) rank 1 gets SIGKILL, once the first checkpoint stands.
+    In step ``dies_in_step`` (0 for none) rank 1 gets SIGKILL, once the first checkpoint is complete.
     """
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
     config = parse_config(flags, {})
-    with ranks(config.device) as mine:
+    with ranks(config.device) as here:
         torch.set_num_threads(1)
-        trainer = Trainer(config, mine)
+        trainer = Trainer(config, here)
         begin_step = trainer.context.strategy.begin_step
 
         def begin_or_die(learning_rate: float) -> None:
-            if mine.rank == 1 and trainer.context.state.step + 1 == dies_in_step:
+            if here.rank == 1 and trainer.context.state.step + 1 == dies_in_step:
                 while not list(config.run_dir.glob("checkpoints/step_*/manifest.json")):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -51,7 +51,7 @@ def test_plain_mode_shows_the_first_step_each_tenth_and_the_last(
     assert _steps_shown(capsys.readouterr().out) == [1, *range(30, 301, 30)]
 
 
-def test_plain_mode_of_a_resumed_run_counts_from_where_it_stood(
+def test_plain_mode_of_a_resumed_run_continues_the_count(
     capsys: pytest.CaptureFixture[str], step_metrics: Callable[..., StepMetrics]
 ) -> None:
     _run(Console(), step_metrics, 150, 300)

@@ -1,4 +1,4 @@
-"""Each rank tells Prometheus what it does, or says in one line why it cannot."""
+"""Each rank exports its metrics for Prometheus, or reports in one line why it cannot."""
 
 import json
 import math
@@ -97,7 +97,9 @@ def _assert_phases_add_up(page: Scrape) -> None:
     assert page["collective_bytes_total all_reduce"] > page["collective_steps_total"] * 4 * 1_900_000
 
 
-def test_before_the_first_step_a_page_shows_where_the_run_stands(epoch_metrics: Callable[..., EpochMetrics]) -> None:
+def test_before_the_first_step_a_page_shows_the_steps_done_before_a_resume(
+    epoch_metrics: Callable[..., EpochMetrics],
+) -> None:
     port = free_port()
     with closing(Exporter(TrainConfig(metrics_port=port), ALONE, Phases())) as exporter:
         assert math.isnan(_scrape(port)["validation_accuracy"])

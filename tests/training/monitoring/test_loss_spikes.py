@@ -59,7 +59,7 @@ def falling() -> list[float]:
     return [0.2 + 1.2 * math.exp(-step / 60) + 0.08 * abs(NOISE[step]) for step in range(200)]
 
 
-def test_a_spike_is_said_counted_and_written(watched: Watched) -> None:
+def test_a_spike_is_printed_counted_and_recorded(watched: Watched) -> None:
     losses = falling()
     losses[150] = 2.5
 
@@ -71,7 +71,7 @@ def test_a_spike_is_said_counted_and_written(watched: Watched) -> None:
     assert line.startswith("Loss spike at step 151: 2.5000; the median of the 100 steps before is 0.")
 
 
-def test_several_in_a_row_are_all_counted_and_said_once(watched: Watched) -> None:
+def test_consecutive_spikes_are_all_counted_and_printed_once(watched: Watched) -> None:
     losses = falling()
     losses[150:153] = [2.5, 3.0, 2.8]
     losses[180] = 2.2
@@ -93,7 +93,7 @@ def test_several_in_a_row_are_all_counted_and_said_once(watched: Watched) -> Non
     ],
     ids=["batches", "nothing is learnt yet", "all is learnt", "too early to say"],
 )
-def test_what_belongs_to_training_is_no_spike(watched: Watched, losses: list[float]) -> None:
+def test_normal_losses_are_no_spikes(watched: Watched, losses: list[float]) -> None:
     watched.see(losses)
 
     assert watched.said == []
@@ -107,7 +107,7 @@ def test_skipped_steps_are_no_spikes_and_do_not_count_as_steps_before(watched: W
     assert watched.said == []
 
 
-def test_after_going_back_nothing_is_compared_with_what_does_not_count(watched: Watched) -> None:
+def test_after_a_rollback_losses_are_not_compared_with_discarded_steps(watched: Watched) -> None:
     watched.see([0.2] * 100)
     watched.spikes.receive(RolledBack(20, 100, []))
 
@@ -116,7 +116,7 @@ def test_after_going_back_nothing_is_compared_with_what_does_not_count(watched: 
     assert watched.said == []
 
 
-def test_a_spike_after_going_back_is_said_again(watched: Watched) -> None:
+def test_a_spike_after_a_rollback_is_printed_again(watched: Watched) -> None:
     spike = [0.2] * 60 + [2.5]
     watched.see(spike)
     watched.spikes.receive(RolledBack(0, 61, []))

@@ -1,4 +1,4 @@
-"""Traces of chosen steps and ranks, what they come to, and that a run goes on without them."""
+"""Traces of chosen steps and ranks, their summary, and that a run continues without them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_trace_shows_operators_collectives_and_the_phases_of_each_step(profile
         assert names.count("gloo:all_reduce") >= 3
 
 
-def test_the_summary_says_what_each_ranks_time_went_into(profiled: Path) -> None:
+def test_the_summary_has_each_ranks_time_by_phase(profiled: Path) -> None:
     profiles = read_summary(profiled)
 
     assert [profile.rank for profile in profiles] == [0, 1]
@@ -88,7 +88,7 @@ def test_the_report_shows_both_tables(profiled: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_profile_that_cannot_be_written_is_one_line_and_not_the_runs_end(
+def test_a_profile_that_cannot_be_written_prints_one_line_and_does_not_end_the_run(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.run").mkdir()
@@ -131,7 +131,7 @@ def test_ranks_that_are_no_numbers_are_refused(
     )
 
 
-def test_time_that_two_kinds_of_work_share() -> None:
+def test_overlap_of_intervals() -> None:
     talks = merge_intervals([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
     works = merge_intervals([(2.5, 6.0), (6.5, 6.75), (9.0, 10.0)])
 
@@ -140,7 +140,7 @@ def test_time_that_two_kinds_of_work_share() -> None:
     assert overlap(talks, []) == 0
 
 
-def test_an_operator_computes_outside_of_those_that_it_calls_and_one_around_a_wait_does_not() -> None:
+def test_an_operator_that_waits_for_a_collective_does_not_count_as_computing() -> None:
     def event(name: str, start: float, end: float, children: tuple = (), *, marked: bool = False) -> SimpleNamespace:
         span = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(

@@ -27,7 +27,7 @@ def _metrics(step: int) -> StepMetrics:
     return StepMetrics(step, 2, 0.5, 1e-3, 1.0, 100.0, 4000.0, 60.0, rows=8)
 
 
-def test_a_status_tells_what_its_rank_does(tmp_path: Path) -> None:
+def test_a_status_shows_what_its_rank_does(tmp_path: Path) -> None:
     phases = Phases()
     with StatusFile(tmp_path, _ranks(), phases) as file:
         file.receive(RunStarted(0, 40, []))
@@ -52,7 +52,7 @@ def test_a_status_tells_what_its_rank_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
-def test_at_the_end_it_says_how_the_run_ended(tmp_path: Path, ending: str) -> None:
+def test_the_last_status_shows_how_the_run_ended(tmp_path: Path, ending: str) -> None:
     def run() -> None:
         with StatusFile(tmp_path, _ranks(), Phases()) as file:
             if ending == "stopped":
@@ -79,7 +79,7 @@ def test_it_is_rewritten_while_the_main_thread_does_something_else(tmp_path: Pat
     assert len(written) == 2
 
 
-def test_after_going_back_the_phases_are_those_of_the_steps_made_again(tmp_path: Path) -> None:
+def test_after_a_rollback_the_phases_are_averaged_from_its_step(tmp_path: Path) -> None:
     phases = Phases()
     file = StatusFile(tmp_path, _ranks(), phases)
     file.receive(RunStarted(0, 400, []))
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
     assert [status.state for status in read_statuses(tmp_path)] == ["finished"]
 
 
-def test_ranks_that_an_earlier_start_had_more_are_forgotten(tmp_path: Path) -> None:
+def test_statuses_of_ranks_that_the_run_no_longer_has_are_removed(tmp_path: Path) -> None:
     for rank in (2, 3):
         with StatusFile(tmp_path, _ranks(rank, world_size=4), Phases()):
             pass
@@ -129,7 +129,7 @@ def test_ranks_that_an_earlier_start_had_more_are_forgotten(tmp_path: Path) -> N
         assert [status.rank for status in read_statuses(tmp_path)] == [0, 2]
 
 
-def test_torn_and_foreign_files_are_left_out_and_unknown_fields_ignored(tmp_path: Path) -> None:
+def test_truncated_files_are_skipped_and_unknown_fields_ignored(tmp_path: Path) -> None:
     with StatusFile(tmp_path, _ranks(), Phases()):
         pass
     whole = json.loads(status_path(tmp_path, 0).read_text())

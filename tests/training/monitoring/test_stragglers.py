@@ -24,12 +24,10 @@ from training.monitoring.events import EventStream, RunStarted, StepDone, StepsA
 from training.monitoring.status import StatusFile
 from training.monitoring.stragglers import (
     CHECKS_IN_A_ROW,
-    Collective,
     CollectiveRecorder,
     Stragglers,
     at_equal_tokens,
     compare,
-    covered_seconds,
 )
 from training.parallelism.strategy import Strategy
 from training.run.phases import Phases
@@ -160,7 +158,7 @@ Page = dict[tuple[str, str], float]
 
 
 def _recorded(fields: dict[str, Any]) -> tuple[Page, int, float | None]:
-    """The counters after four steps of which each second one is looked at; bytes of the weights; seconds waited."""
+    """The counters after four steps, every second one recorded; bytes of the weights; seconds waited."""
     strategy = small_strategy(**fields)
     with closing(Exporter(TrainConfig(), here(), Phases())) as exporter:
         collectives = CollectiveRecorder(exporter, "gloo", every=2)
@@ -193,14 +191,7 @@ def test_what_fsdp_gathers_and_scatters_is_counted_too() -> None:
         assert page["calls_total", "all_gather"] > page["calls_total", "all_reduce"]
 
 
-def test_time_in_which_several_run_counts_once() -> None:
-    found = [Collective("all_reduce", 1, *times) for times in ((5.0, 6.0), (1.0, 3.0), (2.0, 2.5), (2.0, 4.0))]
-
-    assert covered_seconds(found) == pytest.approx(4.0)
-    assert covered_seconds([]) == 0
-
-
-def test_no_look_while_somebody_else_profiles_and_none_left_open() -> None:
+def test_nothing_is_recorded_while_another_profiler_is_at_work_and_no_recording_stays_open() -> None:
     with (
         closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
         closing(CollectiveRecorder(exporter, "gloo", 1)) as one,

@@ -76,7 +76,7 @@ def test_a_tracker_takes_all_figures_in_their_order(started: Callable[..., Any])
     assert said == []
 
 
-def test_a_resumed_run_goes_on_under_the_name_it_had(started: Callable[..., Any]) -> None:
+def test_a_resumed_run_continues_under_its_name(started: Callable[..., Any]) -> None:
     first, second = _Kept(), _Kept()
     started(first)[0].close(finished=False)
     started(second)[0].close(finished=True)
@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_under_the_name_it_had(started: Callable[..., Any]
     assert second.earlier == "model-1"
 
 
-def test_a_tracker_is_dropped_at_its_first_error_in_one_line(started: Callable[..., Any]) -> None:
+def test_a_tracker_is_dropped_at_its_first_error_with_one_line(started: Callable[..., Any]) -> None:
     thread, said = started(_Broken())
     for step in range(1, 100):
         thread.put({"train/loss": 1.0}, step)
@@ -111,7 +111,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     assert int(line.split()[3]) in (99, 100)
 
 
-def test_going_back_leaves_the_trackers_at_work(tmp_path: Path) -> None:
+def test_a_rollback_keeps_the_trackers_running(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     reader = Trackers(tmp_path, resume_step=0)
     [tracker] = {thread for thread in threading.enumerate() if thread.name == "tracker TensorBoard"} - threads
@@ -287,7 +287,7 @@ def _wandb_history(file: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", ["0", "7"])
-def test_a_service_that_is_down_costs_one_line_and_not_the_run(
+def test_a_service_that_is_down_prints_one_line_and_does_not_end_the_run(
     launch: Callable[..., Any], tmp_path: Path, retries: str
 ) -> None:
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
