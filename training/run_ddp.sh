@@ -55,7 +55,7 @@ done
 wait "$launcher" # once more: a signal may have cut the last one short
 code=$?
 if [ -n "$asked" ] && ! compgen -G "$logs/*/" >/dev/null; then
-  echo "Stopped before the first step, nothing to save. Start the same command again to go on."
+  echo "Stopped before the first step, nothing to save. To resume, rerun the same command."
 fi
 [ "$code" -eq 0 ] || code=$(cat "$logs"/*/exit_code 2>/dev/null || echo "${asked:-$code}")
 exit "$code"

@@ -134,7 +134,7 @@ def test_an_interrupted_job_saves_queues_again_and_goes_on_at_the_next_step(
 
     ended = slurm.wait_for_end(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
-    stopped = re.search(r"^Stopped at step (\d+), all saved", _printed(checkout, job, run=0), re.MULTILINE)
+    stopped = re.search(r"^Stopped at step (\d+); everything is saved", _printed(checkout, job, run=0), re.MULTILINE)
     assert stopped, _printed(checkout, job, run=0)
     assert f"step_{int(stopped[1]):08d} (--resume none" in _printed(checkout, job, run=1)
     assert "run0 stopped with all saved; queued again\n" in _printed(checkout, job)
@@ -170,7 +170,7 @@ def test_a_cancelled_job_saves_and_does_not_queue_again(
 
     ended = slurm.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
-    assert "all saved" in _printed(checkout, job, run=0)
+    assert "everything is saved" in _printed(checkout, job, run=0)
 
 
 @pytest.mark.slow

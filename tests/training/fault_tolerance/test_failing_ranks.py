@@ -15,7 +15,7 @@ from tests.training.checkpointing.small_saves import ALONE
 from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.fault_tolerance.failures import translate_errors
 from training.monitoring.status import read_statuses
-from training.run import trainer
+from training.run import step as step_module
 
 NO_ROOM = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error (run with NCCL_DEBUG=INFO for details)
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
@@ -40,14 +40,14 @@ def train(base_flags: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[...,
 
 def _fail_on_rank_1(rank: int, error: Exception) -> None:
     """Let one rank fail, where leaving the process group waits for the others, as NCCL's teardown does."""
-    share, calls = trainer.rank_share, itertools.count(1)
+    share, calls = step_module.rank_share, itertools.count(1)
 
     def fails(*arguments: Any, **options: Any) -> Any:
         if rank == 1 and next(calls) > 3:
             raise error
         return share(*arguments, **options)
 
-    trainer.rank_share = fails
+    step_module.rank_share = fails
     dist.destroy_process_group = lambda *group: time.sleep(3600)
 
 

@@ -14,6 +14,7 @@ from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.data import prepare
 from training.monitoring.status import read_statuses
 from training.run import finish, trainer, validation
+from training.run import step as step_module
 
 FLAGS = ("--batch_size", 8, "--save_every", 0)
 
@@ -50,7 +51,7 @@ def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
         with monkeypatch.context() as once:
             once.setattr(room, "evaluate", _ask_before_evaluation(1 if room is finish or not epochs else 2))
             assert train_here(*flags, "--output_dir", output) == 75
-        assert f"Stopped at step {steps}, all saved." in capfd.readouterr().out
+        assert f"Stopped at step {steps}; everything is saved." in capfd.readouterr().out
         assert not output.exists()
         assert len(metrics_of(tmp_path / "model.run", "epoch")) == epochs
         assert [status.state for status in read_statuses(tmp_path / "model.run")] == ["stopped"]
@@ -105,7 +106,7 @@ def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
     stopped = start_ranks("stopped", (*flags, "--output_dir", tmp_path / "model"), _one_rank_is_asked)
     alone = start_ranks("alone", (*flags, "--output_dir", tmp_path / "undisturbed"))
     assert [stopped.exit_code(rank) for rank in (0, 1)] == [0, 0]
-    assert "Stopped at step 8, all saved." in stopped.out()
+    assert "Stopped at step 8; everything is saved." in stopped.out()
 
     resumed = start_ranks("resumed", (*flags, "--output_dir", tmp_path / "model"))
 
@@ -115,14 +116,14 @@ def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
 
 def _takes_its_time_between_agreements(rank: int) -> None:
     """As on a GPU, where agreeing costs a wait for the device: not after each step. Rank 1 is the slow one."""
-    trainer.Trainer._agrees_each_step = False
-    share = trainer.rank_share
+    trainer.Trainer._syncs_each_step = False
+    share = step_module.rank_share
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.4 * rank)
         return share(*arguments, **options)
 
-    trainer.rank_share = slow
+    step_module.rank_share = slow
 
 
 def test_a_stop_does_not_wait_for_the_next_line_of_the_log(
@@ -140,5 +141,5 @@ def test_a_stop_does_not_wait_for_the_next_line_of_the_log(
     ranks.signal(1, signal.SIGTERM)
 
     assert [ranks.exit_code(rank) for rank in (0, 1)] == [0, 0]
-    stopped_at = int(ranks.out().partition("Stopped at step ")[2].partition(",")[0])
+    stopped_at = int(ranks.out().partition("Stopped at step ")[2].partition(";")[0])
     assert stopped_at - asked_at <= 8  # two seconds' worth, and what a status file is late

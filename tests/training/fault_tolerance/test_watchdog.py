@@ -14,7 +14,7 @@ import pytest
 
 from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.monitoring.status import RankStatus, read_statuses
-from training.run import trainer
+from training.run import step as step_module
 
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
 
@@ -44,25 +44,25 @@ def _status(run_dir: Path, rank: int) -> RankStatus:
 
 
 def _loop_for_ever(rank: int, busy: int = 1, steps: int = 3) -> None:
-    share, calls = trainer.rank_share, itertools.count(1)
+    share, calls = step_module.rank_share, itertools.count(1)
 
     def loops(*arguments: Any, **options: Any) -> Any:
         while rank == busy and next(calls) > steps:
             time.sleep(0.01)
         return share(*arguments, **options)
 
-    trainer.rank_share = loops
+    step_module.rank_share = loops
 
 
 def _raise(rank: int) -> None:
-    share, calls = trainer.rank_share, itertools.count(1)
+    share, calls = step_module.rank_share, itertools.count(1)
 
     def raises(*arguments: Any, **options: Any) -> Any:
         if rank == 1 and next(calls) > 3:
             raise ValueError("row 7 has no text")
         return share(*arguments, **options)
 
-    trainer.rank_share = raises
+    step_module.rank_share = raises
 
 
 def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives(
