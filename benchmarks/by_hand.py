@@ -40,8 +40,7 @@ from learn.by_hand.demonstration import largest_gap
 from learn.by_hand.shapes import draw_shapes
 from learn.cards.distributed.allreduce import all_reduce_gradients
 from training.monitoring.profiler import communication
-from training.parallelism.distributed import Ranks
-from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.distributed import Ranks, join_ranks
 
 MODULE = "benchmarks.by_hand"
 SCRIPT = "learn/by_hand/train_cifar10.py"
@@ -157,7 +156,7 @@ def variants_of(case: Case) -> dict[str, Variant]:
 
 
 def variants_rank(case: str, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    with start_ranks("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         torch.set_num_threads(1)
         return measure(ranks, CASES[case], rounds, steps)
 

@@ -25,7 +25,7 @@ from common.errors import run_command
 from training.config import TrainConfig
 from training.data.batching import MicroBatch
 from training.model.classifier import NewsClassifier
-from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.distributed import Ranks, join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.planning.layouts import Layout
 from training.planning.models import COMMON_KEYS, OWN_KEYS, ModelShape
@@ -82,14 +82,14 @@ def micro_batches_of(shape: ModelShape, layout: Layout) -> list[MicroBatch]:
     return [batch(number) for number in range(layout.accumulation)]
 
 
-def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, float]:
+def measure_memory(shape: ModelShape, layout: Layout, ranks: Ranks) -> dict[str, float]:
     """Bytes on this rank: of weights, gradients and moments, counted; and the peak of a step.
 
     The third, since DDP orders its buckets anew in the second. The peak: the tensors that are alive when the optimizer
     begins, and from there back and forth by what PyTorch's allocator gave out and took back, as the profiler saw it.
     """
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
     parameters = list(strategy.parameters.values())
     at_update: dict[str, int] = {}
 
@@ -114,21 +114,21 @@ def measure_memory(shape: ModelShape, layout: Layout, mine: Ranks) -> dict[str, 
     }
 
 
-def measure_seconds(shape: ModelShape, layout: Layout, mine: Ranks, steps: int = 7) -> dict[str, float]:
+def measure_seconds(shape: ModelShape, layout: Layout, ranks: Ranks, steps: int = 7) -> dict[str, float]:
     """The median time of a step on this rank, after two that do not count; and the machine's rates around it.
 
     A machine that others share is not equally fast all day: what a step is held to is measured before and after it.
     """
-    before = measure_rates(mine)
+    before = measure_rates(ranks)
     batches = micro_batches_of(shape, layout)
-    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), mine, layout.precision)
+    strategy = STRATEGIES[layout.strategy](model_of(shape), config_of(layout), ranks, layout.precision)
     seconds = []
     for step in range(1, steps + 3):
-        mine.barrier()
+        ranks.barrier()
         began = time.perf_counter()
         optimizer_step(strategy, batches, step, 1e-4)
         seconds.append(time.perf_counter() - began)
-    after = measure_rates(mine)
+    after = measure_rates(ranks)
     return {"seconds": median(seconds[2:])} | {name: (before[name] + after[name]) / 2 for name in before}
 
 
@@ -158,7 +158,7 @@ def _above_update(profiler: profile) -> int:
     return peak - at_update
 
 
-def measure_rates(mine: Ranks) -> dict[str, float]:
+def measure_rates(ranks: Ranks) -> dict[str, float]:
     """What this rank reaches while all others do the same: the machine's entry in the planner's table.
 
     Operations per second of a feed-forward's product and of attention's; bytes per second of a copy (read and written)
@@ -167,23 +167,23 @@ def measure_rates(mine: Ranks) -> dict[str, float]:
     left, right = torch.randn(1024, 768), torch.randn(768, 3072)
     queries, keys = torch.randn(96, 128, 64), torch.randn(96, 64, 128)
     large, number = torch.randn(16 * 2**20), torch.zeros(1)
-    hops = 2 * (mine.world_size - 1)
+    hops = 2 * (ranks.world_size - 1)
     copied = torch.empty_like(large)
     rates = {
-        "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, mine),
-        "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, mine),
-        "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), mine),
+        "flops": 2 * 1024 * 768 * 3072 / _seconds(lambda: left @ right, ranks),
+        "attention_flops": 2 * 96 * 128 * 128 * 64 / _seconds(lambda: queries @ keys, ranks),
+        "memory": 2 * large.nbytes / _seconds(lambda: copied.copy_(large), ranks),
     }
     if hops:
-        rates["latency"] = _seconds(lambda: mine.sum_(number), mine) / hops
-        rates["link"] = large.nbytes * hops / mine.world_size / _seconds(lambda: mine.sum_(large), mine)
+        rates["latency"] = _seconds(lambda: ranks.sum_(number), ranks) / hops
+        rates["link"] = large.nbytes * hops / ranks.world_size / _seconds(lambda: ranks.sum_(large), ranks)
     return rates
 
 
-def _seconds(work: Callable[[], object], mine: Ranks, repeats: int = 15) -> float:
+def _seconds(work: Callable[[], object], ranks: Ranks, repeats: int = 15) -> float:
     taken = []
     for _ in range(repeats):
-        mine.barrier()
+        ranks.barrier()
         began = time.perf_counter()
         work()
         taken.append(time.perf_counter() - began)
@@ -200,20 +200,20 @@ def main() -> None:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("asked", type=json.loads, metavar="JSON", help="shape and layout")
     flags = parser.parse_args()
-    with ranks("cpu") as mine:
+    with join_ranks("cpu") as ranks:
         torch.set_num_threads(1)
         shape, layout = ModelShape(**flags.asked["shape"]), Layout(**flags.asked["layout"])
-        found = MEASURES[flags.what](shape, layout, mine)
-        everywhere = _of_all_ranks(found, mine)
-        if mine.is_first:
+        found = MEASURES[flags.what](shape, layout, ranks)
+        everywhere = _of_all_ranks(found, ranks)
+        if ranks.is_first:
             worst = {name: min if name in RATES else max for name in found}
             print(json.dumps({name: worst[name](one[name] for one in everywhere) for name in found}))
 
 
-def _of_all_ranks(found: dict[str, float], mine: Ranks) -> list[dict[str, float]]:
-    if not mine.is_distributed:
+def _of_all_ranks(found: dict[str, float], ranks: Ranks) -> list[dict[str, float]]:
+    if not ranks.is_distributed:
         return [found]
-    everywhere: list[Any] = [None] * mine.world_size
+    everywhere: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(everywhere, found)
     return everywhere
 

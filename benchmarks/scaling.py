@@ -31,7 +31,7 @@ from training.data.batching import LengthBucketSampler, rank_share
 from training.data.dataset import SAMPLE
 from training.model.classifier import NewsClassifier
 from training.parallelism.blocks import length_multiple
-from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.distributed import join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.strategy import Strategy
 from training.run.step import optimizer_step
@@ -91,7 +91,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
     transformers_logging.set_verbosity_error()
     config = TrainConfig(seed=SEED, device="cpu", max_length=MAX_LENGTH, **fields)
     workload = read_workload(Path(folder))
-    with start_ranks(config.device) as ranks:
+    with join_ranks(config.device) as ranks:
         model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
         strategy = STRATEGIES[config.strategy](model, config, ranks, "fp32")
         # Bytes are counted when the optimizer steps: only then are gradients and moments all there, and sharded
@@ -106,7 +106,7 @@ def step_rank(folder: str, fields: dict[str, Any], steps: int) -> dict[str, Any]
             if step == WARMUP_STEPS + 1:
                 ranks.barrier()
                 began = time.perf_counter()
-            share = rank_share(workload.timed, batch, strategy.place, config.gradient_accumulation, **shape)
+            share = rank_share(workload.timed, batch, strategy.data_shard, config.gradient_accumulation, **shape)
             optimizer_step(strategy, share, step, learning_rate=2e-5)
         ranks.barrier()
         return {"seconds": time.perf_counter() - began, "rows": steps * GLOBAL_BATCH, **held}

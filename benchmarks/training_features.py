@@ -46,7 +46,7 @@ from training.monitoring.events import Event, EventStream, StepsAgreed, StepStar
 from training.monitoring.replicas import first_difference
 from training.monitoring.run_folder import restart_split
 from training.monitoring.status import read_statuses
-from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.distributed import join_ranks
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 from training.run.quiet import quiet_libraries
@@ -272,13 +272,13 @@ def save_rank(folder: str, rounds: int, steps: int, rows: int, tokens: int) -> d
     config = TrainConfig(seed=SEED, device="cpu", keep_last=1)
     names = {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
     found: dict[str, Any] = {"quiet": [], "disturbed": []}
-    with start_ranks(config.device) as ranks:
+    with join_ranks(config.device) as ranks:
         torch.manual_seed(SEED)
         strategy = STRATEGIES[config.strategy](
             random_classifier(DistilBertConfig(**names), LABELS), config, ranks, "fp32"
         )
         saver = Saver(config, ranks, open_location(folder), print)
-        batch = random_batch(rows * ranks.world_size, tokens, strategy.place)
+        batch = random_batch(rows * ranks.world_size, tokens, strategy.data_shard)
         num_steps = 0
 
         def step() -> float:
@@ -635,7 +635,7 @@ def observed_rank(flags: list[str]) -> dict[str, Any]:
     config = parse_config(flags)
     # The trainer creates its event stream itself, so the class is replaced.
     training.run.trainer.EventStream = TimedStream
-    with start_ranks(config.device) as ranks:
+    with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         trainer.fit()
         context = trainer.context

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.processes import Layout, run_ranks
 from training.config import parse_config
 from training.monitoring.events import read_metrics
-from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
 
 
@@ -25,7 +25,7 @@ def train_rank(flags: list[str], slowdown: int = 1) -> dict[str, Any]:
         given without compression; ``records``, rank 0's metrics.jsonl; and the most memory that the process held.
     """
     config = parse_config(flags)
-    with start_ranks(config.device) as ranks:
+    with join_ranks(config.device) as ranks:
         trainer = Trainer(config, ranks)
         strategy = trainer.context.strategy
         if ranks.rank == ranks.world_size - 1 and slowdown > 1:

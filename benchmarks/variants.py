@@ -26,15 +26,14 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
 from training.config import TrainConfig
-from training.data.batching import DataPlace, LengthBucketSampler, pad, rank_share
+from training.data.batching import DataShard, LengthBucketSampler, pad, rank_share
 from training.data.tokenized import TokenizedRows
 from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
 from training.model.precision import DTYPES
 from training.parallelism.ddp import DDPStrategy
-from training.parallelism.distributed import Ranks
-from training.parallelism.distributed import ranks as start_ranks
+from training.parallelism.distributed import Ranks, join_ranks
 from training.run.state import AverageMeter
 from training.run.step import StepLog, StepRecord, optimizer_step
 
@@ -76,7 +75,7 @@ def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
     """Warm up on other rows with another copy of the model, then time an epoch."""
     transformers_logging.set_verbosity_error()
     workload = read_workload(Path(folder))
-    with start_ranks("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         # The warm-up trains a copy of the model that is thrown away: the timed epoch starts from the written weights,
         # with allocator, thread pools and connections warm.
         VARIANTS[variant].run(workload, workload.warmup, ranks)
@@ -87,7 +86,7 @@ def epoch_rank(folder: str, variant: str) -> dict[str, Any]:
 
 def matmul_rank(precision: str) -> dict[str, Any]:
     """The best rate of a square matrix product, all ranks multiplying at the same time."""
-    with start_ranks("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(DTYPES[precision]) for _ in range(2))
         out = left @ right
         best = float("inf")
@@ -181,7 +180,7 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = rank_share(rows, batch, DataPlace(ranks.rank, ranks.world_size))
+        micro_batches = rank_share(rows, batch, DataShard(ranks.rank, ranks.world_size))
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = optimizer_step(strategy, micro_batches, step, learning_rate)

@@ -89,7 +89,7 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def only_run_in(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
+def lock_run_folder(folder: Path, flag: str = "--output_dir") -> Iterator[None]:
     """Lock the folder that ``flag`` names for this process; the lock ends with the process, even if that is killed.
 
     Raises:

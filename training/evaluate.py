@@ -29,12 +29,12 @@ def main() -> None:
     options = parser.parse_args()
     # PyTorch takes seconds to import, so check the flags first.
     from training.evaluation.evaluator import evaluate_saved
-    from training.parallelism.distributed import ranks
+    from training.parallelism.distributed import join_ranks
 
-    with ranks(options.device) as mine:
+    with join_ranks(options.device) as ranks:
         columns = (options.text_column, options.label_column)
-        metrics = evaluate_saved(options.model, options.dataset, mine, columns, quiet=options.json)
-        if mine.is_first:
+        metrics = evaluate_saved(options.model, options.dataset, ranks, columns, quiet=options.json)
+        if ranks.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))
             if not options.json:
                 print(f"\nNext: python -m inference.export {shlex.quote(str(options.model))}")

@@ -12,7 +12,7 @@ from training.fault_tolerance.restarts import (
     begin,
     end_on_ctrl_c,
     exit_if_already_failed,
-    settled,
+    finalize_exit_code,
     stop_with_launcher,
     stopped_exit_code,
 )
@@ -31,7 +31,7 @@ def main() -> int:
     """Parse, join the process group, train; returns the exit code."""
     # DeepSpeed's launcher adds a flag that repeats the environment.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
-    with settled():
+    with finalize_exit_code():
         with rank0_only_output():
             config = parse_config(arguments, description=__doc__)
         # PyTorch takes seconds to import, so check the flags first.
@@ -45,14 +45,16 @@ def main() -> int:
 def train(config: TrainConfig) -> bool:
     """Join the process group and train; returns whether the run is finished, not stopped."""
     from training.fault_tolerance.interruption import Interruption
-    from training.parallelism.distributed import ranks
+    from training.parallelism.distributed import join_ranks
     from training.run.trainer import Trainer
 
     with (
-        ranks(config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout) as mine,
-        Interruption(config.not_saved_exit_code, is_first=mine.is_first) as interruption,
+        join_ranks(
+            config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout
+        ) as ranks,
+        Interruption(config.not_saved_exit_code, is_first=ranks.is_first) as interruption,
     ):
-        trainer = Trainer(config, mine, interruption)
+        trainer = Trainer(config, ranks, interruption)
         begin()
         return trainer.fit() is not None
 

@@ -22,11 +22,11 @@ def main() -> int:
     config = parse_config(sys.argv[1:], description=__doc__)
     # PyTorch takes seconds to import, so check the flags first.
     from training.fault_tolerance.interruption import Interruption
-    from training.parallelism.distributed import ranks
+    from training.parallelism.distributed import join_ranks
     from training.run.trainer import Trainer
 
     with (
-        ranks(config.device, use_process_group=False) as alone,
+        join_ranks(config.device, use_process_group=False) as alone,
         Interruption(config.not_saved_exit_code, is_first=True) as interruption,
     ):
         model_folder = Trainer(config, alone, interruption).fit()

@@ -17,7 +17,7 @@ if not __package__:  # started by path: the imports below need the repository
 from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
 from deployment.ray.cluster import check_room, connect
 from training.config import TrainConfig, parse_config
-from training.parallelism.distributed import group_backend, ranks, start_timeout
+from training.parallelism.distributed import group_backend, join_ranks, start_timeout
 from training.run.trainer import Trainer
 
 
@@ -89,9 +89,9 @@ def _train_in_worker(task: dict[str, Any]) -> dict[str, Any]:
     config: TrainConfig = task["config"]
     if Path(task["folder"]).is_dir():  # relative paths mean what they mean where the command was typed
         os.chdir(task["folder"])
-    with ranks(task["device"]) as mine:
+    with join_ranks(task["device"]) as ranks:
         try:
-            folder = Trainer(config, mine).fit()
+            folder = Trainer(config, ranks).fit()
         except UserError as error:
             # All ranks agree on it, and another start would end the same: an answer, no failure to recover from.
             return {"error": str(error), "code": error.code}

@@ -40,37 +40,37 @@ TOLERANCE = 1e-12  # what rounding can do
 Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
 
 
-def show(mine: Ranks) -> None:
+def show(ranks: Ranks) -> None:
     """Print a row for each step, of rank 0's losses and the largest differences on any rank.
 
     Raises:
         TrainingFailure: they differ by more than rounding.
     """
-    say: Callable[[str], None] = print if mine.is_first else lambda _: None
+    say: Callable[[str], None] = print if ranks.is_first else lambda _: None
     say("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
     widest = 0.0
-    for step, row in enumerate(compare(mine), start=1):
-        rows = mine.gather(row)
+    for step, row in enumerate(compare(ranks), start=1):
+        rows = ranks.gather(row)
         gradients, weights = max(row[2] for row in rows), max(row[3] for row in rows)
         say(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
         widest = max(widest, weights)
     if widest > TOLERANCE:
         raise TrainingFailure(
-            f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not mine.is_first, code="replicas-differ"
+            f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not ranks.is_first, code="replicas-differ"
         )
     say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for rounding, {widest:.1e} at most"))
 
 
-def compare(mine: Ranks) -> Iterator[Row]:
+def compare(ranks: Ranks) -> Iterator[Row]:
     """Take a step in both ways, and say what came of it."""
-    torch.manual_seed(mine.rank)  # the ranks start apart: both ways must bring them together
+    torch.manual_seed(ranks.rank)  # the ranks start apart: both ways must bring them together
     by_hand = CNN(width=8).double()
     in_ddp = copy.deepcopy(by_hand)
     broadcast_parameters(by_hand)
     ddp = DistributedDataParallel(in_ddp)
     optimizers = [SGD(model.parameters(), lr=0.01, momentum=0.9) for model in (by_hand, in_ddp)]
-    images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * mine.world_size, seed=0))
-    sampler = DistributedSampler(images, mine.world_size, mine.rank)
+    images = Split(*draw_shapes(STEPS * ROWS_PER_RANK * ranks.world_size, seed=0))
+    sampler = DistributedSampler(images, ranks.world_size, ranks.rank)
     for pixels, labels in training_batches(images, sampler, ROWS_PER_RANK, seed=0):
         losses = [F.cross_entropy(model(pixels.double()), labels) for model in (by_hand, ddp)]
         for optimizer, loss in zip(optimizers, losses, strict=True):

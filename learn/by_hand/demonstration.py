@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from common.errors import UserError, run_command
-from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.distributed import Ranks, join_ranks
 
 MOST_RANKS = 16  # a wider table is no longer read
 
@@ -19,15 +19,15 @@ def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
     """
 
     def main() -> None:
-        with ranks("cpu") as mine:
-            if not 2 <= mine.world_size <= MOST_RANKS:
+        with join_ranks("cpu") as ranks:
+            if not 2 <= ranks.world_size <= MOST_RANKS:
                 raise UserError(
-                    f"{script} on {mine.world_size} rank{'s' * (mine.world_size > 1)}: it shows 2 to {MOST_RANKS}; "
+                    f"{script} on {ranks.world_size} rank{'s' * (ranks.world_size > 1)}: it shows 2 to {MOST_RANKS}; "
                     f"start it with torchrun --standalone --nproc_per_node=4 {script}",
-                    quiet=not mine.is_first,
+                    quiet=not ranks.is_first,
                     code="torchrun-needed",
                 )
-            show(mine)
+            show(ranks)
 
     run_command(main)
 

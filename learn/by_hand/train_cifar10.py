@@ -29,7 +29,7 @@ from learn.by_hand.cnn import CNN
 from learn.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
 from training.fault_tolerance.interruption import run_rank
 from training.monitoring.records import format_time
-from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.distributed import Ranks, join_ranks
 
 # Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -41,15 +41,16 @@ def main() -> None:
         options = _parse()
     if "RANK" not in os.environ:
         os.environ |= ALONE
-    with ranks(options.device) as mine:
-        if options.batch_size % mine.world_size:
-            complaint = f"--batch_size {options.batch_size}: must be a multiple of the {mine.world_size} ranks"
-            raise UserError(complaint, quiet=not mine.is_first, code="uneven-split")
+    with join_ranks(options.device) as ranks:
+        if options.batch_size % ranks.world_size:
+            complaint = f"--batch_size {options.batch_size}: must be a multiple of the {ranks.world_size} ranks"
+            raise UserError(complaint, quiet=not ranks.is_first, code="uneven-split")
         load = partial(load_images, options.data)
-        train(mine.local_rank0_first(load) if options.data == "cifar10" else mine.run_on_all_ranks(load), options, mine)
+        data = ranks.local_rank0_first(load) if options.data == "cifar10" else ranks.run_on_all_ranks(load)
+        train(data, options, ranks)
 
 
-def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
+def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
     """Train for some epochs, of which rank 0 prints a line each; returns the model.
 
     Raises:
@@ -58,43 +59,43 @@ def train(data: ImageData, options: Namespace, mine: Ranks) -> nn.Module:
     steps = len(data.train) // options.batch_size
     if not steps:
         complaint = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
-        raise UserError(complaint, quiet=not mine.is_first, code="rows-too-few")
-    rows_per_rank = options.batch_size // mine.world_size
+        raise UserError(complaint, quiet=not ranks.is_first, code="rows-too-few")
+    rows_per_rank = options.batch_size // ranks.world_size
     # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
-    torch.manual_seed(options.seed + mine.rank)
-    model = CNN(len(data.classes)).to(mine.device)
+    torch.manual_seed(options.seed + ranks.rank)
+    model = CNN(len(data.classes)).to(ranks.device)
     broadcast_parameters(model)
     optimizer = AdamW(model.parameters(), options.learning_rate)
     schedule = one_cycle(optimizer, options.epochs * steps)
-    train_sampler = DistributedSampler(data.train, mine.world_size, mine.rank, seed=options.seed)
-    test_sampler = DistributedSampler(data.test, mine.world_size, mine.rank, shuffle=False)
+    train_sampler = DistributedSampler(data.train, ranks.world_size, ranks.rank, seed=options.seed)
+    test_sampler = DistributedSampler(data.test, ranks.world_size, ranks.rank, shuffle=False)
     for epoch in range(1, options.epochs + 1):
         began = time.perf_counter()
         train_sampler.set_epoch(epoch)
         batches = training_batches(data.train, train_sampler, rows_per_rank, options.seed)
-        loss = train_epoch(model, batches, optimizer, schedule, mine)
-        accuracy = evaluate(model, evaluation_batches(data.test, test_sampler, rows_per_rank), mine.device)
-        if mine.is_first:
+        loss = train_epoch(model, batches, optimizer, schedule, ranks)
+        accuracy = evaluate(model, evaluation_batches(data.test, test_sampler, rows_per_rank), ranks.device)
+        if ranks.is_first:
             took = format_time(time.perf_counter() - began)
             print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
     return model
 
 
 def train_epoch(
-    model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, mine: Ranks
+    model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, ranks: Ranks
 ) -> float:
     """One step a batch; returns the mean loss of the global batches."""
     model.train()
     losses = []
     for images, labels in batches:
-        loss = F.cross_entropy(model(images.to(mine.device)), labels.to(mine.device))
+        loss = F.cross_entropy(model(images.to(ranks.device)), labels.to(ranks.device))
         optimizer.zero_grad()
         loss.backward()
         average_gradients(model)
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
-    return mine.sum_(torch.stack(losses).mean()).item() / mine.world_size
+    return ranks.sum_(torch.stack(losses).mean()).item() / ranks.world_size
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import OneLineParser, UserError, positive, run_command
-from common.files import only_run_in
+from common.files import lock_run_folder
 
 # What brings PyTorch along is imported where it is used: --help and a wrong flag take no seconds.
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def main() -> None:
         raise UserError(
             f"--output {flags.output}: cannot be written ({error.strerror})", code="not-writable"
         ) from error
-    with only_run_in(flags.output, "--output"):
+    with lock_run_folder(flags.output, "--output"):
         {"run": run, "serve": serve}[flags.command](flags)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from common.errors import ForeseenError, first_line
 from learn.checking.exercises import EXERCISES
 from learn.checking.solution import Misfit, load_function
-from training.parallelism.distributed import ranks, use_loopback
+from training.parallelism.distributed import join_ranks, use_loopback
 
 READY = b"ready"
 LATE_SECONDS = 0.1  # who does not wait for rank 0 has returned by then
@@ -65,11 +65,11 @@ class Rank:
         """Join the group, call the function, and stay: the other ranks may be in a collective with this one."""
         threading.Thread(target=self._obey, daemon=True).start()
         try:
-            with ranks("cpu") as mine:
-                mine.barrier()
+            with join_ranks("cpu") as ranks:
+                ranks.barrier()
                 self.pipe.send_bytes(READY)
                 # A collective that was begun and not waited for would be done in time, by luck, were nobody late.
-                time.sleep(LATE_SECONDS if mine.is_first else 0)
+                time.sleep(LATE_SECONDS if ranks.is_first else 0)
                 self._tell(self._call(name))
                 threading.Event().wait()
         except ForeseenError as error:

@@ -14,7 +14,7 @@ import torch
 from common.errors import UserError
 from training.config import TrainConfig, parse_config
 from training.evaluation.evaluator import evaluate_saved
-from training.parallelism.distributed import Ranks, ranks
+from training.parallelism.distributed import Ranks, join_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAINING = REPOSITORY / "training"
@@ -96,7 +96,7 @@ def test_run_ddp_passes_on_help_and_refuses_no_processes(start: Start) -> None:
 @pytest.fixture
 def alone() -> Iterator[Ranks]:
     threads = torch.get_num_threads()
-    with ranks("cpu", use_process_group=False) as mine:
+    with join_ranks("cpu", use_process_group=False) as mine:
         yield mine
     torch.set_num_threads(threads)
 

@@ -397,10 +397,10 @@ def test_without_a_network_what_is_in_the_cache_is_used(
 PREPARE = """
 import os
 from training.config import TrainConfig
-from training.parallelism.distributed import ranks, use_loopback
+from training.parallelism.distributed import join_ranks, use_loopback
 from training.data.prepare import prepare_model, prepare_news
 use_loopback()
-with ranks("cpu") as mine:
+with join_ranks("cpu") as mine:
     config = TrainConfig(dataset="ag_news", model="acme/tiny-encoder", max_length=16, cache_dir=os.environ["CACHE"])
     news = prepare_news(config, mine, print)
     print(len(news.train_index), prepare_model(config, mine, news.tokens, print).network.num_parameters())

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter, StorageReader, StorageWriter
 
-from common.files import move_aside, nearest_folder, only_run_in, sync_folder, write_json, write_whole
+from common.files import lock_run_folder, move_aside, nearest_folder, sync_folder, write_json, write_whole
 from training.checkpointing.safe_reading import SafeReader
 from training.checkpointing.storage import LATEST, MANIFEST, Storage, free_name, manifest_of
 
@@ -24,9 +24,9 @@ class LocalStorage(Storage):
         self.folder = folder
         self.location = str(folder)
 
-    def alone(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         _make_folder(self.folder)
-        return only_run_in(self.folder, "--checkpoint_dir")
+        return lock_run_folder(self.folder, "--checkpoint_dir")
 
     def begin(self, step: int) -> None:
         self.discard(step)

@@ -64,7 +64,7 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
     return Chunk(name, tuple(offsets), tuple(shape), tuple(tensor.shape), tensor.dtype)
 
 
-def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
     """Assign every piece to one of the ranks that hold it: the largest first, to the rank that has the least so far.
 
     Args:
@@ -79,7 +79,7 @@ def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
             if chunk.num_bytes:  # an uneven split leaves the last ranks nothing
                 holders.setdefault(chunk, []).append(rank)
     loads, owned = [0] * len(held), [[] for _ in held]
-    for chunk in sorted(holders, key=lambda chunk: _urgency(chunk, len(holders[chunk]))):
+    for chunk in sorted(holders, key=lambda chunk: _write_order(chunk, len(holders[chunk]))):
         for piece in chunk.pieces():
             rank = min(holders[chunk], key=loads.__getitem__)
             loads[rank] += piece.num_bytes
@@ -87,7 +87,7 @@ def share_out(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
     return owned
 
 
-def _urgency(chunk: Chunk, num_holders: int) -> tuple[object, ...]:
+def _write_order(chunk: Chunk, num_holders: int) -> tuple[object, ...]:
     """Chunks that only one rank can write come first, so that the others can make up for them; then by size."""
     return num_holders > 1, -chunk.num_bytes, chunk.name, chunk.offsets
 
@@ -105,5 +105,5 @@ class Ownership:
         held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
         if self.ranks.any(held != self._held):
             self._held = held
-            self._owned = share_out(self.ranks.gather(held))[self.ranks.rank]
+            self._owned = assign_pieces(self.ranks.gather(held))[self.ranks.rank]
         return self._owned

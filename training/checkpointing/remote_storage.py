@@ -83,7 +83,7 @@ class RemoteStorage(Storage):
     def move_aside(self, path: str) -> str:
         """An object store cannot rename, so the checkpoint is copied and then removed."""
         number, sizes = 1, self._sizes(path)
-        with self._answering():
+        with self._drivers_raise_os_errors():
             while self.files.exists(target := f"{path}.{number}"):
                 number += 1
             for name in sorted(sizes, key=lambda name: name == MANIFEST):
@@ -95,7 +95,7 @@ class RemoteStorage(Storage):
         self._put(f"{self.location}/{name}", b"\n")
 
     def sees_probe(self, name: str) -> bool:
-        with self._answering():
+        with self._drivers_raise_os_errors():
             return self.files.exists(f"{self.location}/{name}")
 
     def remove_probe(self, name: str) -> None:
@@ -117,30 +117,30 @@ class RemoteStorage(Storage):
         return folders
 
     def _sizes(self, path: str) -> dict[str, int]:
-        with self._answering():
+        with self._drivers_raise_os_errors():
             start = len(self.files._strip_protocol(path)) + 1
             return {name[start:]: file["size"] for name, file in self.files.find(path, detail=True).items()}
 
     def _sha256(self, path: str, name: str) -> str:
-        with self._answering(), self.files.open(f"{path}/{name}", "rb", block_size=BLOCK_BYTES) as file:
+        with self._drivers_raise_os_errors(), self.files.open(f"{path}/{name}", "rb", block_size=BLOCK_BYTES) as file:
             sha256 = hashlib.sha256()
             while data := file.read(BLOCK_BYTES):
                 sha256.update(data)
             return sha256.hexdigest()
 
     def _read(self, path: str, name: str) -> bytes:
-        with self._answering():
+        with self._drivers_raise_os_errors():
             return self.files.cat_file(f"{path}/{name}")
 
     def _put(self, path: str, data: bytes) -> None:
-        with self._answering():
+        with self._drivers_raise_os_errors():
             self.files.pipe_file(path, data)
 
     def _put_whole(self, path: str, data: bytes) -> None:
         """Upload so that readers see all of a file or nothing; some drivers send a file in several pieces."""
         aside = f"{path}.tmp"
         self._put(aside, data)
-        with self._answering():
+        with self._drivers_raise_os_errors():
             self.files.mv(aside, path)
 
     def _remove(self, name: str) -> None:
@@ -150,11 +150,11 @@ class RemoteStorage(Storage):
             self._delete(f"{path}/{file}")
 
     def _delete(self, path: str) -> None:
-        with self._answering():
+        with self._drivers_raise_os_errors():
             self.files.rm_file(path)
 
     @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _drivers_raise_os_errors(self) -> Iterator[None]:
         """Turn the exceptions of drivers, which all have their own, into OSError."""
         try:
             yield

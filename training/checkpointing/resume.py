@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import move_aside, only_run_in
+from common.files import lock_run_folder, move_aside
 from training.checkpointing.places import open_location
 from training.checkpointing.saver import STATE_FILE
 from training.checkpointing.sharded import SavedShards
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig, on_resume
-from training.data.batching import DataPlace
+from training.data.batching import DataShard
 from training.fault_tolerance.restarts import has_begun
 from training.parallelism.distributed import Ranks
 
@@ -33,7 +33,7 @@ class Resumed:
 def find_resume_point(
     config: TrainConfig,
     ranks: Ranks,
-    place: DataPlace,
+    data_shard: DataShard,
     storage: Storage,
     data_key: str,
     say: Callable[[str], None],
@@ -52,12 +52,12 @@ def find_resume_point(
         # `--resume none`; the second must not throw away what the first has trained.
         begun = ranks.any(has_begun())  # each launcher only knows its own attempts
         if config.resume == "none" and not begun:
-            ranks.run_on_all_ranks(lambda: _start_anew(config, storage, say) if ranks.is_first else None)
+            ranks.run_on_all_ranks(lambda: _start_from_scratch(config, storage, say) if ranks.is_first else None)
             return None
         resumed = _choose(config.resume, begun, ranks, storage, say)
         if resumed is None:
             return None
-        ranks.run_on_all_ranks(lambda: _check_same_run(config, place, resumed, data_key))
+        ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, data_key))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
         hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts from scratch"
@@ -125,7 +125,7 @@ def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
     """
 
     def look() -> dict[int, str]:
-        with _answering(storage):
+        with _unreachable_is_user_error(storage):
             return storage.steps() if ranks.is_first else {}
 
     return ranks.broadcast(ranks.run_on_all_ranks(look))
@@ -141,7 +141,7 @@ def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[s
     """
 
     def move() -> None:
-        with _answering(storage):
+        with _unreachable_is_user_error(storage):
             for later, path in sorted(storage.steps().items()):
                 if later > step:
                     say(f"Moved the later checkpoint {path} to {storage.move_aside(path)}")
@@ -179,18 +179,18 @@ def find_shared_damage(path: str, ranks: Ranks) -> str | None:
     return next((damage for damage in found if damage), None)
 
 
-def global_batch_size(config: TrainConfig, place: DataPlace, resumed: Resumed | None) -> tuple[int, int]:
+def global_batch_size(config: TrainConfig, data_shard: DataShard, resumed: Resumed | None) -> tuple[int, int]:
     """Rows per global batch, and the micro-batches per rank and step.
 
     A resumed run keeps its global batch size on any number of ranks. Micro-batches stay at ``batch_size`` rows or less;
     a pipeline keeps their number, or takes a multiple of its ranks, which every schedule accepts.
     """
     if resumed is None:
-        return config.batch_size * place.size * config.gradient_accumulation, config.gradient_accumulation
+        return config.batch_size * data_shard.size * config.gradient_accumulation, config.gradient_accumulation
     size = resumed.state["global_batch_size"]
-    accumulation = max(1, -(-size // (place.size * config.batch_size)))
-    if place.stages > 1 and accumulation != config.gradient_accumulation:
-        accumulation = -(-accumulation // place.stages) * place.stages
+    accumulation = max(1, -(-size // (data_shard.size * config.batch_size)))
+    if data_shard.stages > 1 and accumulation != config.gradient_accumulation:
+        accumulation = -(-accumulation // data_shard.stages) * data_shard.stages
     return size, accumulation
 
 
@@ -199,7 +199,7 @@ def _storage_of(path: str) -> Storage:
 
 
 @contextlib.contextmanager
-def _answering(storage: Storage) -> Iterator[None]:
+def _unreachable_is_user_error(storage: Storage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -212,17 +212,17 @@ def _answering(storage: Storage) -> Iterator[None]:
 def _hold(config: TrainConfig, storage: Storage, stack: contextlib.ExitStack) -> None:
     """Lock the run, so that nothing is moved while another process still writes it."""
     if config.run_dir.is_dir():
-        stack.enter_context(only_run_in(config.run_dir))
-    with _answering(storage):
+        stack.enter_context(lock_run_folder(config.run_dir))
+    with _unreachable_is_user_error(storage):
         if storage.steps():
-            stack.enter_context(storage.alone())
+            stack.enter_context(storage.lock())
 
 
-def _start_anew(config: TrainConfig, storage: Storage, say: Callable[[str], None]) -> None:
+def _start_from_scratch(config: TrainConfig, storage: Storage, say: Callable[[str], None]) -> None:
     if config.run_dir.exists():
         say(f"Moved the earlier run to {move_aside(config.run_dir)}")
     # Checkpoints in another folder must go too, or a later run would take them for its own.
-    with _answering(storage):
+    with _unreachable_is_user_error(storage):
         for path in storage.steps().values():
             say(f"Moved the earlier checkpoint {path} to {storage.move_aside(path)}")
 
@@ -257,7 +257,7 @@ def _absolute(asked: str) -> str:
     return asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
 
 
-def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, data_key: str) -> None:
+def _check_same_run(config: TrainConfig, data_shard: DataShard, resumed: Resumed, data_key: str) -> None:
     state = resumed.state
     before, now = state["config"] | {"clean": _cleaning(state["config"])}, config.model_dump(mode="json")
     differing = [
@@ -265,7 +265,7 @@ def _check_same_run(config: TrainConfig, place: DataPlace, resumed: Resumed, dat
         for name, value in now.items()
         if on_resume(name) == "same" and before.get(name) != value
     ]
-    asked = config.batch_size * place.size * config.gradient_accumulation
+    asked = config.batch_size * data_shard.size * config.gradient_accumulation
     same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")

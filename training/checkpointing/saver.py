@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import StorageWriter
 
 from common.errors import TrainingFailure
 from training.checkpointing.ownership import Ownership
-from training.checkpointing.sharded import StagedPlanner, Staging, reason_of, writer_with_clear_errors
+from training.checkpointing.sharded import StagedPlanner, Staging, error_reason, writer_with_clear_errors
 from training.checkpointing.storage import Storage
 from training.config import TrainConfig
 from training.monitoring import SavedCheckpoint
@@ -256,7 +256,7 @@ class Saver:
             )
         except dcp.CheckpointException as error:
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            raise SaveFailed(rank, reason_of(cause)) from error
+            raise SaveFailed(rank, error_reason(cause)) from error
         # 3. Every rank syncs and hashes its file, and all hashes reach rank 0.
         files = {name: entry for part in self._together(lambda: self._files(order)) for name, entry in part.items()}
         # 4. Only now, with all files on disk, rank 0 writes the manifest and renames the folder: the commit. A process
@@ -288,7 +288,7 @@ class Saver:
         try:
             result = work()
         except Exception as error:  # of any kind: the other ranks are waiting for an answer
-            reason = reason_of(error)
+            reason = error_reason(error)
         answers = [(result, reason)]
         if self.group:
             answers *= self.ranks.world_size

@@ -82,22 +82,22 @@ def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
     driver's error cannot be pickled, this rank would fail while the others wait for it.
     """
 
-    def telling(work: Callable[..., Any]) -> Callable[..., Any]:
+    def with_clear_errors(work: Callable[..., Any]) -> Callable[..., Any]:
         def tell(*arguments: Any, **named: Any) -> Any:
             try:
                 return work(*arguments, **named)
             except Exception as error:
                 hidden = error.__context__ if isinstance(error, RuntimeError) else None
-                raise OSError(reason_of(hidden if isinstance(hidden, OSError) else error)) from None
+                raise OSError(error_reason(hidden if isinstance(hidden, OSError) else error)) from None
 
         return tell
 
     for name in ("prepare_local_plan", "write_data", "finish"):
-        setattr(writer, name, telling(getattr(writer, name)))
+        setattr(writer, name, with_clear_errors(getattr(writer, name)))
     return writer
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return first_line(error)
@@ -119,7 +119,7 @@ class SavedShards:
         self.plain = plain
         self.location = location
         self._reader = reader
-        self._metadata = self._explained(reader.read_metadata)
+        self._metadata = self._or_user_error(reader.read_metadata)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     @property
@@ -140,10 +140,10 @@ class SavedShards:
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(wanted), self._metadata, is_coordinator=True)
-        plan = self._explained(planner.create_local_plan)
-        self._explained(lambda: self._reader.read_data(plan, planner).wait())
+        plan = self._or_user_error(planner.create_local_plan)
+        self._or_user_error(lambda: self._reader.read_data(plan, planner).wait())
 
-    def _explained(self, work: Any) -> Any:
+    def _or_user_error(self, work: Any) -> Any:
         try:
             return work()
         except Exception as error:  # of the storage's driver, of a pickle, of torch: all mean the same to the user

@@ -42,7 +42,7 @@ class Storage(ABC):
 
     location: str
 
-    def alone(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the storage for this run, if it can be locked.
 
         Raises:

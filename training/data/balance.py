@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from training.data.batching import DataPlace, MicroBatch
+from training.data.batching import DataShard, MicroBatch
 from training.parallelism.distributed import Ranks
 
 # The first step pays for one-time work. After a few steps the ranks compare speeds, then again now and then.
@@ -34,13 +34,18 @@ class Balance:
     Args:
         model: its forward passes are timed on this rank during training; None keeps all shares equal.
         ranks: all of them call :meth:`step_done` after the same steps.
-        place: this rank's share.
+        data_shard: this rank's share.
         least_share: of a global batch, for the slowest rank.
         say: prints a line on rank 0.
     """
 
     def __init__(
-        self, model: nn.Module | None, ranks: Ranks, place: DataPlace, least_share: float, say: Callable[[str], None]
+        self,
+        model: nn.Module | None,
+        ranks: Ranks,
+        data_shard: DataShard,
+        least_share: float,
+        say: Callable[[str], None],
     ) -> None:
         self.ranks = ranks
         self.least_share = least_share
@@ -48,7 +53,7 @@ class Balance:
         self.speeds: list[float] | None = None
         self.steps = 0
         self.cells = 0
-        self.stopwatch = Stopwatch(model, ranks.device) if model is not None and place.size > 1 else None
+        self.stopwatch = Stopwatch(model, ranks.device) if model is not None and data_shard.size > 1 else None
 
     def step_done(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Record what this rank computed in a step; now and then, compute new shares with the other ranks."""
@@ -57,12 +62,12 @@ class Balance:
         self.steps += 1
         self.cells += sum(batch.input_ids.numel() for batch in micro_batches)
         if self.steps == SKIPPED_STEPS:
-            self._start_anew()
+            self._restart_measurement()
         elif self.steps == FIRST_LOOK or self.steps % STEPS_BETWEEN_LOOKS == 0:
             self.agree(self.cells, self.stopwatch.seconds())
-            self._start_anew()
+            self._restart_measurement()
 
-    def _start_anew(self) -> None:
+    def _restart_measurement(self) -> None:
         self.cells = 0
         self.stopwatch.reset()
 

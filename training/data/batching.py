@@ -50,7 +50,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class DataPlace:
+class DataShard:
     """Which of ``size`` shares of each global batch a rank works on.
 
     Ranks that hold parts of the same replica work on the same share, and one of them is its leader. If a replica spans
@@ -59,7 +59,7 @@ class DataPlace:
 
     rank: int
     size: int
-    leads: bool = True
+    is_replica_leader: bool = True
     stages: int = 1
 
 
@@ -110,7 +110,7 @@ class LengthBucketSampler:
 def rank_share(
     rows: TokenizedRows,
     batch: np.ndarray,
-    place: DataPlace,
+    data_shard: DataShard,
     accumulation: int = 1,
     *,
     pad_to_multiple_of: int = 1,
@@ -125,7 +125,7 @@ def rank_share(
     Args:
         rows: the split.
         batch: row numbers of the global batch.
-        place: which share; for a pipeline, micro-batches are filled up with dummy rows.
+        data_shard: which share; for a pipeline, micro-batches are filled up with dummy rows.
         accumulation: micro-batches per share.
         pad_to_multiple_of: lengths are rounded up to it, but not beyond ``max_length`` tokens.
         speeds: one number per share; rows are divided in proportion. None for equal shares.
@@ -138,10 +138,10 @@ def rank_share(
     length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
 
     # The shares end where the running sum of the speeds does, rounded to whole rows: every row is in exactly one share.
-    ends = np.cumsum([0.0, *(speeds or [1.0] * place.size)])
-    start, stop = (ends[place.rank : place.rank + 2] / ends[-1] * len(batch)).round().astype(int).tolist()
+    ends = np.cumsum([0.0, *(speeds or [1.0] * data_shard.size)])
+    start, stop = (ends[data_shard.rank : data_shard.rank + 2] / ends[-1] * len(batch)).round().astype(int).tolist()
 
-    if place.stages > 1:
+    if data_shard.stages > 1:
         # A pipeline passes hidden states of one shape, so all its micro-batches get the same number of rows.
         size = max(1, -(-(stop - start) // accumulation))
         edges = [min(start + i * size, stop) for i in range(accumulation + 1)]

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
 from common.text import TextTokenizer
-from training.data.batching import DataPlace, pad
+from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
 from training.evaluation.metrics import classification_metrics
@@ -38,7 +38,7 @@ def evaluate(
     rows: TokenizedRows,
     ranks: Ranks,
     label_names: Sequence[str],
-    place: DataPlace,
+    data_shard: DataShard,
     index: np.ndarray | None = None,
     on_batch: Callable[[int], None] = lambda rows: None,
     stops: Callable[[], bool] = lambda: False,
@@ -52,7 +52,7 @@ def evaluate(
         rows: the split.
         ranks: every rank must call this.
         label_names: a name for each class.
-        place: which batches are this rank's.
+        data_shard: which batches are this rank's.
         index: which rows of the split; by default all.
         on_batch: called with the number of rows of each batch that this rank finishes.
         stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
@@ -69,12 +69,12 @@ def evaluate(
     order = np.argsort(rows.lengths[index], kind="stable")
     batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
     results = []
-    for number, first in enumerate(range(0, len(batches), place.size)):
+    for number, first in enumerate(range(0, len(batches), data_shard.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
             raise EvaluationStopped
         # Ranks that shard a model gather it together, so a rank without a batch takes part in the others'.
-        has_batch = first + place.rank < len(batches)
-        batch = batches[first + place.rank] if has_batch else batches[-1][:1]
+        has_batch = first + data_shard.rank < len(batches)
+        batch = batches[first + data_shard.rank] if has_batch else batches[-1][:1]
         chosen = index[batch]
         input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
@@ -84,8 +84,8 @@ def evaluate(
             on_batch(len(batch))
     # Put every row's logits back where the row was, on every rank.
     logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
-    for number, parts in ranks.gather((place.rank, results if place.leads else [])):
-        for batch, part in zip(batches[number :: place.size], parts, strict=False):
+    for number, parts in ranks.gather((data_shard.rank, results if data_shard.is_replica_leader else [])):
+        for batch, part in zip(batches[number :: data_shard.size], parts, strict=False):
             logits[batch] = part
     return classification_metrics(logits, rows.labels[index], label_names), logits
 
@@ -93,7 +93,7 @@ def evaluate(
 def evaluate_saved(
     path: Path,
     dataset: str | None,
-    mine: Ranks,
+    ranks: Ranks,
     columns: tuple[str | None, str | None] = (None, None),
     *,
     quiet: bool = False,
@@ -125,16 +125,16 @@ def evaluate_saved(
         label = label or str(saved.metadata.get("label_column", "label"))
         return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
 
-    saved, data = mine.run_on_all_ranks(read)
+    saved, data = ranks.run_on_all_ranks(read)
     rows = _relabelled(data, saved.labels)
     tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
-    model = NewsClassifier.from_saved(saved).to(mine.device).eval()
-    show = mine.is_first and not quiet
+    model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
+    show = ranks.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
     with counting as count, torch.inference_mode():
-        place = DataPlace(mine.rank, mine.world_size)
+        data_shard = DataShard(ranks.rank, ranks.world_size)
         metrics, _ = evaluate(
-            model, tokens, mine, saved.labels, place, on_batch=lambda rows: count(rows * mine.world_size)
+            model, tokens, ranks, saved.labels, data_shard, on_batch=lambda rows: count(rows * ranks.world_size)
         )
     return {"model": str(path), "dataset": data.name, **metrics}
 

@@ -104,7 +104,7 @@ class BadSteps:
             )
         return {*count.excluded_rows, *count.suspects}
 
-    def tell_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
+    def report_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
         """Report a rollback from step ``last`` to the checkpoint ``path``."""
         self.context.say(
             f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "

@@ -40,10 +40,10 @@ class Missing:
     def __str__(self) -> str:
         status = self.status
         where = f"host {status.host}, process {status.pid}"
-        return f"rank {status.rank} ({where}) {self.why}; last seen {place_of(status.phase, status.step)}"
+        return f"rank {status.rank} ({where}) {self.why}; last seen {describe_position(status.phase, status.step)}"
 
 
-def place_of(phase: str, step: int) -> str:
+def describe_position(phase: str, step: int) -> str:
     """Where a rank is, in words; ``step`` steps are done."""
     return f"in phase {phase} of step {step + 1}" if phase != "start" else f"between steps, after step {step}"
 
@@ -62,7 +62,7 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
         others |= {status.rank: status for status in read_statuses(run_dir) if status.rank in others}
         others.pop(ranks.rank, None)
         silent = [rank for rank, s in others.items() if s.state == "running" and s.written == written[rank]]
-        evident = {rank: why for rank, status in others.items() if (why := _evident(status))}
+        evident = {rank: why for rank, status in others.items() if (why := _known_problem(status))}
         if evident or not silent or time.monotonic() > end:
             break
         time.sleep(_LOOK_AGAIN)
@@ -72,7 +72,7 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
     return [Missing(others[rank], why) for rank, why in sorted(lost.items())], sorted(others.keys() - lost.keys())
 
 
-def _evident(status: RankStatus) -> str | None:
+def _known_problem(status: RankStatus) -> str | None:
     """What is wrong with a rank according to its own file, or to this machine's process table."""
     if status.state == "failed" and not status.message.startswith(LOST):
         return status.message if status.message.startswith(BUSY) else f"failed: {status.message}"
@@ -109,7 +109,7 @@ def record_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "hangs" / f"rank_{rank:05d}.json"
 
 
-def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: float) -> bool:
+def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: float) -> bool:
     """Write all threads' stacks and the last collectives of this rank; returns whether it waits in a collective.
 
     Args:
@@ -129,7 +129,7 @@ def leave_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: flo
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w", encoding="utf-8") as file:
-            file.write(f"rank {status.rank}: {place_of(phases.now, phases.step)} for {seconds:.0f} s\n\n")
+            file.write(f"rank {status.rank}: {describe_position(phases.now, phases.step)} for {seconds:.0f} s\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         aside = path.with_suffix(".tmp")

@@ -19,13 +19,13 @@ from types import FrameType
 from common.errors import ForeseenError, StopAsked, UserError
 
 PR_SET_PDEATHSIG = 1
-VERDICT = "exit_code"  # run_ddp.sh writes and reads it, too
+EXIT_CODE_FILE = "exit_code"  # run_ddp.sh writes and reads it, too
 BEGUN = "begun"
 
 
 def exit_if_already_failed() -> None:
     """If an earlier attempt of the same launcher failed for good, end this process with the same exit code."""
-    file = _launch_file(VERDICT)
+    file = _launch_file(EXIT_CODE_FILE)
     if file is not None and file.exists():
         sys.exit(int(file.read_text()))
 
@@ -46,7 +46,7 @@ def has_begun() -> bool:
 
 
 @contextlib.contextmanager
-def settled() -> Iterator[None]:
+def finalize_exit_code() -> Iterator[None]:
     """Make a refusal of flags, data or machine final: every further attempt would only repeat it.
 
     Once the run has begun, and in later attempts, this no longer applies: what is missing then was there before, and
@@ -55,15 +55,15 @@ def settled() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _tell_launcher(error)
+        _report_to_launcher(error)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():
-            _settle(error.exit_code)
+            _write_exit_code(error.exit_code)
         raise
     except ForeseenError as error:
-        _tell_launcher(error)
+        _report_to_launcher(error)
         raise
     except StopAsked as stop:
-        _settle_again(stop.exit_code)
+        _correct_exit_code(stop.exit_code)
         raise
 
 
@@ -78,7 +78,7 @@ def stopped_exit_code(wanted: int) -> int:
     """
     shared = int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     code = wanted or (os.EX_TEMPFAIL if shared else 0)
-    _settle_again(code)
+    _correct_exit_code(code)
     return code
 
 
@@ -105,7 +105,7 @@ def stop_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _tell_launcher(error: ForeseenError) -> None:
+def _report_to_launcher(error: ForeseenError) -> None:
     """Make torchrun's report on the failed ranks, which is long, end with the actual error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         message = {"message": error.line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -113,14 +113,14 @@ def _tell_launcher(error: ForeseenError) -> None:
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
 
 
-def _settle(code: int) -> None:
-    if (file := _launch_file(VERDICT)) is not None:
+def _write_exit_code(code: int) -> None:
+    if (file := _launch_file(EXIT_CODE_FILE)) is not None:
         file.write_text(str(code))
 
 
-def _settle_again(code: int) -> None:
+def _correct_exit_code(code: int) -> None:
     """Correct what run_ddp.sh wrote when it was asked to stop: there a stop is final, since no node can join."""
-    if (file := _launch_file(VERDICT)) is not None and file.exists():
+    if (file := _launch_file(EXIT_CODE_FILE)) is not None and file.exists():
         file.write_text(str(code))
 
 

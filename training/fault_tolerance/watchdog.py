@@ -11,16 +11,16 @@ from types import TracebackType
 from typing import NoReturn
 
 from common.errors import LostRank, in_one_line
-from training.fault_tolerance.hangs import BUSY, LOST, Missing, find_missing, leave_record, place_of
+from training.fault_tolerance.hangs import BUSY, LOST, Missing, describe_position, find_missing, write_hang_record
 from training.fault_tolerance.interruption import STOP_SECONDS, leave
 from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscriber
-from training.parallelism.distributed import is_lost_rank, limit_waiting, start_timeout
+from training.parallelism.distributed import is_lost_rank, limit_collective_time, start_timeout
 from training.run.context import RunContext
 
 TICK = 0.5  # seconds
 # If another rank reports the failure, give it this long to do so.
-SECONDS_TO_SPEAK = 10.0
-GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
+REPORT_SECONDS = 10.0
+RESUME_HINT = "The last checkpoint is safe: to resume, rerun the same command"
 
 
 class Watchdog(Subscriber):
@@ -58,21 +58,21 @@ class Watchdog(Subscriber):
         # If the thread is about to end the process, let it do the reporting.
         with self._report_lock:
             if isinstance(error, LostRank) or is_lost_rank(error):
-                missing, speaks = self._look_around()
+                missing, reports = self._find_missing_ranks()
                 words = in_one_line((isinstance(error, LostRank) and error.__cause__) or error)
                 line = f"{self._line(missing, 'a connection ended')}. PyTorch's own error: {words}"
-                raise LostRank(line, quiet=not speaks) from error
+                raise LostRank(line, quiet=not reports) from error
 
     def receive(self, event: Event) -> None:
         """Set the timeout of a start, and the normal one once the first steps have downloaded and compiled all."""
         match event:
             case RunStarted():
-                limit_waiting(self._limit)  # also in the process groups of the strategy
+                limit_collective_time(self._limit)  # also in the process groups of the strategy
             case StepsAgreed(steps):
                 if steps and not self._has_stepped:
                     self._has_stepped = True
                     self._limit = self._timeout
-                    limit_waiting(self._timeout)
+                    limit_collective_time(self._timeout)
 
     def _watch(self) -> None:
         still = asked = 0.0
@@ -90,43 +90,43 @@ class Watchdog(Subscriber):
             if still > self._limit:
                 self._end_hang(still)
             if min(still, asked) > STOP_SECONDS:
-                self._stop_alone()
+                self._stop_without_agreement()
 
     def _end_hang(self, seconds: float) -> NoReturn:
         with self._report_lock:
             status = self._status.status
-            waits = leave_record(self._run_dir, status, self._phases, seconds)
+            waits = write_hang_record(self._run_dir, status, self._phases, seconds)
             why = f"{BUSY} {seconds:.0f} s"
             if not waits:
                 self._status.failed(why)
-            missing, speaks = self._look_around()
+            missing, reports = self._find_missing_ranks()
             if not waits:
                 missing.append(Missing(status, why))
             line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
             line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
-            self._say_and_leave(1, line, speaks=speaks, at_once=not waits)
+            self._report_and_exit(1, line, reports=reports, at_once=not waits)
 
-    def _stop_alone(self) -> None:
+    def _stop_without_agreement(self) -> None:
         with self._report_lock:
-            missing, speaks = self._look_around()
+            missing, reports = self._find_missing_ranks()
             if missing:  # else the others live, and a slow step or a long save will end
                 line = f"{self._line(missing, 'asked to stop, which could not be agreed upon')} [stop-not-agreed]"
-                self._say_and_leave(self._interruption.exit_code, line, speaks=speaks, at_once=True)
+                self._report_and_exit(self._interruption.exit_code, line, reports=reports, at_once=True)
 
-    def _look_around(self) -> tuple[list[Missing], bool]:
+    def _find_missing_ranks(self) -> tuple[list[Missing], bool]:
         """Which ranks are missing, and whether this rank is the lowest of the others, which reports it."""
         missing, waiting = find_missing(self._run_dir, self._ranks)
         return missing, self._ranks.rank < min(waiting, default=self._ranks.world_size)
 
     def _line(self, missing: Sequence[Missing], what: str) -> str:
-        here = place_of(self._phases.now, self._phases.step)
+        here = describe_position(self._phases.now, self._phases.step)
         who = "; ".join(map(str, missing)) or f"no rank is seen to be missing; rank {self._ranks.rank} is {here}"
-        return f"{LOST} {self._phases.step + 1}: {what}; {who}. {GO_ON}"
+        return f"{LOST} {self._phases.step + 1}: {what}; {who}. {RESUME_HINT}"
 
-    def _say_and_leave(self, exit_code: int, line: str, *, speaks: bool, at_once: bool) -> NoReturn:
+    def _report_and_exit(self, exit_code: int, line: str, *, reports: bool, at_once: bool) -> NoReturn:
         self._status.failed(line)
-        if not speaks and not at_once:
+        if not reports and not at_once:
             # torchrun ends all ranks once one is gone, so the rank that reports must not be cut short.
-            time.sleep(SECONDS_TO_SPEAK)
-        leave(exit_code, f"error: {line}" if speaks else "")
+            time.sleep(REPORT_SECONDS)
+        leave(exit_code, f"error: {line}" if reports else "")

@@ -189,11 +189,11 @@ class Exporter(Subscriber):
                 self._last_checkpoint.set(_unsaved_since(self._run_dir))
                 for epoch in epochs[-1:]:
                     self.receive(epoch)
-                self.phases.take("exporter")
+                self.phases.elapsed("exporter")
 
     def _observe_phases(self) -> None:
         """Where the time since the last step began has gone."""
-        for phase, seconds in self.phases.take("exporter").items():
+        for phase, seconds in self.phases.elapsed("exporter").items():
             if seconds:
                 if phase not in self._by_phase:
                     self._by_phase[phase] = self._phase_seconds.labels("other" if phase == "start" else phase)

@@ -138,7 +138,7 @@ class Profiler(Subscriber):
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
         # While this is set, each phase of a step becomes a named range of the trace.
         self._phases.mark = lambda name: record_function(f"phase/{name}")
-        self._phases.take("profiler")
+        self._phases.elapsed("profiler")
 
     def _stop_recording(self) -> profile:
         stopped, self._profile = self._profile, None
@@ -172,7 +172,7 @@ class Profiler(Subscriber):
             self._say(f"{self._folder}: the summary of the profile could not be written ({error.strerror})")
 
     def _write_profile(self) -> RankProfile:
-        seconds = self._phases.take("profiler")
+        seconds = self._phases.elapsed("profiler")
         seconds.pop("profile", None)
         total = sum(seconds.values())
         name = f"rank_{self._ranks.rank}_step_{self.steps[0]}_{self.steps[-1]}"

@@ -150,7 +150,7 @@ class StatusFile(Subscriber):
                 status.samples_per_second, status.tokens_per_second = last.samples_per_second, last.tokens_per_second
                 count = last.step - self._averaged_from
                 if count >= STEPS_AVERAGED:
-                    status.phases = {name: seconds / count for name, seconds in self._phases.take("status").items()}
+                    status.phases = {name: seconds / count for name, seconds in self._phases.elapsed("status").items()}
                     self._averaged_from = last.step
             case SavedCheckpoint(step):
                 status.last_checkpoint_step, status.last_checkpoint_time = step, time.time()
@@ -164,7 +164,7 @@ class StatusFile(Subscriber):
 
     def _average_from(self, step: int) -> None:
         self._averaged_from = step
-        self._phases.take("status")
+        self._phases.elapsed("status")
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(writing_period(self.status.world_size)):

@@ -161,9 +161,9 @@ class Stragglers(Subscriber):
         """Add up what this rank did before it waited, and compare the ranks when it is time."""
         match event:
             case StepStarted():
-                self.context.phases.take("stragglers")  # leaves out what came between two steps
+                self.context.phases.elapsed("stragglers")  # leaves out what came between two steps
             case StepDone():
-                spent = self.context.phases.take("stragglers")
+                spent = self.context.phases.elapsed("stragglers")
                 self.steps += 1
                 self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
                 self.data += spent.get("data", 0.0)

@@ -39,16 +39,16 @@ def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutS
     forward = block.forward
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
-    def forget(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         # Compiled dropout does not use the stream, and a graph that captured its position would be right for one step
         # only.
-        again = forward if torch.compiler.is_compiling() else partial(_at_place, forward, stream, stream.place)
+        again = forward if torch.compiler.is_compiling() else partial(_at_position, forward, stream, stream.place)
         return checkpoint(again, *args, use_reentrant=False, **contexts, **kwargs)
 
-    block.forward = forget
+    block.forward = checkpointed_forward
 
 
-def _at_place(
+def _at_position(
     forward: Callable[..., Any], stream: DropoutStream, place: tuple[int, int, int], *args: Any, **kwargs: Any
 ) -> Any:
     """Run with the stream at its former position: in a pipeline, other micro-batches run between the two passes."""

@@ -22,7 +22,7 @@ from training.model.precision import LossScale
 from training.parallelism.blocks import apply_to_blocks
 from training.parallelism.deepspeed_settings import Settings, deepspeed_settings
 from training.parallelism.deepspeed_state import ShardedState
-from training.parallelism.distributed import name_accelerator
+from training.parallelism.distributed import set_deepspeed_accelerator
 from training.parallelism.state import SavedState, StrategyState
 from training.parallelism.strategy import Strategy
 
@@ -158,7 +158,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     Raises:
         UserError: it is not installed.
     """
-    name_accelerator(device)
+    set_deepspeed_accelerator(device)
     # DeepSpeed still calls collectives by names that newer PyTorch warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
     try:

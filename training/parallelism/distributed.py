@@ -141,7 +141,7 @@ def use_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def interface_towards(host: str) -> str | None:
+def interface_to(host: str) -> str | None:
     """The network interface of this machine that leads to another one; None if that is unknown, or the loopback."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -186,7 +186,7 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
         ) from error
 
 
-def limit_waiting(seconds: float) -> None:
+def limit_collective_time(seconds: float) -> None:
     """Let no collective of any group that stands, those of meshes too, wait longer than a little over ``seconds``.
 
     Groups made later do not inherit it.
@@ -225,13 +225,13 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def name_accelerator(device: torch.device) -> None:
+def set_deepspeed_accelerator(device: torch.device) -> None:
     """Tell DeepSpeed, before it is imported, which kind of device to use; else it looks for one, and says so."""
     os.environ["DS_ACCELERATOR"] = device.type
 
 
 @contextmanager
-def ranks(
+def join_ranks(
     device: str,
     *,
     use_process_group: bool = True,
@@ -248,7 +248,7 @@ def ranks(
         use_process_group: join the group that torchrun's variables describe, or take the one that stands already
             (Ray Train forms it); without the variables, or when false, the process is alone.
         also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
-        collective_timeout: seconds that a rank may wait for others; at least an hour until :func:`limit_waiting`.
+        collective_timeout: seconds to wait for other ranks; at least an hour before :func:`limit_collective_time`.
 
     Raises:
         UserError: more processes than GPUs, or ``cuda`` where there is none.
@@ -322,7 +322,7 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
 
 def _choose_gloo_interface() -> None:
     """By itself gloo takes the address of the machine's own name, which other machines often do not reach."""
-    interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+    interface = interface_to(os.environ.get("MASTER_ADDR", ""))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

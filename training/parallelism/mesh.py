@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from training.data.batching import DataPlace, MicroBatch
+from training.data.batching import DataShard, MicroBatch
 from training.model.architectures import find_blocks
 from training.model.classifier import NewsClassifier, widen
 from training.parallelism.blocks import apply_to_blocks
@@ -41,8 +41,8 @@ class MeshStrategy(Strategy):
         self.mesh = dims.build_mesh(ranks.device.type)
         self.coordinates = dict(zip(self.mesh.mesh_dim_names, self.mesh.get_coordinate(), strict=True))
         parts: list[nn.Module] = self._stages(model.train()) if dims.pp > 1 else [model.train()]
-        leads = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
-        self.place = DataPlace(dims.data_rank(ranks.rank), dims.dp, leads, stages=dims.pp)
+        is_replica_leader = self.coordinates["tp"] == 0 and (dims.pp == 1 or any(stage.is_last for stage in parts))
+        self.data_shard = DataShard(dims.data_rank(ranks.rank), dims.dp, is_replica_leader, stages=dims.pp)
         for part in parts:
             self._parallelize_part(part, model)
         return parts

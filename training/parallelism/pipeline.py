@@ -99,7 +99,7 @@ class Pipeline:
         inputs = [torch.cat([batch.input_ids for batch in micro_batches])] if self.stages[0].is_first else []
         first = micro_batches[0].input_ids
         schedule, stages = self._schedule_for((len(micro_batches), *first.shape), first.device)
-        self._lend_buffers(stages)
+        self._attach_buffers(stages)
         schedule.step(
             *inputs,
             attention_mask=torch.cat([mask_of(batch.input_ids, batch.attention_mask) for batch in micro_batches]),
@@ -107,7 +107,7 @@ class Pipeline:
             return_outputs=False,
         )
         # The next step may have another shape and so another schedule, which uses the same memory.
-        self._take_buffers_back(stages)
+        self._detach_buffers(stages)
         return self._row_losses
 
     def _share_of_loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -135,13 +135,13 @@ class Pipeline:
         )
         return schedule, stages
 
-    def _lend_buffers(self, stages: Sequence[PipelineStage]) -> None:
+    def _attach_buffers(self, stages: Sequence[PipelineStage]) -> None:
         """Give the shared receive buffers to a schedule that has run before; a new one allocates its own."""
         for key, info in _received(stages):
             size = info.tensor_meta.shape.numel()
             info.buffer = self._buffers[key][:size].view(info.tensor_meta.shape)
 
-    def _take_buffers_back(self, stages: Sequence[PipelineStage]) -> None:
+    def _detach_buffers(self, stages: Sequence[PipelineStage]) -> None:
         """Take the buffers back for the next schedule, so that this one only holds its order of actions."""
         for stage in stages:
             stage.clear_runtime_states()

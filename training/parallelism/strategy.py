@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from training.config import TrainConfig
-from training.data.batching import DataPlace
+from training.data.batching import DataShard
 from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import build_optimizer, make_moments
@@ -71,7 +71,7 @@ class Strategy:
         self.precision = precision
         if config.float8:
             ranks.run_on_all_ranks(lambda: check_float8(config, ranks.device, precision))
-        self.place = DataPlace(ranks.rank, ranks.world_size)
+        self.data_shard = DataShard(ranks.rank, ranks.world_size)
         self.phases = Phases()  # replaced by the run's own
         self.loss_scale = LossScale(enabled=precision == "fp16")
         self.gradient_checks_left = config.check_gradient_sync
@@ -129,7 +129,7 @@ class Strategy:
 
         DDP and FSDP average gradients over the data-parallel ranks, but the shares of the loss are to be added up.
         """
-        return self.place.size * self.loss_scale.scale
+        return self.data_shard.size * self.loss_scale.scale
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()

@@ -60,7 +60,7 @@ class RunContext:
 
     def stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; a collective call, for long phases such as an evaluation."""
-        self.phases.beat()
+        self.phases.heartbeat()
         return self.ranks.any(self.interruption.asked)
 
     def describe_row(self, row: int) -> str:

@@ -20,7 +20,7 @@ def describe_device(ranks: Ranks) -> str:
 
 def describe_run(context: RunContext) -> dict[str, str]:
     config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
-    shares = context.strategy.place.size
+    shares = context.strategy.data_shard.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"

@@ -32,7 +32,7 @@ def finish_run(context: RunContext) -> Path:
         context.say(f"Layout: {context.strategy.describe()}")
     best = _take_best(context)
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
-    console, place = context.console, context.strategy.place
+    console, data_shard = context.console, context.strategy.data_shard
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
     with counting as count, context.phases("evaluate"):
         test, logits = evaluate(
@@ -40,8 +40,8 @@ def finish_run(context: RunContext) -> Path:
             tokens.test,
             context.ranks,
             tokens.label_names,
-            place,
-            on_batch=lambda rows: count(rows * place.size),
+            data_shard,
+            on_batch=lambda rows: count(rows * data_shard.size),
             stops=context.stop_agreed,
         )
     weights = context.strategy.full_weights()

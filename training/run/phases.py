@@ -33,7 +33,7 @@ class Phases:
         finally:
             self._enter(outer)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Show that a long phase is still making progress."""
         self.moved = time.monotonic()
 

@@ -67,7 +67,7 @@ def train_step(
         micro_batches = rank_share(
             tokens,
             batch,
-            strategy.place,
+            strategy.data_shard,
             plan.accumulation,
             pad_to_multiple_of=length_multiple(config, ranks.device.type),
             max_length=config.max_length,
@@ -132,7 +132,7 @@ def optimizer_step(
 
     # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
     share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
-    if not strategy.place.leads:
+    if not strategy.data_shard.is_replica_leader:
         share, losses = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses]
     return StepResult(share, torch.cat(losses), norm, scaler_skipped)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from common.files import only_run_in, write_whole
+from common.files import lock_run_folder, write_whole
 from training.checkpointing import SaveSchedule, check_storage, open_storage
 from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import (
@@ -106,11 +106,11 @@ class Trainer:
         strategy.phases = phases
 
         # The last of the checks, because it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, strategy.place, storage, news.tokens.key, say)
-        global_batch, accumulation = global_batch_size(config, strategy.place, resumed)
+        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, say)
+        global_batch, accumulation = global_batch_size(config, strategy.data_shard, resumed)
         self.sampler = LengthBucketSampler(news.tokens.train.lengths[news.train_index], global_batch, config.seed)
         timed = model if config.balance == "auto" else None
-        self.balance = Balance(timed, ranks, strategy.place, accumulation / global_batch, say)
+        self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         self.context = RunContext(
             config=config,
             ranks=ranks,
@@ -123,7 +123,7 @@ class Trainer:
                 total_steps=config.epochs * len(self.sampler),
                 peak_learning_rate=resumed.state["peak_learning_rate"]
                 if resumed
-                else scaled_learning_rate(config, strategy.place.size),
+                else scaled_learning_rate(config, strategy.data_shard.size),
             ),
             precision=precision,
             model_config=model.network.config,
@@ -182,8 +182,8 @@ class Trainer:
     def _lock_folders(self, stack: contextlib.ExitStack) -> None:
         """On rank 0, keep other runs out of the run folder and the checkpoint storage until ``stack`` is closed."""
         if self.context.ranks.is_first:
-            stack.enter_context(only_run_in(self.context.config.run_dir))
-            stack.enter_context(self.context.storage.alone())
+            stack.enter_context(lock_run_folder(self.context.config.run_dir))
+            stack.enter_context(self.context.storage.lock())
 
     def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
@@ -367,7 +367,7 @@ class Trainer:
         context.state.bad.leave_out(rows, last.step)
         self.step_log.restart_clock()
         context.events.publish(RolledBack(context.state.step, last.step, sorted(rows)))
-        self.bad_steps.tell_rollback(last, str(path), rows)
+        self.bad_steps.report_rollback(last, str(path), rows)
 
 
 def _say_nothing(text: str) -> None: ...

@@ -26,7 +26,7 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
             context.news.validation_rows,
             context.ranks,
             tokens.label_names,
-            context.strategy.place,
+            context.strategy.data_shard,
             context.news.validation_index,
             stops=context.stop_agreed,
         )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from training.checkpointing.ownership import PIECE_BYTES, Chunk, chunk_of, share_out
+from training.checkpointing.ownership import PIECE_BYTES, Chunk, assign_pieces, chunk_of
 
 
 def _chunk(name: str, *shape: int, offsets: tuple[int, ...] | None = None) -> Chunk:
@@ -21,7 +21,7 @@ def test_copies_are_written_once_and_by_all_ranks_alike(world_size: int) -> None
     # As in DistilBERT, one tensor is a third of everything.
     copies = [_chunk("words", 30_522, 768), *(_chunk(f"layer.{i}", 768, 3072) for i in range(18)), _chunk("step")]
 
-    owned = share_out([copies] * world_size)
+    owned = assign_pieces([copies] * world_size)
 
     assert sum(map(_bytes, owned)) == _bytes(copies)
     assert max(map(_bytes, owned)) - min(map(_bytes, owned)) <= PIECE_BYTES
@@ -33,7 +33,7 @@ def test_copies_are_written_once_and_by_all_ranks_alike(world_size: int) -> None
 def test_what_one_rank_alone_holds_it_writes_and_the_others_take_more_of_the_copies() -> None:
     mine, copies = _chunk("mine", 1000, 1000), [_chunk(f"copy.{i}", 100, 1000) for i in range(30)]
 
-    first, second = share_out([[mine, *copies], copies])
+    first, second = assign_pieces([[mine, *copies], copies])
 
     assert mine in first
     assert _bytes(first) == pytest.approx(_bytes(second), rel=0.1)
@@ -42,7 +42,7 @@ def test_what_one_rank_alone_holds_it_writes_and_the_others_take_more_of_the_cop
 def test_shares_do_not_depend_on_the_order_in_which_ranks_list_what_they_hold() -> None:
     chunks = [_chunk(name, 10, 10) for name in "abcdef"]
 
-    one, other = share_out([chunks, chunks]), share_out([chunks[::-1], chunks[3:] + chunks[:3]])
+    one, other = assign_pieces([chunks, chunks]), assign_pieces([chunks[::-1], chunks[3:] + chunks[:3]])
 
     assert [set(mine) for mine in one] == [set(mine) for mine in other]
 
@@ -50,7 +50,7 @@ def test_shares_do_not_depend_on_the_order_in_which_ranks_list_what_they_hold() 
 def test_a_shard_that_an_uneven_split_left_empty_is_written_by_nobody() -> None:
     empty = Chunk("weight", (3, 0), (0, 4), (3, 4), torch.float32)
 
-    assert share_out([[_chunk("weight", 3, 4)], [empty]])[1] == []
+    assert assign_pieces([[_chunk("weight", 3, 4)], [empty]])[1] == []
 
 
 def test_pieces_are_cut_from_a_tensor_without_a_copy() -> None:

@@ -26,7 +26,7 @@ from training.checkpointing.resume import (
     open_checkpoint,
 )
 from training.config import TrainConfig
-from training.data.batching import DataPlace
+from training.data.batching import DataShard
 from training.fault_tolerance.restarts import begin
 from training.parallelism.distributed import Ranks
 from training.parallelism.state import StrategyState
@@ -178,7 +178,7 @@ def _save_run(place: Path, *steps: int) -> str:
 
 
 def _find(config: TrainConfig, ranks: Ranks = ALONE) -> Resumed | None:
-    return find_resume_point(config, ranks, DataPlace(0, 1), open_storage(config), "texts", lambda line: None)
+    return find_resume_point(config, ranks, DataShard(0, 1), open_storage(config), "texts", lambda line: None)
 
 
 def _names(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.files import only_run_in
+from common.files import lock_run_folder
 from tests.training.checkpointing.saves import names_in
 
 # One epoch of 8 steps, each of which is due to be saved by the clock.
@@ -41,7 +41,7 @@ def test_a_second_run_into_the_same_place_is_refused_in_one_line(
     place = tmp_path / "shared"
     place.mkdir()
 
-    with only_run_in(place):
+    with lock_run_folder(place):
         code = train_here(*EVERY_STEP, "--checkpoint_dir", place, "--output_dir", tmp_path / "model")
 
     assert code == 2

@@ -13,7 +13,7 @@ from tests.processes import here, run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.config import TrainConfig
 from training.data.balance import Balance, Stopwatch
-from training.data.batching import DataPlace, MicroBatch, rank_share
+from training.data.batching import DataShard, MicroBatch, rank_share
 from training.run.step import forward_backward
 
 Gradients = dict[str, torch.Tensor]
@@ -22,7 +22,7 @@ BATCH = np.arange(GLOBAL_BATCH)
 
 def _balance(said: list[str]) -> Balance:
     ranks = here()
-    return Balance(nn.Identity(), ranks, DataPlace(ranks.rank, ranks.world_size), 1 / GLOBAL_BATCH, said.append)
+    return Balance(nn.Identity(), ranks, DataShard(ranks.rank, ranks.world_size), 1 / GLOBAL_BATCH, said.append)
 
 
 def _real_rows(share: list[MicroBatch]) -> int:
@@ -33,7 +33,7 @@ def _agreed(seconds: Sequence[float]) -> tuple[list[float] | None, int, list[int
     """The speeds agreed upon, how often that was said, and the rows of each rank by them."""
     balance, size = _balance(said := []), here().world_size
     balance.agree(100.0, seconds[here().rank])
-    shares = [rank_share(small_rows(), BATCH, DataPlace(rank, size), speeds=balance.speeds) for rank in range(size)]
+    shares = [rank_share(small_rows(), BATCH, DataShard(rank, size), speeds=balance.speeds) for rank in range(size)]
     return balance.speeds, len(said), [_real_rows(share) for share in shares]
 
 
@@ -72,7 +72,9 @@ def test_shares_settle_where_all_ranks_take_the_same_time() -> None:
 def _trained(name: str, speeds: list[float] | None, accumulation: int) -> tuple[Gradients, list[float]]:
     """The gradients of a first step, and the losses of five."""
     strategy = small_strategy(strategy=name)
-    forward_backward(strategy, rank_share(small_rows(), BATCH, strategy.place, accumulation, speeds=speeds), step=1)
+    forward_backward(
+        strategy, rank_share(small_rows(), BATCH, strategy.data_shard, accumulation, speeds=speeds), step=1
+    )
     gradients = {name: parameter.grad.clone() for name, parameter in strategy.parameters.items()}
     strategy.optimizer.zero_grad()
     return gradients, take_steps(strategy, range(1, 6), accumulation=accumulation, speeds=speeds)
@@ -127,11 +129,11 @@ def test_balance_and_bitwise_repetition_exclude_each_other() -> None:
 SLOWED_SCRIPT = """
 import sys
 from training.config import parse_config
-from training.parallelism.distributed import ranks
+from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
 
 config = parse_config(sys.argv[1:])
-with ranks(config.device) as mine:
+with join_ranks(config.device) as mine:
     trainer = Trainer(config, mine)
     network = trainer.context.strategy.parts[0]
     if mine.rank == mine.world_size - 1:

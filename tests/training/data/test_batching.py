@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.text import TextTokenizer
-from training.data.batching import DataPlace, LengthBucketSampler, MicroBatch, pad, rank_share
+from training.data.batching import DataShard, LengthBucketSampler, MicroBatch, pad, rank_share
 from training.data.dataset import load_news
 from training.data.tokenized import TokenizedRows, encode_rows, load_tokenizer
 from training.model.architectures import mask_of
@@ -91,7 +91,7 @@ def test_padding_wastes_less_than_12_percent_on_the_sample(sample_rows: Tokenize
 
 
 def shares(rows: TokenizedRows, batch: np.ndarray, world_size: int, accumulation: int) -> list[MicroBatch]:
-    parts = (rank_share(rows, batch, DataPlace(rank, world_size), accumulation) for rank in range(world_size))
+    parts = (rank_share(rows, batch, DataShard(rank, world_size), accumulation) for rank in range(world_size))
     return [micro_batch for part in parts for micro_batch in part]
 
 
@@ -172,7 +172,7 @@ def test_all_ranks_pad_to_the_same_length(multiple: int) -> None:
     lengths = {
         share.input_ids.shape[1]
         for rank in range(4)
-        for share in rank_share(rows, batch, DataPlace(rank, 4), 2, pad_to_multiple_of=multiple)
+        for share in rank_share(rows, batch, DataShard(rank, 4), 2, pad_to_multiple_of=multiple)
     }
 
     (length,) = lengths
@@ -198,5 +198,5 @@ def test_where_nothing_is_padded_there_is_no_mask() -> None:
 
     assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]))[1] is None
     assert pad(rows, np.array([longest, longest]), int(rows.lengths[longest]) + 1)[1] is not None
-    (share,) = rank_share(rows, np.array([longest]), DataPlace(0, 1))
+    (share,) = rank_share(rows, np.array([longest]), DataShard(0, 1))
     assert share.attention_mask is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.fault_tolerance.hangs import leave_record, record_path
+from training.fault_tolerance.hangs import record_path, write_hang_record
 from training.monitoring.status import RankStatus
 from training.run.phases import Phases
 
@@ -23,7 +23,7 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
         recorders = torch._C._distributed_c10d
         for name, held in (("_dump_fr_trace_json", gloo), ("_dump_nccl_trace_json", nccl)):
             monkeypatch.setattr(recorders, name, lambda held=held: json.dumps(held).encode(), raising=False)
-        waits = leave_record(tmp_path, RankStatus(0, "here", 7, 0, world_size, 0), Phases(), 4.0)
+        waits = write_hang_record(tmp_path, RankStatus(0, "here", 7, 0, world_size, 0), Phases(), 4.0)
         kept = json.loads(record_path(tmp_path, 0).read_text())
         assert kept["waits"] == waits
         return waits, kept["flight_records"]

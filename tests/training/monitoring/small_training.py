@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from training.config import parse_config
-from training.parallelism.distributed import ranks
+from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
 
 
@@ -21,7 +21,7 @@ def train_on_ranks(flags: Sequence[str], restart: int = 0, dies_in_step: int = 0
     """
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
     config = parse_config(flags, {})
-    with ranks(config.device) as here:
+    with join_ranks(config.device) as here:
         torch.set_num_threads(1)
         trainer = Trainer(config, here)
         begin_step = trainer.context.strategy.begin_step

@@ -44,7 +44,7 @@ def test_a_checksum_changes_with_any_bit_and_with_the_order_of_elements(dtype: t
 def _named(fields: dict[str, Any], name: str, odd: int) -> tuple[str, str]:
     """What is found in a sound strategy, and after a bit of a parameter is flipped on one rank."""
     strategy = small_strategy(**fields)
-    take_steps(strategy, [1, 2], accumulation=4 if strategy.place.stages > 1 else 1)
+    take_steps(strategy, [1, 2], accumulation=4 if strategy.data_shard.stages > 1 else 1)
     sound = first_difference(strategy.parameters, here())
     if here().rank == odd:
         _flip_a_bit(strategy.parameters[name])

@@ -77,7 +77,7 @@ def _take_steps(context: SimpleNamespace, steps: range, *, slow_data: bool) -> N
     for step in steps:
         context.events.publish(StepStarted(step))
         with context.phases("data"):
-            share = rank_share(rows, np.arange(12), strategy.place, strategy.config.gradient_accumulation)
+            share = rank_share(rows, np.arange(12), strategy.data_shard, strategy.config.gradient_accumulation)
             if slow_data and here().rank == 1:
                 _wait()
         with context.phases("step"):

@@ -50,7 +50,7 @@ def take_steps(
     ranks = ranks or here()
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
-        share = rank_share(rows, batch, strategy.place, accumulation, speeds=speeds)
+        share = rank_share(rows, batch, strategy.data_shard, accumulation, speeds=speeds)
         moved = [micro_batch.to(ranks.device) for micro_batch in share]
         result = optimizer_step(strategy, moved, number, learning_rate=1e-3)
         losses.append(ranks.sum_(result.loss.clone()).item())

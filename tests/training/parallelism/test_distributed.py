@@ -14,7 +14,7 @@ from common.errors import ForeseenError, TrainingFailure, UserError
 from tests.processes import here, run_on_ranks
 from training.config import TrainConfig
 from training.parallelism import distributed
-from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, limit_waiting, ranks
+from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, join_ranks, limit_collective_time
 from training.run.trainer import Trainer
 
 
@@ -27,7 +27,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv(name, str(value))
 
         refused = pytest.raises(UserError, match=rf"^MASTER_PORT {port}: another program listens there; .*--standalone")
-        with refused, ranks("cpu"):
+        with refused, join_ranks("cpu"):
             pass
 
 
@@ -49,7 +49,7 @@ def test_a_group_that_does_not_form_for_the_network_may_be_tried_again(
 
     advice = ": start with torchrun" if kind is UserError else "; .* MASTER_ADDR 127.0.0.1 at MASTER_PORT 9, and GLOO"
     refused = pytest.raises(kind, match=rf"the process group did not form \(.*\){advice}")
-    with refused, ranks("cpu", collective_timeout=0.0):
+    with refused, join_ranks("cpu", collective_timeout=0.0):
         pass
 
 
@@ -63,7 +63,7 @@ def test_an_attempt_reads_nothing_that_the_one_before_wrote(monkeypatch: pytest.
 
     for restart in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        with ranks("cpu") as mine:
+        with join_ranks("cpu") as mine:
             mine.barrier()
         num_keys.append(launcher.num_keys())
 
@@ -73,7 +73,7 @@ def test_an_attempt_reads_nothing_that_the_one_before_wrote(monkeypatch: pytest.
 def _waiting_of_all_groups() -> list[timedelta]:
     init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     dist.new_group([0, 1])
-    limit_waiting(7)
+    limit_collective_time(7)
     groups = list(dist.distributed_c10d._world.pg_map)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
@@ -100,7 +100,7 @@ def test_an_interface_that_does_not_exist_is_named_when_the_group_forms(monkeypa
     _place(monkeypatch, MASTER_PORT=_free_port(), GLOO_SOCKET_IFNAME="ib0")
 
     refused = pytest.raises(TrainingFailure, match=r"the process group did not form \(.*ib0.*\).*GLOO_SOCKET_IFNAME")
-    with refused, ranks("cpu"):
+    with refused, join_ranks("cpu"):
         pass
 
 
@@ -109,7 +109,7 @@ def test_an_interface_that_does_not_exist_is_named_before_data_and_model_are_rea
 ) -> None:
     """The default group stands, as on NCCL, which has an interface of its own."""
     _place(monkeypatch, MASTER_PORT=_free_port())
-    with ranks("cpu") as mine:
+    with join_ranks("cpu") as mine:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
         config = TrainConfig(dataset="never read", output_dir=tmp_path / "model", device="cpu")
 
@@ -130,7 +130,7 @@ def test_an_interface_is_known_by_its_own_address() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""])
 def test_no_interface_is_chosen_for_this_machine_or_one_that_is_unknown(host: str) -> None:
-    assert distributed.interface_towards(host) is None
+    assert distributed.interface_to(host) is None
 
 
 def test_restarts_of_several_launchers_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_restarts_of_several_launchers_that_would_hang_are_refused(monkeypatch: 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
     refused = pytest.raises(UserError, match=r"--max_restarts 3 with 2 launchers: .*SHARE_RDZV_TCP_STORE=1 for every")
-    with refused, ranks("cpu", collective_timeout=0.0):
+    with refused, join_ranks("cpu", collective_timeout=0.0):
         pass
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.rows import SAMPLE_NEWS
-from training.data.batching import DataPlace, LengthBucketSampler, rank_share
+from training.data.batching import DataShard, LengthBucketSampler, rank_share
 from training.data.tokenized import TokenizedRows
 
 GLOBAL_BATCH = 8
@@ -21,11 +21,11 @@ GLOBAL_BATCH = 8
 HASHING_SCRIPT = """
 import hashlib, json, sys
 from training.config import parse_config
-from training.parallelism.distributed import ranks
+from training.parallelism.distributed import join_ranks
 from training.run.trainer import Trainer
 
 config = parse_config(sys.argv[1:])
-with ranks(config.device) as mine:
+with join_ranks(config.device) as mine:
     trainer = Trainer(config, mine)
     trainer.fit()
     weights = trainer.context.strategy.parts[0].state_dict()
@@ -120,7 +120,7 @@ def test_an_epoch_shows_each_row_exactly_once(num_rows: int, world_size: int, ac
     seen, weight = [], 0.0
     for batch in sampler:
         for rank in range(world_size):
-            for share in rank_share(rows, batch, DataPlace(rank, world_size), accumulation):
+            for share in rank_share(rows, batch, DataShard(rank, world_size), accumulation):
                 seen += share.rows[share.rows >= 0].tolist()
                 weight += float(share.weights.sum())
 
@@ -133,7 +133,7 @@ def test_a_last_batch_smaller_than_the_ranks_leaves_stand_ins_without_weight() -
     batches = list(LengthBucketSampler(rows.lengths, GLOBAL_BATCH, seed=42))
     [last] = [batch for batch in batches if len(batch) == 1]
 
-    shares = [share for rank in range(4) for share in rank_share(rows, last, DataPlace(rank, 4))]
+    shares = [share for rank in range(4) for share in rank_share(rows, last, DataShard(rank, 4))]
 
     assert [len(share.labels) for share in shares] == [1, 1, 1, 1]
     assert [row for share in shares for row in share.rows if row >= 0] == last.tolist()

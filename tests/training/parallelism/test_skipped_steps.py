@@ -38,8 +38,8 @@ BAD_STEP, NEXT_STEP = 13, 14
 
 def _bad_step(strategy: Strategy, accumulation: int) -> StepResult:
     """A step whose rows weigh infinitely much on the last rank that shares them out."""
-    share = rank_share(small_rows(), np.arange(GLOBAL_BATCH), strategy.place, accumulation)
-    if strategy.place.rank == strategy.place.size - 1:
+    share = rank_share(small_rows(), np.arange(GLOBAL_BATCH), strategy.data_shard, accumulation)
+    if strategy.data_shard.rank == strategy.data_shard.size - 1:
         share = [replace(batch, weights=batch.weights * math.inf) for batch in share]
     return optimizer_step(strategy, share, BAD_STEP, learning_rate=1e-3)
 

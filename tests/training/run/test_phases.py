@@ -24,7 +24,7 @@ def test_a_phase_is_charged_with_its_own_time_alone() -> None:
             inside = _pass_time()
         assert phases.now == "step"
 
-    spent = phases.take("anybody")
+    spent = phases.elapsed("anybody")
 
     assert spent["forward"] >= inside
     assert spent["step"] >= outside
@@ -35,11 +35,11 @@ def test_who_asks_hears_what_came_since_asking_last_whoever_else_asks() -> None:
     phases = Phases()
     with phases("data"):
         _pass_time()
-    first = phases.take("exporter")
+    first = phases.elapsed("exporter")
     with phases("data"):
         _pass_time()
-    second = phases.take("exporter")
+    second = phases.elapsed("exporter")
 
     assert first["data"] > 0
-    assert phases.take("status")["data"] == pytest.approx(first["data"] + second["data"])
-    assert phases.take("exporter")["data"] == 0
+    assert phases.elapsed("status")["data"] == pytest.approx(first["data"] + second["data"])
+    assert phases.elapsed("exporter")["data"] == 0
