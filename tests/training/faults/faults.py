@@ -18,7 +18,7 @@ import pytest
 
 from tests.training.faults.judgement import Finding, Reference, judge
 
-STRUCK = Path(__file__).with_name("struck.py")
+STRUCK = Path(__file__).with_name("fault_injection.py")
 FLAGS = ("--batch_size", "4", "--save_every", "2", "--keep_last", "3")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SECONDS_TO_END, SECONDS_TO_BE_GONE = 600.0, 60.0
@@ -31,7 +31,7 @@ class Strike:
     Args:
         on: the moment: ``phase NAME``, ``writes``, ``reads``, ``renames`` or ``removes`` with the file's pattern (of a
             renaming: its new name), ``imports MODULE``, ``starts ``.
-        do: a shell command that the rank waits for ($PID, $LAUNCHER, $PYTHON, $CHECKPOINTS), or an act of struck.py.
+        do: a shell command that the rank waits for ($PID, $LAUNCHER, $PYTHON, $CHECKPOINTS), or an act of fault_injection.py.
         rank: the one it falls on.
         after: optimizer steps done at that moment; None = any.
         count: the how manieth such moment of the process.
@@ -103,7 +103,7 @@ class Suffering:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What struck.py and its strikes read."""
+        """What fault_injection.py and its strikes read."""
         return {
             "FAULT_STRIKES": json.dumps([asdict(strike) for strike in self.fault.strikes]),
             "FAULT_FOLDER": str(self.folder),

@@ -1,4 +1,4 @@
-"""A rank of train_ddp.py that is struck: torchrun ... tests/training/faults/struck.py FLAGS.
+"""A rank of train_ddp.py that is struck: torchrun ... tests/training/faults/fault_injection.py FLAGS.
 
 The program runs as it is. Around it stand looks from outside: Python's audit events (files opened, renamed, removed)
 and the phases of the run, each a moment at which a strike may fall. Every rank also notes the rows that it trains on,
