@@ -13,9 +13,6 @@ Every parameter becomes a DTensor, even one that is not split, so that the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from math import gcd
 
 from torch import nn
@@ -43,12 +40,7 @@ WHOLE = Replicate()
 ALONG_SEQUENCE = Shard(1)  # of (batch, seq, hidden)
 
 
-@dataclass(frozen=True)
-class _Family:
-    """A family of networks that can be split: the names of its modules, and the plan of its embeddings and head."""
-
-    modules: EncoderFamily
-    ends: Callable[[Placement], Plan]
+FAMILIES = {family.network_class: family for family in (DISTILBERT, BERT, LLAMA)}
 
 
 def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -67,8 +59,7 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
         UserError: the family of networks is not known, or its heads, features or lengths cannot be split evenly.
     """
     network = model.network
-    family = _family_of(network, mesh.size())
-    names = family.modules
+    names = _family_of(network, mesh.size())
     if sequence_parallel and LENGTH_MULTIPLE % mesh.size():
         raise UserError(
             f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which "
@@ -78,7 +69,7 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
     # How the hidden states between attention and feed-forward are placed.
     layout = ALONG_SEQUENCE if sequence_parallel else WHOLE
     widen_outside(network, find_blocks(network))
-    _apply(network, family.ends(layout), names.head_dropout, mesh)
+    _apply(network, _plan_of_ends(names, layout), names.head_dropout, mesh)
     for number, block in network.get_submodule(architecture_of(network).blocks).named_children():
         widen(block)  # one at a time, so that a rank never holds the whole model in fp32
         if sequence_parallel and int(number) == network.config.num_hidden_layers - 1:
@@ -102,7 +93,7 @@ def _apply(module: nn.Module, plan: Plan, dropout: tuple[str, ...], mesh: Device
             layer.part = (1, mesh.get_local_rank(), mesh.size())
 
 
-def _family_of(network: nn.Module, ranks: int) -> _Family:
+def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
     name = type(network).__name__
     if name not in FAMILIES:
         raise UserError(
@@ -114,7 +105,7 @@ def _family_of(network: nn.Module, ranks: int) -> _Family:
     counts = {
         "attention heads": config.num_attention_heads,
         "heads of keys and values": getattr(config, "num_key_value_heads", config.num_attention_heads),
-        "feed-forward features": getattr(config, FAMILIES[name].modules.intermediate_size_key),
+        "feed-forward features": getattr(config, FAMILIES[name].intermediate_size_key),
     }
     # Any divisor of all three counts splits them evenly.
     common = gcd(*counts.values())
@@ -165,6 +156,3 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
         return plan | {names.pooler: ColwiseParallel(), names.classifier: RowwiseParallel()}
     # A head without a pooler is a single matrix with one row per class: to split it would cost a collective.
     return plan | {names.final_norm: WholeParameters(WHOLE), names.classifier: WholeParameters(WHOLE)}
-
-
-FAMILIES = {names.network_class: _Family(names, partial(_plan_of_ends, names)) for names in (DISTILBERT, BERT, LLAMA)}

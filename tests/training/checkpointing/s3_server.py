@@ -58,7 +58,7 @@ class Line:
         self.thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
         self.thread.start()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Answer again, on the same port."""
         self.thread.join()
         self.cut_at = b""

@@ -39,7 +39,7 @@ def line(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     bucket.mkdir("bucket")
     yield line
     if line.is_cut.is_set():
-        line.mend()
+        line.restore()
     bucket.rm("bucket", recursive=True)
 
 
@@ -84,7 +84,7 @@ def test_a_run_of_two_ranks_killed_in_an_upload_goes_on_with_one(
     run = launch(2, *flags(4, tmp_path / "model"), *IN_THE_BUCKET, wait=False)
     run.wait_until(line.is_cut.is_set)
     run.kill()
-    line.mend()
+    line.restore()
     half = names_in(f"{CHECKPOINTS}/step_00000006")
 
     again = launch(1, *flags(8, tmp_path / "model"), *IN_THE_BUCKET)
@@ -106,7 +106,7 @@ def test_a_run_whose_bucket_goes_away_in_a_save_says_so_and_goes_on(
 
     run = launch(2, *flags(4, tmp_path / "model"), *IN_THE_BUCKET, wait=False)
     run.wait_until(lambda: "Training continues, but the checkpoint" in run.out)
-    line.mend()
+    line.restore()
 
     assert run.wait() == 0, run.err
     assert f"the checkpoint of step 6 could not be written to {CHECKPOINTS} (rank " in run.out

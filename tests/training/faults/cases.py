@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.training.faults.faults import Fault, Strike
+from tests.training.faults.faults import Fault, Injection
 
 AGAIN = "the ranks are started again and go on from the newest checkpoint"
 SAVED = "all ranks stop after the same step, with all saved; started again, they go on from there"
@@ -42,28 +42,28 @@ def _killed() -> list[Fault]:
         "while it removes an old checkpoint": "removes */step_00000002/manifest.json",
     }
     both = [
-        Fault(f"rank {rank} killed {when}", AGAIN, (Strike(on, rank=rank, after=after),))
+        Fault(f"rank {rank} killed {when}", AGAIN, (Injection(on, rank=rank, after=after),))
         for when, (on, after) in moments.items()
         for rank in (0, 1)
     ]
-    return both + [Fault(f"rank 0 killed {when}", AGAIN, (Strike(on),)) for when, on in of_rank_0.items()]
+    return both + [Fault(f"rank 0 killed {when}", AGAIN, (Injection(on),)) for when, on in of_rank_0.items()]
 
 
 def _stopped() -> list[Fault]:
     everyone, other = "kill -TERM $(pgrep -P $LAUNCHER)", "$(pgrep -P $LAUNCHER | grep -vx $PID)"
 
-    def in_a_step(do: str, rank: int = 0) -> Strike:
-        return Strike("phase forward", do, rank, after=5)
+    def in_a_step(do: str, rank: int = 0) -> Injection:
+        return Injection("phase forward", do, rank, after=5)
 
     asked = {  # and what torchrun ends with
         "SIGTERM to both ranks": (in_a_step(everyone), 0),
         "SIGTERM to rank 1": (in_a_step("kill -TERM $PID", rank=1), 0),
-        "SIGTERM to both in an evaluation": (Strike("phase evaluate", everyone, after=8), 0),
+        "SIGTERM to both in an evaluation": (Injection("phase evaluate", everyone, after=8), 0),
         "SIGTERM to torchrun": (in_a_step("kill -TERM $LAUNCHER"), -1),
         "torchrun killed": (in_a_step("kill -9 $LAUNCHER"), -1),
     }
     return [
-        *(Fault(name, SAVED, (strike,), code=code, all_saved=True) for name, (strike, code) in asked.items()),
+        *(Fault(name, SAVED, (injection,), code=code, all_saved=True) for name, (injection, code) in asked.items()),
         Fault(
             "SIGTERM to rank 0 while rank 1 is frozen",
             "rank 0 leaves in 20 s, unsaved; started again, the ranks go on from the newest checkpoint",
@@ -79,14 +79,14 @@ def _stuck() -> list[Fault]:
     slow = "each linear layer twenty times"
     said = r"error: .*rank 1 .*"
     return [
-        Fault("rank 1 frozen (SIGSTOP)", NAMED, (Strike("phase forward", frozen, 1, 5),), SHORT_WAIT, says=said),
+        Fault("rank 1 frozen (SIGSTOP)", NAMED, (Injection("phase forward", frozen, 1, 5),), SHORT_WAIT, says=said),
         Fault(
-            "rank 1 waits for data without end", NAMED, (Strike("phase data", waiting, 1, 5),), SHORT_WAIT, says=said
+            "rank 1 waits for data without end", NAMED, (Injection("phase data", waiting, 1, 5),), SHORT_WAIT, says=said
         ),
         Fault(
             "rank 1 slower than rank 0",
             "the rank and its slow phase are named, the run goes on",
-            (Strike("phase data", slow, 1, 0),),
+            (Injection("phase data", slow, 1, 0),),
             epochs=8,
             says=r"Straggler: rank 1 .*forward.*",
         ),
@@ -108,12 +108,12 @@ def _stored() -> list[Fault]:
         "without its manifest": f"rm {newest}/manifest.json",
     }
 
-    def for_a_while(bad: str, good: str) -> tuple[Strike, Strike]:
-        return Strike("writes */.step_00000010.tmp/*.distcp", bad), Strike("phase forward", good, after=13)
+    def for_a_while(bad: str, good: str) -> tuple[Injection, Injection]:
+        return Injection("writes */.step_00000010.tmp/*.distcp", bad), Injection("phase forward", good, after=13)
 
-    def damaged(do: str) -> tuple[Strike]:
+    def damaged(do: str) -> tuple[Injection]:
         # The fourth time that `latest` moves the checkpoint of step 8 stands under its name.
-        return (Strike("renames */latest", f"{do}; kill -9 $PID", count=4),)
+        return (Injection("renames */latest", f"{do}; kill -9 $PID", count=4),)
 
     return [
         Fault("disk full, later room again", REPORTED, for_a_while(fill, free), disk=256, says=WENT_ON),
@@ -121,9 +121,9 @@ def _stored() -> list[Fault]:
         Fault(
             "disk full for good",
             "the third failed save ends the run; with room again, it goes on from the newest checkpoint",
-            (Strike("phase save", fill, after=6),),
+            (Injection("phase save", fill, after=6),),
             code=-1,
-            mend=free,
+            repair=free,
             disk=256,
             launcher=NO_RESTARTS,
             says=r"error: .*3 times in a row.*",
@@ -158,14 +158,14 @@ def _numbers() -> list[Fault]:
         Fault(
             "loss of rank 1 not a number, once",
             "all ranks leave that step out, its rows are named, the run goes on",
-            (Strike("phase forward", spoiled, 1, 5),),
+            (Injection("phase forward", spoiled, 1, 5),),
             says=r"Skipped step 6: .*",
             left_out=(6,),
         ),
         Fault(
             "loss of rank 1 not a number, more often than --bad_steps lets pass",
             "back to the newest checkpoint, on without the rows of those steps",
-            (Strike("phase forward", spoiled, 1, 5), Strike("phase forward", spoiled, 1, 6)),
+            (Injection("phase forward", spoiled, 1, 5), Injection("phase forward", spoiled, 1, 6)),
             ("--bad_steps", "1"),
             says=r"Went back from step 7.*",
             without=(6, 7),
@@ -173,7 +173,7 @@ def _numbers() -> list[Fault]:
         Fault(
             "clock of rank 1 set back by a day",
             "nothing depends on it, the run goes on",
-            (Strike("phase data", "a clock set back by a day", 1, 5),),
+            (Injection("phase data", "a clock set back by a day", 1, 5),),
         ),
         Fault(
             "metrics port taken",
@@ -197,7 +197,11 @@ def _network() -> list[Fault]:
         Fault(
             f"network between two machines cut for {seconds} s",
             "the ranks wait, or are started again and go on from the newest checkpoint",
-            (Strike("phase forward", f"ip link set cable down; (sleep {seconds}; ip link set cable up) &", after=5),),
+            (
+                Injection(
+                    "phase forward", f"ip link set cable down; (sleep {seconds}; ip link set cable up) &", after=5
+                ),
+            ),
             launcher=(*TWO_MACHINES, *MEETING),
         )
         for seconds in (5, 60)
@@ -212,12 +216,12 @@ def _soak() -> list[Fault]:
     of_rank_0 = ["writes *manifest.json*", "renames */step_????????", "renames */latest", "removes *manifest.json"]
     moments = [*anyone, *of_rank_0]
 
-    def kill(turn: int) -> Strike:
+    def kill(turn: int) -> Injection:
         on = "phase finish" if turn >= KILLS - AT_THE_END else moments[turn % len(moments)]
         wait = chance.uniform(0, 4 if on == "starts " else 0.05)
         often = 1 if on in ("starts ", "phase evaluate", "phase finish") else chance.randint(1, 4)
         rank = 0 if on in of_rank_0 else chance.randint(0, 1)
-        return Strike(on, f"(sleep {wait:.3f}; kill -9 $PID) &", rank, count=often, turn=turn)
+        return Injection(on, f"(sleep {wait:.3f}; kill -9 $PID) &", rank, count=often, turn=turn)
 
     return [
         Fault(

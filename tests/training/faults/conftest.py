@@ -1,4 +1,4 @@
-"""The undisturbed run, a run that suffers, and the option with which the suite writes its table."""
+"""The undisturbed run, a run with a fault, and the option with which the suite writes its table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.training.faults.cases import FAMILIES
-from tests.training.faults.faults import FLAGS, STRUCK, Fault, suffer
+from tests.training.faults.faults import FAULT_INJECTION, FLAGS, Fault, run_and_judge
 from tests.training.faults.judgement import Finding, Reference, lineage, rows_of_rank, state_of
 from tests.training.faults.table import write_faults
 
@@ -33,7 +33,7 @@ def undisturbed(
             fewer = json.dumps({"steps": left_out, "rows": rows})
             environment = {"FAULT_FOLDER": str(folder), "FAULT_LEAVES_OUT": fewer}
             flags = ("--epochs", epochs, "--output_dir", folder / "model")
-            ended = launch_shared(2, *FLAGS, *flags, env=environment, script=STRUCK)
+            ended = launch_shared(2, *FLAGS, *flags, env=environment, script=FAULT_INJECTION)
             assert ended.process.returncode == 0, ended.err
             finished[wanted] = Reference(folder, state_of(folder), lineage(folder))
         return finished[wanted]
@@ -54,18 +54,18 @@ def findings(request: pytest.FixtureRequest) -> Iterator[list[Finding]]:
 
 
 @pytest.fixture
-def suffers(
+def run_with_fault(
     start: Callable[..., Any],
     base_flags: tuple[str, ...],
     tmp_path: Path,
     undisturbed: Callable[..., Reference],
     findings: list[Finding],
 ) -> Callable[[Fault], None]:
-    """`suffers(fault)`: have a run suffer it, and hold the weights it ends with to the undisturbed run's."""
+    """`run_with_fault(fault)`: inject it into a run, and compare its last weights with the undisturbed run's."""
 
     def run(fault: Fault) -> None:
-        found = suffer(
-            fault, start, base_flags, tmp_path / "suffers", undisturbed(fault.epochs, fault.left_out, fault.without)
+        found = run_and_judge(
+            fault, start, base_flags, tmp_path / "faulted", undisturbed(fault.epochs, fault.left_out, fault.without)
         )
         assert (found.lost, found.repeated, found.difference) == (0, 0, 0.0)
         findings.append(found)

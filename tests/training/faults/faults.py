@@ -1,4 +1,4 @@
-"""A fault as data, and a run that suffers it."""
+"""A fault as data, and a run into which it is injected."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ import pytest
 
 from tests.training.faults.judgement import Finding, Reference, judge
 
-STRUCK = Path(__file__).with_name("struck.py")
+FAULT_INJECTION = Path(__file__).with_name("fault_injection.py")
 FLAGS = ("--batch_size", "4", "--save_every", "2", "--keep_last", "3")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SECONDS_TO_END, SECONDS_TO_BE_GONE = 600.0, 60.0
 
 
 @dataclass(frozen=True)
-class Strike:
-    """What falls on a rank, and when.
+class Injection:
+    """What is done to a rank, and when.
 
     Args:
         on: the moment: ``phase NAME``, ``writes``, ``reads``, ``renames`` or ``removes`` with the file's pattern (of a
             renaming: its new name), ``imports MODULE``, ``starts ``.
-        do: a shell command that the rank waits for ($PID, $LAUNCHER, $PYTHON, $CHECKPOINTS), or an act of struck.py.
-        rank: the one it falls on.
+        do: a shell command that the rank waits for ($PID, $LAUNCHER, $PYTHON, $CHECKPOINTS), or an act
+            of fault_injection.py.
+        rank: the one it is done to.
         after: optimizer steps done at that moment; None = any.
-        count: the how manieth such moment of the process.
-        turn: how many strikes fell before the attempt of the launcher; None = any number.
+        count: which occurrence of that moment in the process.
+        turn: how many faults were injected before the launcher's attempt; None = any number.
     """
 
     on: str
@@ -53,11 +54,11 @@ class Fault:
     Args:
         name: what happens to the run.
         promised: what the run does.
-        strikes: how it is brought about.
+        injections: how it is brought about.
         flags: of the run, beside the usual ones; ``{port}`` is a port that another process holds at the first start.
         code: the first start ends with it before the run is finished, -1 = any but 0; the run is then started again.
             None: the first start finishes.
-        mend: a shell command between the two starts.
+        repair: a shell command between the two starts.
         says: a pattern of the line that names the fault.
         launcher: flags of torchrun.
         disk: MB of a disk of its own that checkpoints go to; 0 = the one of the run.
@@ -70,10 +71,10 @@ class Fault:
 
     name: str
     promised: str
-    strikes: tuple[Strike, ...] = ()
+    injections: tuple[Injection, ...] = ()
     flags: tuple[str, ...] = ()
     code: int | None = None
-    mend: str = "true"
+    repair: str = "true"
     says: str = ""
     launcher: tuple[str, ...] = ("--standalone", "--nproc_per_node=2", "--max_restarts=3")
     disk: int = 0
@@ -84,11 +85,11 @@ class Fault:
     without: tuple[int, ...] = ()
 
 
-class Suffering:
+class FaultedRun:
     """A run in a folder of its own, started once or more, and what it left.
 
     Args:
-        fault: what it suffers.
+        fault: what is injected into it.
         folder: new.
     """
 
@@ -103,9 +104,9 @@ class Suffering:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What struck.py and its strikes read."""
+        """What fault_injection.py and its injections read."""
         return {
-            "FAULT_STRIKES": json.dumps([asdict(strike) for strike in self.fault.strikes]),
+            "FAULT_INJECTIONS": json.dumps([asdict(injection) for injection in self.fault.injections]),
             "FAULT_FOLDER": str(self.folder),
             "FAULT_LAUNCH": str(len(self.codes)),
             "CHECKPOINTS": str(self.checkpoints),
@@ -113,7 +114,7 @@ class Suffering:
 
     def command(self, base_flags: Sequence[str]) -> list[str | Path]:
         """Torchrun, and the run below it."""
-        launcher = [*TORCHRUN, *self.fault.launcher, STRUCK]
+        launcher = [*TORCHRUN, *self.fault.launcher, FAULT_INJECTION]
         places = ["--output_dir", self.folder / "model", "--checkpoint_dir", self.checkpoints]
         flags = [*base_flags, *FLAGS, *places, "--epochs", self.fault.epochs, *self.fault.flags]
         return [str(part).format(port=self.port) for part in (*launcher, *flags)]
@@ -127,16 +128,16 @@ class Suffering:
     def finding(self, reference: Reference) -> Finding:
         """Hold the run to what was promised; what it did is a row of the table."""
         assert self.codes[-1] == 0, self.printed
-        struck = sorted(json.loads(path.read_text())["time"] for path in self.folder.glob("strike_*.json"))
-        assert len(struck) == len(self.fault.strikes), f"not struck\n{self.printed}"
-        return judge(self.fault, self.folder, self.codes, self.printed, struck, reference)
+        injected = sorted(json.loads(path.read_text())["time"] for path in self.folder.glob("injection_*.json"))
+        assert len(injected) == len(self.fault.injections), f"not injected\n{self.printed}"
+        return judge(self.fault, self.folder, self.codes, self.printed, injected, reference)
 
 
-def suffer(
+def run_and_judge(
     fault: Fault, start: Callable[..., Any], base_flags: Sequence[str], folder: Path, reference: Reference
 ) -> Finding:
-    """Have a run suffer ``fault``; where it is to end by it, mend it and start it again; judge it."""
-    run = Suffering(fault, folder)
+    """Inject ``fault`` into a run; if the fault ends it, repair and start it again; judge the run."""
+    run = FaultedRun(fault, folder)
     with ExitStack() as stack:
         if fault.disk:
             stack.enter_context(disk_of(fault.disk, folder / "disk"))
@@ -147,7 +148,7 @@ def suffer(
             code = run.codes[0]
             assert code == fault.code if fault.code >= 0 else code != 0, f"ended with {code}\n{run.printed}"
             assert not (folder / "model" / "model.safetensors").exists()
-            subprocess.run(["bash", "-c", fault.mend], env=os.environ | run.environment, check=True)
+            subprocess.run(["bash", "-c", fault.repair], env=os.environ | run.environment, check=True)
             run.take(start(run.command(base_flags), env=run.environment, wait=False))
         return run.finding(reference)
 

@@ -35,7 +35,7 @@ class Reference:
 class Finding:
     """What came of a fault: a row of the table.
 
-    ``recovery``: seconds from the fault to the next optimizer step, the median where it struck several times; None
+    ``recovery``: seconds from the fault to the next optimizer step, the median where it injected several times; None
     where no process had to start.
     ``difference``: of the finished model from the undisturbed run's, relative to its norm; 0 = weights and moments of
     all ranks are equal to the bit.
@@ -51,7 +51,7 @@ class Finding:
 
 
 def judge(
-    fault: Fault, folder: Path, codes: Sequence[int], printed: str, struck: Sequence[float], reference: Reference
+    fault: Fault, folder: Path, codes: Sequence[int], printed: str, injected: Sequence[float], reference: Reference
 ) -> Finding:
     """Read what a finished run left, and hold what it said and logged to what was promised."""
     run_dir = folder / "model.run"
@@ -67,7 +67,7 @@ def judge(
     seen, wanted = Counter(_all_rows(mine)), Counter(_all_rows(reference.rows))
     restarted = len(list(folder.glob("attempt_*"))) > 1
     steps = [event["time"] for event in _events(run_dir, "first_step")] if restarted else []
-    recoveries = [min(later) - fell for fell in struck if (later := [step for step in steps if step > fell])]
+    recoveries = [min(later) - fell for fell in injected if (later := [step for step in steps if step > fell])]
     return Finding(
         fault.name,
         fault.promised,

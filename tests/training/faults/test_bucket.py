@@ -11,7 +11,7 @@ import pytest
 
 from tests.training.checkpointing.s3_server import CREDENTIALS, Line, s3_server
 from tests.training.faults.cases import BUCKET
-from tests.training.faults.faults import Suffering
+from tests.training.faults.faults import FaultedRun
 from tests.training.faults.judgement import Finding, Reference
 
 REPORTED = "Training continues, but the checkpoint"
@@ -40,10 +40,10 @@ def test_a_bucket_that_goes_away_in_a_save_costs_no_step(
     line: Line,
 ) -> None:
     [fault] = BUCKET
-    run = Suffering(fault, tmp_path / "suffers")
+    run = FaultedRun(fault, tmp_path / "faulted")
     started = start(run.command(base_flags), env=run.environment, wait=False)
     started.wait_until(lambda: REPORTED in started.out)
-    line.mend()
+    line.restore()
     run.take(started)
 
     found = run.finding(undisturbed())

@@ -20,7 +20,7 @@ def _made_up(folder: Path, *starts: tuple[int, range, list[int]]) -> Path:
     (folder / "model.run" / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     notes = []
     for restart, steps, saved in starts:
-        (folder / f"attempt_0_{restart}").write_text(json.dumps({"strikes": restart, "saved": saved}))
+        (folder / f"attempt_0_{restart}").write_text(json.dumps({"injections": restart, "saved": saved}))
         place = {"launch": 0, "restart": restart, "world_size": 1, "first_step": steps[0]}
         notes += [place | {"time": 100 * restart + step, "step": step, "rows": [step]} for step in steps]
     (folder / "rows_0.jsonl").write_text("".join(f"{json.dumps(note)}\n" for note in notes))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.training.faults.cases import NETWORK
-from tests.training.faults.faults import Fault, Suffering
+from tests.training.faults.faults import Fault, FaultedRun
 from tests.training.faults.judgement import Finding, Reference
 from tests.training.faults.network import two_machines
 
@@ -24,7 +24,7 @@ def test_a_run_over_a_cut_network_ends_with_the_right_weights(
     findings: list[Finding],
     fault: Fault,
 ) -> None:
-    run = Suffering(fault, tmp_path / "suffers")
+    run = FaultedRun(fault, tmp_path / "faulted")
     with two_machines() as machines:
         while not run.codes or (run.codes[-1] and len(run.codes) < MOST_STARTS):
             launchers = [

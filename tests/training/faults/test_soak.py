@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.training.faults.cases import KILLS, SOAK
-from tests.training.faults.faults import Suffering
+from tests.training.faults.faults import FaultedRun
 from tests.training.faults.judgement import Finding, Reference
 
 SECONDS = 2 * 3600.0
@@ -23,7 +23,7 @@ def test_a_run_killed_a_hundred_times_ends_with_the_weights_of_one_never_killed(
     findings: list[Finding],
 ) -> None:
     [fault] = SOAK
-    run = Suffering(fault, tmp_path / "suffers")
+    run = FaultedRun(fault, tmp_path / "faulted")
     run.take(start(run.command(base_flags), env=run.environment, wait=False), seconds=SECONDS)
 
     found = run.finding(undisturbed(fault.epochs))

@@ -1,10 +1,10 @@
-"""A rank of train_ddp.py that is struck: torchrun ... tests/training/faults/struck.py FLAGS.
+"""train_ddp.py with faults: torchrun ... tests/training/faults/fault_injection.py FLAGS.
 
-The program runs as it is. Around it stand looks from outside: Python's audit events (files opened, renamed, removed)
-and the phases of the run, each a moment at which a strike may fall. Every rank also notes the rows that it trains on,
-and the weights and moments that it ends with.
+The program itself is unchanged. It is watched from outside, by Python's audit events (files opened, renamed, removed)
+and by the phases of the run; at each of these moments a fault may be injected. Every rank also notes the rows that it
+trains on, and the weights and moments that it ends with.
 
-FAULT_STRIKES (JSON) lists the strikes, FAULT_FOLDER is where all is noted, FAULT_LAUNCH counts starts. With
+FAULT_INJECTIONS (JSON) lists the injections, FAULT_FOLDER is where all is noted, FAULT_LAUNCH counts starts. With
 FAULT_LEAVES_OUT (JSON) the batches of those ``steps`` and those ``rows`` are left out: what a run comes to that never
 had them.
 """
@@ -38,15 +38,15 @@ BUSY = threading.local()
 RETRY_SECONDS = 5.0  # before a failed save is tried again: longer than a few steps, shorter than the run's own minute
 
 
-class Strikes:
-    """The strikes that are to fall on this process, each once in the whole life of the run."""
+class Injections:
+    """The faults to inject into this process, each once in the whole life of the run."""
 
     def __init__(self, listed: list[dict[str, Any]]) -> None:
-        fallen = _found_by_this_attempt()["strikes"]
+        fallen = _found_by_this_attempt()["injections"]
         self.left = {
-            number: strike
-            for number, strike in enumerate(listed)
-            if strike["rank"] == RANK and strike["turn"] in (None, fallen)
+            number: injection
+            for number, injection in enumerate(listed)
+            if injection["rank"] == RANK and injection["turn"] in (None, fallen)
         }
         self.phases: Phases | None = None
         self.seen: dict[int, int] = {}
@@ -57,25 +57,25 @@ class Strikes:
         return self.phases.step if self.phases else 0
 
     def look(self, kind: str, what: str) -> None:
-        """Strike, if this is the moment of a strike."""
-        if getattr(BUSY, "striking", False):  # what a strike itself opens is no moment
+        """Inject a fault, if this is its moment."""
+        if getattr(BUSY, "injecting", False):  # what an injection itself opens does not count
             return
-        for number, strike in list(self.left.items()):
-            moment, pattern = strike["on"].split(" ", 1)
-            if moment == kind and fnmatch(what, pattern) and strike["after"] in (None, self.step):
+        for number, injection in list(self.left.items()):
+            moment, pattern = injection["on"].split(" ", 1)
+            if moment == kind and fnmatch(what, pattern) and injection["after"] in (None, self.step):
                 self.seen[number] = self.seen.get(number, 0) + 1
-                if self.seen[number] == strike["count"]:
-                    self._strike(number, self.left.pop(number)["do"])
+                if self.seen[number] == injection["count"]:
+                    self._inject(number, self.left.pop(number)["do"])
 
-    def _strike(self, number: int, do: str) -> None:
-        BUSY.striking = True
+    def _inject(self, number: int, do: str) -> None:
+        BUSY.injecting = True
         try:
-            with (FOLDER / f"strike_{number:03d}.json").open("x") as file:
+            with (FOLDER / f"injection_{number:03d}.json").open("x") as file:
                 json.dump({"time": time.time(), "step": self.step, "pid": os.getpid()}, file)
         except FileExistsError:
             return
         finally:
-            BUSY.striking = False
+            BUSY.injecting = False
         if do in ACTS:
             ACTS[do]()
         else:
@@ -83,7 +83,7 @@ class Strikes:
 
 
 def _found_by_this_attempt() -> dict[str, Any]:
-    """How many strikes have fallen, and the steps of the checkpoints that stand.
+    """How many faults were injected so far, and the steps of the checkpoints that exist.
 
     The same for all ranks of an attempt: the first of them to come counts.
     """
@@ -91,7 +91,7 @@ def _found_by_this_attempt() -> dict[str, Any]:
     mine = attempt.with_name(f"{attempt.name}.{os.getpid()}")
     # Each got its name by the rename that made it a checkpoint.
     saved = {int(path.name[5:13]) for path in Path(os.environ.get("CHECKPOINTS", FOLDER)).glob("step_????????*")}
-    mine.write_text(json.dumps({"strikes": len(list(FOLDER.glob("strike_*.json"))), "saved": sorted(saved)}))
+    mine.write_text(json.dumps({"injections": len(list(FOLDER.glob("injection_*.json"))), "saved": sorted(saved)}))
     with suppress(FileExistsError):
         os.link(mine, attempt)
     mine.unlink()
@@ -99,12 +99,12 @@ def _found_by_this_attempt() -> dict[str, Any]:
 
 
 def _shell(command: str) -> None:
-    BUSY.striking = True
+    BUSY.injecting = True
     places = {"PID": os.getpid(), "LAUNCHER": os.getppid(), "PYTHON": shlex.quote(sys.executable)}
     named = os.environ | {name: str(value) for name, value in places.items()}
     # In a session of its own, where the launcher's signals to the ranks do not reach it.
     subprocess.run(["bash", "-c", command], env=named, check=True, start_new_session=True)
-    BUSY.striking = False
+    BUSY.injecting = False
 
 
 def _spoil_a_loss() -> None:
@@ -151,19 +151,19 @@ ACTS: dict[str, Callable[[], None]] = {
     "each linear layer twenty times": _slow_down,
     "waiting without end": _hold_on,
 }
-STRIKES = Strikes(json.loads(os.environ.get("FAULT_STRIKES", "[]")))
+INJECTIONS = Injections(json.loads(os.environ.get("FAULT_INJECTIONS", "[]")))
 WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def _audited(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and not isinstance(arguments[0], int):
-        STRIKES.look("writes" if arguments[2] & WRITING else "reads", str(arguments[0]))
+        INJECTIONS.look("writes" if arguments[2] & WRITING else "reads", str(arguments[0]))
     elif event == "os.rename":
-        STRIKES.look("renames", str(arguments[1]))
+        INJECTIONS.look("renames", str(arguments[1]))
     elif event in ("os.remove", "shutil.rmtree"):
-        STRIKES.look("removes", str(arguments[0]))
+        INJECTIONS.look("removes", str(arguments[0]))
     elif event == "import":
-        STRIKES.look("imports", arguments[0])
+        INJECTIONS.look("imports", arguments[0])
 
 
 def _watch_phases() -> None:
@@ -172,13 +172,13 @@ def _watch_phases() -> None:
     @contextmanager
     def entered(self: Phases, name: str) -> Iterator[None]:
         with enter(self, name):
-            STRIKES.look("phase", name)
+            INJECTIONS.look("phase", name)
             yield
 
     def begun(self: Phases) -> None:
         begin(self)
-        if STRIKES.phases is None:  # the first are the Trainer's, and by now all of the program is imported
-            STRIKES.phases = self
+        if INJECTIONS.phases is None:  # the first are the Trainer's, and by now all of the program is imported
+            INJECTIONS.phases = self
             _note_rows()
             _note_end()
             _retry_soon()
@@ -245,5 +245,5 @@ def _leave_out(steps: list[int], rows: list[int]) -> None:
 if __name__ == "__main__":
     sys.addaudithook(_audited)
     _watch_phases()
-    STRIKES.look("starts", "")
+    INJECTIONS.look("starts", "")
     runpy.run_path(str(REPOSITORY / "training" / "train_ddp.py"), run_name="__main__")
