@@ -4,5 +4,5 @@ import os
 
 __version__ = "0.1.0"
 
-# ONNX Runtime reports to its maker from the moment that it is imported, unless this is set.
+# ONNX Runtime sends telemetry from its import on, unless this is set.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

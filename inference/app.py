@@ -46,7 +46,7 @@ _GROUPS = (predict, explain, hub, open_inference, health, metrics, model, admin,
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     parts: Parts = app.state.parts
     configure_logging(parts.settings.log_level, logging.getLogger("inference"))
-    # Its lines have addresses, which ours leave out, and repeat the rest.
+    # Its lines contain client addresses, which ours leave out, and repeat the rest.
     logging.getLogger("uvicorn.access").handlers.clear()
     logging.getLogger("uvicorn.access").propagate = False
     keep_tokenizer_on_one_thread()
@@ -58,7 +58,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    # The port is open at once: /health tells the truth while the model loads beside the event loop.
+    # The port opens immediately: /health reports honestly while the model loads in the background.
     load()
     parts.lifecycle.take_signals(reload=load)
     keeper = ConnectionKeeper(parts.settings.max_connections, parts.settings.request_timeout_s)
@@ -71,7 +71,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _load_once_started(server: Any, parts: Parts) -> None:
-    # What the log says of the model comes after uvicorn's own lines, and a port that is taken costs no loading.
+    # Messages about the model come after uvicorn's own, and a port that is in use is noticed before anything is loaded.
     while server is not None and not server.started:
         if parts.lifecycle.is_draining:
             return
@@ -83,11 +83,11 @@ def create_app(settings: Settings | None = None, load_model: LoadModel | None = 
     """Build the server.
 
     Args:
-        settings: Read from the environment where there are none.
-        load_model: From path and engine name to a loaded model; by default a `ModelLoader` on the settings' hardware.
+        settings: by default read from the environment.
+        load_model: from path and engine name to a loaded model; by default a `ModelLoader` on the settings' hardware.
 
     Raises:
-        SettingsError: A variable of the environment has no valid value, or asks for what is not installed.
+        SettingsError: an environment variable has an invalid value, or asks for something that is not installed.
     """
     settings = settings or Settings.from_environment()
     parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware))
@@ -124,6 +124,6 @@ def create_app(settings: Settings | None = None, load_model: LoadModel | None = 
 try:
     app = create_app()
 except SettingsError as error:
-    # uvicorn imports this module: one line says more than the traceback of an import.
+    # uvicorn imports this module, and one line says more than the traceback of an import.
     error.say()
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""The errors that serving raises, each with one line for whoever reads it; free of HTTP and of the model."""
+"""The errors that serving raises, independent of HTTP and of the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from common.errors import ForeseenError, UserError
 
 
 class RefusedTextError(ValueError):
-    """A text that cannot be classified as it stands.
-
-    Attributes:
-        code: A short name of the reason for programs, such as ``blank_text``.
-    """
+    """A text that cannot be classified as it is; ``code`` is a short name for programs, such as ``blank_text``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -21,20 +17,19 @@ class RefusedTextError(ValueError):
 
 
 class ModelUnavailableError(Exception):
-    """No model is loaded (yet); the line says why."""
+    """No model is loaded (yet); the message says why."""
 
 
 class SettingsError(UserError):
-    """A setting has no valid value; the line names it and says what is wrong."""
+    """A setting has an invalid value; the message names the setting and what is wrong."""
 
     code = "setting-value"
 
 
 class QueueFullError(Exception):
-    """The queue cannot take these texts now: their answers would come too late.
+    """The queue cannot accept these texts now, because their answers would come too late.
 
-    Attributes:
-        retry_after_s: Seconds until they would come in time, by the measured speed.
+    ``retry_after_s``: seconds until they would come in time, at the measured speed.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -43,11 +38,7 @@ class QueueFullError(Exception):
 
 
 class RateLimitedError(Exception):
-    """A client has sent more texts than it may.
-
-    Attributes:
-        retry_after_s: Seconds until it may send more.
-    """
+    """A client has sent more texts than it may. ``retry_after_s``: seconds until it may send more."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -55,7 +46,7 @@ class RateLimitedError(Exception):
 
 
 class DeadlineExceededError(Exception):
-    """A text was not answered in the time it had."""
+    """A text was not answered within its time limit."""
 
 
 class ForwardError(Exception):
@@ -63,7 +54,7 @@ class ForwardError(Exception):
 
 
 class WorkerDownError(Exception):
-    """Nothing takes texts from the queue: it was closed, or its workers fail again and again."""
+    """Nothing takes texts from the queue: it is closed, or its workers keep failing."""
 
 
 class ExportRefusedError(ForeseenError):

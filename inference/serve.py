@@ -18,7 +18,7 @@ from common.errors import OneLineParser, UserError, run_command
 from inference.http.request_log import configure_logging
 from inference.settings import Settings
 
-# Longer than the idle time of usual proxies (60 s): the proxy ends a connection, never the server under its hands.
+# Longer than the idle timeout of usual proxies (60 s), so that the proxy closes a connection and never finds it closed.
 _KEEP_ALIVE_SECONDS = 65
 
 
@@ -63,7 +63,7 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    """Raise `UserError` if nothing can listen here: uvicorn would say so only between its other lines."""
+    """Raise `UserError` if the port is in use; uvicorn would only say so between its other lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -81,7 +81,7 @@ def _serve(settings: Settings, host: str, port: int) -> None:
         "inference.app:app",
         host=host,
         port=port,
-        # Its lines go through the root logger, as JSON; its access log would repeat ours, with paths in full.
+        # Its messages go through the root logger as JSON; its access log would repeat ours, with full paths.
         log_config=None,
         log_level=settings.log_level,
         access_log=False,

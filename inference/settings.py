@@ -21,7 +21,7 @@ _JSON_OVERHEAD_VALUES = 1024
 
 
 class Settings(BaseSettings):
-    """What the server reads from its environment; an empty variable counts as absent."""
+    """What the server reads from its environment; an empty variable counts as unset."""
 
     model_config = SettingsConfigDict(env_ignore_empty=True, frozen=True, hide_input_in_errors=True)
 
@@ -180,7 +180,8 @@ class Settings(BaseSettings):
         """Read the environment.
 
         Raises:
-            SettingsError: A variable has no valid value; the line names it and what is wrong, not its value.
+            SettingsError: a variable has an invalid value; the message names the variable, but does not quote the
+                value.
         """
         try:
             return cls()
@@ -190,12 +191,11 @@ class Settings(BaseSettings):
 
     @property
     def hardware(self) -> Hardware:
-        """What the model may run on: THREADS and DEVICE."""
         return Hardware(self.threads, self.device)
 
     @property
     def max_body_bytes(self) -> int:
-        """The largest body: MAX_BODY_MB, or what no body within the limits on texts can exceed, if that is less."""
+        """The largest body: MAX_BODY_MB, or what a body within the limits on texts can be at most, if that is less."""
         texts = self.max_text_chars * self.max_batch_texts * _MAX_BYTES_PER_CHAR + _JSON_OVERHEAD_BYTES
         return min(texts, int(self.max_body_mb * 2**20))
 
@@ -206,15 +206,14 @@ class Settings(BaseSettings):
 
     @property
     def max_body_values(self) -> int:
-        """The most JSON values of a body: a text and a list around it for each text, and room for other fields."""
+        """The most JSON values in a body: a text and a list around it for each text, and room for other fields."""
         return 2 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
 
     @property
     def allowed_origins(self) -> list[str]:
-        """The entries of `cors_origins`."""
         return [origin.strip().rstrip("/") for origin in self.cors_origins.split(",") if origin.strip()]
 
 
 def keep_tokenizer_on_one_thread() -> None:
-    """Let texts be tokenised in the thread that asks: the library's own pool would take cores from forward passes."""
+    """Tokenize in the calling thread; the library's own pool would take cores from forward passes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""Worker threads that group waiting texts into forward passes; they know no HTTP, no tokenizer and no asyncio."""
+"""Worker threads that group waiting texts into forward passes, independent of HTTP, the tokenizer and asyncio."""
 
 from __future__ import annotations
 
@@ -23,50 +23,46 @@ logger = logging.getLogger(__name__)
 
 _FAILS_NOW = "the model fails on every text now; ask again"
 
-# What a small CPU does, for a model whose speed was not measured when it was loaded.
+# Tokens per second of a small CPU, for a model whose speed was not measured when it was loaded.
 ASSUMED_TOKENS_PER_SECOND = 2000.0
-# The speed before the first pass counts as much as so many seconds of passes.
+# The initial speed counts as much as this many seconds of passes.
 _FIRST_SPEED_S = 0.1
-# After a second of work, what was measured before counts half. Time without work makes nothing older.
+# After one second of work, earlier measurements count half. Time without work does not age them.
 _SPEED_HALF_LIFE_S = 1.0
 
-# A broken engine is asked for a known text so often, until it answers again.
+# Seconds between tries of a known good text on a broken engine, until it answers again.
 SECONDS_BETWEEN_TRIALS = 2.0
 
 Outcome = Probabilities | ForwardError | WorkerDownError
 
 
 class Observer(Protocol):
-    """Told what happens, for metrics; called from any thread, so every method must be quick and safe for threads."""
+    """Receives events for metrics; called from any thread, so every method must be quick and thread-safe."""
 
-    def tokenized(self, texts: int, seconds: float) -> None:
-        """So many texts were turned into tokens at once."""
+    def tokenized(self, texts: int, seconds: float) -> None: ...
 
-    def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
-        """A forward pass ended."""
+    def batch_done(self, texts: int, tokens: int, seconds: float) -> None: ...
 
     def waited(self, seconds: float) -> None:
-        """A text waited so long from its call to its forward pass."""
+        """Called with the time from a text's call to its forward pass."""
 
     def deduplicated(self) -> None:
-        """A text shares the forward pass of the same text on its way."""
+        """A text shares the forward pass of an identical one."""
 
-    def cache_hit(self) -> None:
-        """A text's answer was remembered."""
+    def cache_hit(self) -> None: ...
 
-    def cache_miss(self) -> None:
-        """A text's answer was not remembered, though the cache is on."""
+    def cache_miss(self) -> None: ...
 
     def dropped(self, reason: Literal["cancelled", "expired"]) -> None:
-        """A text left unanswered."""
+        """A text left without an answer."""
 
     def worker_failed(self) -> None:
-        """A forward pass or a call of the tokenizer raised."""
+        """A forward pass or a tokenizer call raised."""
 
 
 @dataclass(slots=True)
 class FinishedPass:
-    """What came of the texts of one forward pass, one outcome each; monotonic start, and seconds."""
+    """The outcome of each text of a forward pass; its monotonic start, and its seconds."""
 
     texts: Sequence[QueuedText]
     outcomes: Sequence[Outcome]
@@ -88,17 +84,17 @@ class Batcher:
         tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
         seconds_between_trials: float = SECONDS_BETWEEN_TRIALS,
     ) -> None:
-        """Start the worker threads, one for each pass that may run at the same time.
+        """Start the worker threads, one per pass that may run at the same time.
 
         Args:
-            engine: What runs the passes.
-            queue: What the texts wait in; the batcher's alone from here on.
-            observer: Told of every pass and every failure.
-            on_finished: Gets every text that a worker took, once; called from worker threads.
-            on_expired: Gets the texts whose deadline passed in the queue; called from worker threads.
-            good_ids: Token ids of a text that the engine answers, as long as it works.
-            tokens_per_second: Speed of the engine, until passes have been measured.
-            seconds_between_trials: How often a broken engine is asked for that text.
+            engine: runs the passes.
+            queue: where texts wait; from here on only the batcher uses it.
+            observer: receives every pass and every failure.
+            on_finished: receives every text that a worker took, once; called from worker threads.
+            on_expired: receives the texts whose deadline passed in the queue; called from worker threads.
+            good_ids: token ids of a text that the engine can answer.
+            tokens_per_second: speed of the engine, until passes have been measured.
+            seconds_between_trials: how often a broken engine is tried with that text.
         """
         self.health = EngineHealth(engine, good_ids)
         self._seconds_between_trials = seconds_between_trials
@@ -120,27 +116,24 @@ class Batcher:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for a pass."""
         return self._queue.num_tokens
 
     @property
     def unanswered_tokens(self) -> int:
-        """Tokens that wait for a pass or are in one."""
         return self._queue.num_tokens + self._tokens_in_hand
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that all slots together work off in a second, over the last seconds of work."""
+        """Tokens per second of all slots together, over the last seconds of work."""
         return self._tokens_done / self._busy_s
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds that the longest pass in hand has taken; 0 when none is."""
+        """Seconds that the longest current pass has taken; 0 if there is none."""
         return max(worker.thread.busy_s for worker in self._workers)
 
     @property
     def is_alive(self) -> bool:
-        """Whether every worker runs."""
         return not self._closed and all(worker.thread.is_alive for worker in self._workers)
 
     def put(self, texts: Iterable[tuple[Flow, QueuedText]]) -> None:
@@ -151,7 +144,7 @@ class Batcher:
             self._changed.notify()  # a worker that leaves texts and slots over calls the next one
 
     def share(self, flow: Flow, text: QueuedText, deadline: float) -> bool:
-        """Let another call wait for a text that was queued before; False where it is too late for that."""
+        """Let another call wait for a text that was queued before; False if it is too late for that."""
         with self._changed:
             if text.is_expired:
                 return False
@@ -161,12 +154,12 @@ class Batcher:
             return True
 
     def remove(self, text: QueuedText) -> bool:
-        """Take a text out of the queue; False where it does not wait there."""
+        """Remove a text from the queue; False if it is not waiting there."""
         with self._changed:
             return self._queue.remove(text)
 
     def close(self) -> None:
-        """Stop the workers once the passes in hand are done; what still waits is never taken."""
+        """Stop the workers after the current passes; waiting texts are never taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -206,7 +199,7 @@ class Batcher:
         return True
 
     def _wait(self, worker: _Worker) -> bool:
-        """Wait for texts, or with a broken engine for the time to try it again; False once closed."""
+        """Wait for texts, or if the engine is broken, until it is time to try it again; False once closed."""
         while not (self._closed or (len(self._queue) and self._free_slots)):
             is_broken = self.health.failure is not None
             is_notified = self._changed.wait(self._seconds_between_trials if is_broken else None)
@@ -216,7 +209,9 @@ class Batcher:
         return not self._closed
 
     def _try_engine(self, worker: _Worker) -> None:
-        """Ask a broken engine for the known text: requests are refused meanwhile, so no pass would tell."""
+        """Try a broken engine with the known text; requests are refused meanwhile, so no pass would show that it
+        recovered.
+        """
         worker.thread.busy_since = time.monotonic()
         self.health.works(worker.slots)
         worker.thread.busy_since = None
@@ -259,7 +254,7 @@ class Batcher:
                 self._changed.notify()  # another worker may begin while this one reports
 
     def _answer(self, worker: _Worker) -> Sequence[Outcome]:
-        """Run the pass that a worker has taken; if it is the engine that fails, its texts are to be sent again."""
+        """Run the pass that a worker has taken; if the engine itself fails, its texts may be sent again."""
         if self.health.failure is None:
             outcomes = self._outcomes(worker, worker.texts)
             if not all(isinstance(outcome, ForwardError) for outcome in outcomes):
@@ -279,7 +274,7 @@ class Batcher:
             logger.exception("A forward pass of %d texts failed", len(texts))
             if len(texts) == 1:
                 return [ForwardError(f"the model failed on this text ({type(error).__name__}); the log has more")]
-        # One bad text must not fail its neighbours.
+        # One bad text must not fail its neighbors, so each is tried by itself.
         return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
 
     def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
@@ -298,7 +293,7 @@ class Batcher:
         return rows
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
-        # Beyond what a pass may raise: the worker drops what it has in hand and starts afresh.
+        # An error that a pass should not raise: the worker drops its current texts and starts over.
         logger.error("A worker failed and starts afresh", exc_info=error)
         texts, worker.texts = worker.texts, []
         if texts:
@@ -311,7 +306,7 @@ class Batcher:
 
 
 class _Worker:
-    """One worker thread, the texts it has taken, and the slots it holds."""
+    """One worker thread, its current texts, and the slots it uses."""
 
     __slots__ = ("is_trying", "num_tokens", "slots", "texts", "thread")
 

@@ -1,4 +1,4 @@
-"""The callers' side of the queue: calls with their texts, their futures and their time, and how answers reach them."""
+"""The callers' side of the queue: calls with texts, futures and deadlines, and how answers get back to them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from inference.errors import DeadlineExceededError
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model says of one text, and what it took.
+    """The model's answer to one text, and what it took.
 
     Attributes:
-        probabilities: Of every label, by class id.
-        num_tokens: Token ids of the whole text, special tokens included.
-        truncated: Whether the model read only the beginning.
-        cached: Whether the answer was remembered from an equal text.
-        tokenize_s: Seconds in the tokenizer.
-        queue_s: Seconds of waiting, for the tokenizer and for the forward pass.
-        forward_s: Seconds in the forward pass; 0 when remembered.
+        probabilities: of every label, by class id.
+        num_tokens: token ids of the whole text, including special tokens.
+        truncated: whether the model read only the beginning.
+        cached: whether the answer comes from the cache.
+        tokenize_s: seconds in the tokenizer.
+        queue_s: seconds of waiting, for the tokenizer and for the forward pass.
+        forward_s: seconds in the forward pass; 0 if cached.
     """
 
     probabilities: Probabilities
@@ -41,13 +41,13 @@ Outcome = Answer | Exception
 
 
 class TextLengths:
-    """How many tokens texts have, by those that were tokenised before; one thread adds, others may ask."""
+    """The usual number of tokens per text, learned from tokenized ones; one thread adds, others may read."""
 
-    # Of English news and WordPiece, until others have been seen; a language without spaces comes near 1 token per
+    # For English news and WordPiece, until other texts have been seen; a language without spaces has about 1 token per
     # character.
     _TOKENS_PER_CHAR = 0.25
     _TOKENS_PER_TEXT = 50.0
-    # What one text moves the averages by.
+    # How much one text moves the averages.
     _WEIGHT = 0.01
 
     def __init__(self, max_length: int) -> None:
@@ -56,17 +56,16 @@ class TextLengths:
         self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
 
     def add(self, text: str, num_tokens: int) -> None:
-        """Learn from a text that was tokenised."""
         self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, len(text)) - self.tokens_per_char)
         self.tokens_per_text += self._WEIGHT * (min(num_tokens, self.max_length) - self.tokens_per_text)
 
     def expected(self, text: str) -> int:
-        """Return how many tokens the model will read of a text, about."""
+        """Roughly how many tokens the model will read of a text."""
         return min(self.max_length, 2 + int(len(text) * self.tokens_per_char))
 
 
 class Call:
-    """The texts that one caller handed over together."""
+    """The texts that one caller submitted together."""
 
     __slots__ = (
         "callers",
@@ -95,11 +94,10 @@ class Call:
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens that the texts are expected to have."""
         return sum(caller.reserved_tokens for caller in self.callers)
 
     def deadline_error(self) -> DeadlineExceededError:
-        """What those get that were not answered in time."""
+        """What texts get that were not answered in time."""
         elapsed = time.monotonic() - self.started
         return DeadlineExceededError(f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; ask again later")
 
@@ -107,9 +105,8 @@ class Call:
 class Caller:
     """One text of a call and the future that waits for its answer.
 
-    Attributes:
-        reserved_tokens: What the text counts as until it is tokenised.
-        queued: The text in the queue, which equal texts share; None before it is tokenised.
+    ``reserved_tokens``: what the text counts as until it is tokenized; ``queued``: its entry in the queue, which
+    identical texts share, None before it is tokenized.
     """
 
     __slots__ = ("call", "future", "num_tokens", "queued", "reserved_tokens", "text", "tokenize_s", "truncated")
@@ -125,7 +122,7 @@ class Caller:
         self.tokenize_s = 0.0
 
     def answer(self, probabilities: Probabilities, done: FinishedPass | None = None) -> Answer:
-        """The answer to this text, from a forward pass or, without one, remembered."""
+        """The answer to this text, from a forward pass or from the cache."""
         until = done.started if done else time.monotonic()
         return Answer(
             probabilities=probabilities,
@@ -139,7 +136,7 @@ class Caller:
 
 
 def deliver(outcomes: Iterable[tuple[Caller, Outcome]]) -> None:
-    """Resolve futures, from any thread: one hop to the event loop for all of them."""
+    """Resolve futures from any thread, with a single hop to the event loop for all of them."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Caller, Outcome]]] = {}
     for caller, outcome in outcomes:
         by_loop.setdefault(caller.call.loop, []).append((caller, outcome))

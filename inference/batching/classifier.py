@@ -1,4 +1,4 @@
-"""The asynchronous face of one loaded model: texts in on the event loop, one future a text out."""
+"""The asynchronous interface of one loaded model: texts in on the event loop, one future per text out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from inference.batching.tokenizing import EncodedText, TokenizerThread
 from inference.engines.model_loader import ModelLoader
 from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
 
-# A stream that waits for room looks again after so long at the earliest.
+# Seconds after which a stream that waits for room looks again at the earliest.
 _SHORTEST_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What bounds and shapes the queue.
+    """The limits of the queue.
 
-    Attributes:
-        max_batch_tokens: Tokens of a forward pass, with padding where the engine pads; 0 leaves it to the engine.
-        max_wait_seconds: A text whose answer would take longer, by the measured speed, is refused.
-        cache_entries: Answers that are remembered; 0 remembers none.
+    ``max_batch_tokens``: tokens per forward pass, including padding if the engine pads; 0 = the engine's choice.
+    ``max_wait_seconds``: a text whose answer would take longer, at the measured speed, is refused. ``cache_entries``:
+    answers to remember; 0 = none.
     """
 
     max_batch_tokens: int = 0
@@ -47,18 +46,16 @@ class QueueLimits:
 
 
 def length_window(max_batch_tokens: int) -> int:
-    """Return how many of the oldest texts an engine that pads looks for near lengths in: enough to fill a pass."""
+    """Among how many of the oldest texts an engine that pads looks for similar lengths: enough to fill a pass."""
     return max(64, max_batch_tokens // 8)
 
 
 class Classifier:
-    """Answers texts with one model, on threads of its own; used from one event loop."""
+    """Answers texts with one model, on its own threads; used from one event loop."""
 
     def __init__(self, model: ModelLoader, limits: QueueLimits, observer: Observer) -> None:
-        """Start the threads.
-
-        Raises:
-            ValueError: A text of the model's full length would not fit into a forward pass.
+        """Raises:
+        ValueError: a text of the model's full length would not fit into a forward pass.
         """
         longest = model.max_length
         budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
@@ -83,12 +80,12 @@ class Classifier:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait for a forward pass; of texts not tokenised yet, as many as they are expected to have."""
+        """Tokens that wait for a forward pass; texts not tokenized yet count with their expected tokens."""
         return self._batcher.queued_tokens + self._tokenizing.reserved_tokens
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds until all that was accepted will be answered, by the measured speed."""
+        """Seconds until everything accepted will be answered, at the measured speed."""
         return self._unanswered_tokens / self.tokens_per_second
 
     @property
@@ -97,49 +94,46 @@ class Classifier:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens worked off in a second, over the last forward passes."""
         return self._batcher.tokens_per_second
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds that the longest forward pass or tokenizer call in hand has taken; 0 when none is."""
+        """Seconds that the longest current forward pass or tokenizer call has taken; 0 if there is none."""
         return max(self._batcher.heartbeat_age_s, self._tokenizing.thread.busy_s)
 
     @property
     def is_alive(self) -> bool:
-        """Whether all threads run."""
         return not self._closed and self._tokenizing.thread.is_alive and self._batcher.is_alive
 
     @property
     def health(self) -> EngineHealth:
-        """Whether the engine answers."""
         return self._batcher.health
 
     def refuse_if_down(self) -> None:
-        """Raise `WorkerDownError` if no text can be answered now."""
         if not self.is_alive:
             raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
         if self.health.failure is not None:
             raise WorkerDownError(self.health.failure)
 
     def full_error(self) -> QueueFullError | None:
-        """What a single text of usual length would meet now, None while it would be accepted."""
+        """What a single text of usual length would be refused with now; None if it would be accepted."""
         return self._refusal(int(self._lengths.tokens_per_text), 1)
 
     def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
 
         Args:
-            texts: At least one.
-            timeout_s: Seconds until those without an answer fail.
+            texts: at least one.
+            timeout_s: seconds after which unanswered texts fail.
 
         Returns:
-            One future a text, in order. Each ends in an `Answer` or one of `DeadlineExceededError`, `ForwardError`,
-            `RefusedTextError` (a blank text) and `WorkerDownError`; cancelling it takes the text out of the queue.
+            One future per text, in order. Each ends in an `Answer` or in one of `DeadlineExceededError`,
+            `ForwardError`, `RefusedTextError` (a blank text) and `WorkerDownError`; cancelling it removes the text from
+            the queue.
 
         Raises:
-            QueueFullError: The last of them would be answered too late; none is accepted.
-            WorkerDownError: The classifier is closed, or its engine fails on every text.
+            QueueFullError: the last of them would be answered too late; none is accepted.
+            WorkerDownError: the classifier is closed, or its engine fails on every text.
         """
         self.refuse_if_down()
         call = Call(texts, timeout_s, self._max_wait_s, self._lengths)
@@ -153,13 +147,12 @@ class Classifier:
         return [caller.future for caller in call.callers]
 
     async def drain(self) -> None:
-        """Wait until everything accepted is answered."""
         while self._calls:
             self._all_answered.clear()
             await self._all_answered.wait()
 
     def close(self) -> None:
-        """Stop the threads once the passes in hand are done, and fail what is left."""
+        """Stop the threads after the current passes, and fail what is left."""
         self._closed = True
         self._tokenizing.close()
         self._batcher.close()
@@ -169,7 +162,7 @@ class Classifier:
     def _refusal(self, num_tokens: int, num_texts: int) -> QueueFullError | None:
         waiting, speed = self._unanswered_tokens, self.tokens_per_second
         if not waiting:
-            # A slow pass by accident must not keep out calls of many texts until others have shown the true speed.
+            # One slow pass must not keep out calls with many texts until other passes have shown the true speed.
             speed = max(speed, self._first_tokens_per_second)
         too_late_s = overrun_s(waiting, num_tokens, num_texts, speed, self._max_wait_s)
         if too_late_s <= 0:
@@ -206,7 +199,7 @@ class Classifier:
                 caller.future.set_exception(call.deadline_error())
 
     def _withdraw(self, caller: Caller) -> None:
-        """Take a text out of the queue unless another caller waits for it too."""
+        """Remove a text from the queue unless another caller waits for it too."""
         with self._lock:
             text = caller.queued
             if text is None or caller not in text.payload:
@@ -251,7 +244,7 @@ class Classifier:
         return known
 
     def _join(self, caller: Caller, key: bytes) -> bool:
-        """Let the caller wait for an equal text that is on its way."""
+        """Let the caller wait for an identical text that is already being classified."""
         text = self._on_their_way.get(key)
         if text is None or not self._batcher.share(caller.call.flow, text, caller.call.deadline):
             return False

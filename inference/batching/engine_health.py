@@ -1,4 +1,4 @@
-"""Tells an engine that is broken from texts that it cannot take."""
+"""Distinguishes a broken engine from texts that it cannot process."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from inference.engines.base import Engine, TokenBatch
 
 logger = logging.getLogger(__name__)
 
-# So many forward passes in a row have to fail before requests are sent elsewhere.
+# This many consecutive forward passes have to fail before requests are sent elsewhere.
 FAILED_PASSES = 3
 
 
 class EngineHealth:
-    """Whether an engine answers at all; used from worker threads.
+    """Whether an engine works at all; used from worker threads.
 
-    A client may send texts that a model cannot take, so failed texts prove nothing. After a pass in which every text
-    failed, a text that is known to be good decides: if that one fails too, it is the engine.
+    A client may send texts that a model cannot process, so failed texts prove nothing. After a pass in which every text
+    failed, a known good text decides: if that fails too, it is the engine.
 
     Attributes:
-        failure: Why the engine is taken to be broken, None if it is not.
-        needs_restart: Whether only a new process can help: after most CUDA errors every later call fails as well.
+        failure: why the engine is considered broken; None if it is not.
+        needs_restart: whether only a new process can help: after most CUDA errors, every later call fails too.
     """
 
     def __init__(self, engine: Engine, good_ids: list[int]) -> None:
-        """Start with an engine that works.
-
-        Args:
-            engine: The engine to watch.
-            good_ids: Token ids of the known text.
+        """Args:
+        engine: the engine to watch.
+        good_ids: token ids of the known text.
         """
         self._engine = engine
         self._batch = TokenBatch.of([good_ids])
@@ -42,13 +40,13 @@ class EngineHealth:
         self.needs_restart = False
 
     def pass_answered(self) -> None:
-        """Note a pass that answered at least one of its texts."""
+        """Record a pass that answered at least one of its texts."""
         if self._num_failed:
             with self._lock:
                 self._recover()
 
     def works(self, threads: int) -> bool:
-        """Ask for the known text; call it from a worker that holds so many slots."""
+        """Try the known text; called from a worker that holds this many slots."""
         problem = self._problem(threads)
         with self._lock:
             if problem is None:

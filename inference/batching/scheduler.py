@@ -1,4 +1,4 @@
-"""Which texts the next forward pass takes: a fair queue over calls, without threads and without a clock of its own."""
+"""Which texts the next forward pass takes: a fair queue over calls, without threads or a clock of its own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from inference.engines.base import TOKENS_PER_THREAD
 
-# A call of many texts counts as up to so many calls: it gets on while single texts keep coming, and what of it may go
-# ahead of a single text still is a part of one forward pass.
+# A call with many texts counts as up to this many calls: it makes progress while single texts keep coming, and the part
+# of it that goes ahead of a single text is still only a part of one forward pass.
 LARGEST_WEIGHT = 4
-# A call of many texts may fill so much of the longest wait. The rest is for single texts that come after it and are
-# answered before its last ones, which still keep their time.
+# A call with many texts may use this share of the longest wait. The rest is for single texts that come later and are
+# answered before its last texts, which must still be in time.
 BULK_SHARE = 0.75
-# Of a padded pass; a text that would bring more waits for others of its length.
+# The share of padding in a pass; a text that would add more waits for others of its length.
 LARGEST_PADDING = 0.25
 
 
 class Flow:
-    """One call's place in the queue: its next text follows its last by the last one's tokens."""
+    """One call's position in the queue: its next text follows the previous one by that one's tokens."""
 
     __slots__ = ("next_tag", "weight")
 
@@ -34,16 +34,16 @@ class Flow:
 
 
 class QueuedText:
-    """A text on its way through the queue.
+    """A text in the queue.
 
     Attributes:
-        ids: Its token ids, int32, (tokens,).
-        num_tokens: How many they are.
-        deadline: Monotonic instant after which no forward pass takes it.
-        promised: Monotonic instant by which it should be answered; texts are put in the order of these.
-        payload: What the owner of the text keeps with it.
-        is_waiting: Whether it stands in the queue.
-        is_expired: Whether it left the queue because of its deadline.
+        ids: its token ids, int32, (tokens,).
+        num_tokens: how many there are.
+        deadline: monotonic time after which no forward pass takes it.
+        promised: monotonic time by which it should be answered; texts are added in this order.
+        payload: data of the caller.
+        is_waiting: whether it is in the queue.
+        is_expired: whether it left the queue because of its deadline.
     """
 
     __slots__ = (
@@ -76,26 +76,25 @@ class QueuedText:
 class FairQueue:
     """Texts in the order of their start tags (start-time fair queueing, measured in tokens).
 
-    A call's first text starts at the queue's virtual time, each further one where the text before it ends. Virtual time
-    moves to the end of the oldest text of every pass. So a text that comes alone stands before what is left of
-    a large call, however much that is; and since later texts start later, whatever waits is reached.
+    A call's first text starts at the queue's virtual time, each further one when the previous one ends. Virtual time
+    advances to the end of the oldest text of every pass. So a single text goes ahead of what is left of a large call,
+    however large that is; and because later texts start later, every waiting text is reached.
 
-    Texts that come later may so delay the last ones of a large call. If one of those would miss its promised instant,
-    the oldest texts are taken first instead: that order keeps all promises, provided that no more was accepted than
-    can be worked off in the promised time (least laxity first, with two orders to choose from).
+    Later texts may thus delay the last ones of a large call. If one of those would miss its promised time, the oldest
+    texts are taken first instead. That order keeps all promises, provided that no more was accepted than can be
+    processed in the promised time (least laxity first, with two orders to choose from).
 
     Source:
         Goyal, Vin, Cheng, *Start-time Fair Queuing* (1996), with the virtual time of self-clocked fair queueing
-        (Golestani, 1994): new calls keep coming here, and must not all start at the instant of the one in service.
+        (Golestani, 1994): new calls keep coming here, and must not all start at the time of the one in service.
     """
 
     def __init__(self, max_batch_tokens: int, *, pads: bool, length_window: int) -> None:
-        """Make an empty queue.
-
-        Args:
-            max_batch_tokens: Tokens that a pass may cost; what pads costs its longest text times its texts.
-            pads: Whether passes pad.
-            length_window: How many of the oldest texts a padded pass looks for near lengths in.
+        """Args:
+        max_batch_tokens: tokens that a pass may cost; if it pads, that is its longest text times its number of
+            texts.
+        pads: whether passes pad.
+        length_window: among how many of the oldest texts a padded pass looks for similar lengths.
         """
         self.max_batch_tokens = max_batch_tokens
         self.num_tokens = 0
@@ -110,7 +109,6 @@ class FairQueue:
         return len(self._waiting)
 
     def put(self, flow: Flow, text: QueuedText) -> None:
-        """Add the next text of a call."""
         if text.num_tokens > self.max_batch_tokens:
             raise ValueError(f"text of {text.num_tokens} tokens > max_batch_tokens {self.max_batch_tokens}")
         text.tag = max(flow.next_tag, self._virtual_time)
@@ -121,7 +119,7 @@ class FairQueue:
         self.num_tokens += text.num_tokens
 
     def prioritize(self, flow: Flow, text: QueuedText) -> None:
-        """Let a waiting text, which another call wants too, start no later than that call's next text would."""
+        """Let a waiting text that another call wants too start no later than that call's next text would."""
         tag = max(flow.next_tag, self._virtual_time)
         if tag < text.tag:
             self._take_out(text)
@@ -130,7 +128,7 @@ class FairQueue:
             self._insert(text)
 
     def remove(self, text: QueuedText) -> bool:
-        """Take a text out; False where it does not wait any more."""
+        """Remove a text; False if it is no longer waiting."""
         if not text.is_waiting:
             return False
         self._take_out(text)
@@ -140,7 +138,7 @@ class FairQueue:
         return True
 
     def expire(self, now: float) -> list[QueuedText]:
-        """Take out all whose deadline has passed at the monotonic instant ``now``."""
+        """Remove all texts whose deadline has passed at the monotonic time ``now``."""
         expired = [text for _, _, text in self._waiting if text.deadline <= now]
         for text in expired:
             self.remove(text)
@@ -148,12 +146,12 @@ class FairQueue:
         return expired
 
     def take(self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf) -> list[QueuedText]:
-        """Take the texts of the next forward pass; none only where none waits.
+        """Take the texts of the next forward pass; none only if none is waiting.
 
         Args:
-            num_parts: Passes that what waits shall be spread over, of which this is the first.
-            now: Monotonic instant.
-            tokens_per_second: Speed at which what waits is worked off.
+            num_parts: passes that the waiting texts will be spread over; this is the first of them.
+            now: monotonic time.
+            tokens_per_second: speed at which waiting texts are processed.
         """
         if not self._waiting:
             return []
@@ -171,7 +169,7 @@ class FairQueue:
         return taken
 
     def _would_be_late(self, start: float, tokens_per_second: float) -> bool:
-        """Whether a promise would be missed, even if from this instant on the oldest texts came first."""
+        """Whether a promise would be missed even if the oldest texts came first from now on."""
         oldest = next(iter(self._by_arrival))
         if start + self.num_tokens / tokens_per_second <= oldest.promised:
             return False  # whatever the order
@@ -217,22 +215,22 @@ class FairQueue:
 
 
 def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
-    # The text across the border of a share belongs to the side where more of it lies.
+    # A text across the border of a share belongs to the side that has more of it.
     return total - last.num_tokens / 2 > share
 
 
 def spread(num_texts: int, free_slots: int, free_passes: int, num_passes: int) -> tuple[int, int]:
-    """How to use the free slots for the texts that wait.
+    """How to use the free slots for the waiting texts.
 
     Args:
-        num_texts: How many wait, at least 1.
-        free_slots: Threads without work, at least 1.
-        free_passes: How many more passes may begin, at least 1.
-        num_passes: How many passes may run at once.
+        num_texts: how many wait, at least 1.
+        free_slots: idle threads, at least 1.
+        free_passes: how many more passes may begin, at least 1.
+        num_passes: how many passes may run at once.
 
     Returns:
-        Into how many passes what waits is divided, and the slots of the first: a text alone takes all that are free,
-        and more are shared with the slots that are busy now, which come back before one large pass would end.
+        Into how many passes the waiting texts are divided, and the slots of the first. A single text takes all free
+        slots; more are shared with the slots that are busy now, which are free again before one large pass would end.
 
     Source:
         Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is left.
@@ -241,24 +239,24 @@ def spread(num_texts: int, free_slots: int, free_passes: int, num_passes: int) -
 
 
 def useful_slots(num_tokens: int) -> int:
-    """Return how many threads a pass of so many tokens can make use of."""
+    """How many threads a pass of this many tokens can use."""
     return max(2, -(-num_tokens // TOKENS_PER_THREAD))
 
 
 def overrun_s(
     waiting_tokens: float, call_tokens: float, num_texts: int, tokens_per_second: float, limit_s: float
 ) -> float:
-    """Return by how many seconds a call's last answer would come too late; 0 or less if it may be accepted.
+    """By how many seconds a call's last answer would come too late; 0 or less if the call may be accepted.
 
-    All that was accepted counts, not only what stands before the call in the fair order: texts that go ahead of others
-    delay them, and those keep their time too.
+    Everything accepted counts, not only what is ahead of the call in the fair order: texts that overtake others delay
+    them, and those must be in time too.
 
     Args:
-        waiting_tokens: Of all texts that are accepted and not answered.
-        call_tokens: Of the call's own texts.
-        num_texts: How many those are.
-        tokens_per_second: Speed at which all are worked off.
-        limit_s: Longest time to an answer.
+        waiting_tokens: of all accepted texts without an answer.
+        call_tokens: of the call's own texts.
+        num_texts: how many those are.
+        tokens_per_second: speed at which all are processed.
+        limit_s: longest time to an answer.
     """
     if num_texts == 1 and not waiting_tokens:
         return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again

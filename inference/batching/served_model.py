@@ -1,4 +1,4 @@
-"""The one model of a server process: not loaded yet, served, or refused with a reason; swapped under load."""
+"""The one model of a server process: not loaded yet, served, or refused with a reason; replaced while requests run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class Served:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
         return self.model.info["name"]
 
 
 class ServedModel:
-    """Holds what is served, or the line that says why there is nothing."""
+    """Holds what is served, or the reason why nothing is."""
 
     def __init__(self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel) -> None:
         self.path = settings.model_checkpoint
@@ -46,7 +45,7 @@ class ServedModel:
         self._stuck_after_s = settings.request_timeout_s
         self._limits = QueueLimits(
             max_batch_tokens=settings.max_batch_tokens,
-            # Nobody hears of an answer that comes after the request's own time.
+            # Nobody waits for an answer beyond the request's own time limit.
             max_wait_seconds=min(settings.max_wait_seconds, settings.request_timeout_s),
             cache_entries=settings.cache_entries,
         )
@@ -69,7 +68,7 @@ class ServedModel:
 
     @property
     def error(self) -> str | None:
-        """Why no text can be classified now, None if one can."""
+        """Why no text can be classified now, or None."""
         if self._current is None:
             return self._load_error
         classifier = self._current.classifier
@@ -81,34 +80,28 @@ class ServedModel:
 
     @property
     def needs_restart(self) -> bool:
-        """Whether the model answers nothing until the process is started again."""
+        """Whether the model cannot answer until the process is restarted."""
         return self._current is not None and self._current.classifier.health.needs_restart
 
     @property
     def current(self) -> Served | None:
-        """What is served now."""
         return self._current
 
     @property
     def is_loading(self) -> bool:
-        """Whether a model is being loaded, the first one or the next."""
         return self._loading.locked()
 
     def require(self) -> Served:
-        """Return what is served.
-
-        Raises:
-            ModelUnavailableError: There is nothing.
-        """
         if self._current is None:
             raise ModelUnavailableError(self._load_error)
         return self._current
 
     async def load(self) -> Served:
-        """Load the model that `path` names now, and serve it in place of the present one, which answers what it has.
+        """Load the model that `path` names now, and serve it in place of the current one, which still answers what it
+        has accepted.
 
         Raises:
-            ModelLoadError: It does not load; what was served still is.
+            ModelLoadError: it cannot be loaded; the current one stays.
         """
         async with self._loading:
             try:
@@ -140,7 +133,7 @@ class ServedModel:
         return served
 
     async def load_or_log(self) -> None:
-        """As `load`, for nobody who waits for the outcome: a refusal is kept in `error` and logged."""
+        """Like `load`, but a refusal is kept in `error` and logged, because no caller waits for the outcome."""
         with contextlib.suppress(ModelLoadError):
             await self.load()
 
@@ -168,16 +161,16 @@ class ServedModel:
 async def _drain(classifier: Classifier) -> None:
     await classifier.drain()
     classifier.close()
-    # A model's weights hang in cycles with its threads, and the collector, blind to memory that is not Python's, is in
-    # no hurry: without this every reload would add a model's size.
+    # A model's weights are in reference cycles with its threads. The collector does not see memory outside Python and
+    # may wait long, so without this every reload would add a model's size.
     del classifier
     gc.collect()
 
 
 def _freeze_what_stays() -> None:
-    # The modules that are imported by now live as long as the server: the collector looks at them this once and never
-    # again. Else it would go through hundreds of thousands of objects every few thousand requests and at each reload,
-    # while all requests wait. A classifier is made after this, so that the cycles between it and its threads are found
-    # when it is retired; the model in it, frozen here if it is the first, then goes by its reference count.
+    # Modules imported by now live as long as the server, so the collector looks at them this once and never again.
+    # Otherwise it would go through hundreds of thousands of objects every few thousand requests and at each reload,
+    # while all requests wait. A classifier is created after this, so that the cycles between it and its threads are
+    # found when it is retired; the model in it, frozen here if it is the first, is then freed by its reference count.
     gc.collect()
     gc.freeze()

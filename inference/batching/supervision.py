@@ -1,4 +1,4 @@
-"""Threads that outlive whatever their work raises, and that tell how long they have been at one piece of it."""
+"""Threads that survive whatever their work raises, and that know how long the current piece of work has taken."""
 
 from __future__ import annotations
 
@@ -6,48 +6,44 @@ import threading
 import time
 from collections.abc import Callable
 
-# A piece of work in hand is waited for so long when threads are stopped.
+# When threads are stopped, the current piece of work is waited for this many seconds.
 JOIN_SECONDS = 2.0
 
 
 class SupervisedThread:
-    """A thread that repeats a step; a step that raises, whatever it raises, ends only itself.
+    """A thread that repeats a step; if a step raises anything, only that step ends.
 
-    Attributes:
-        busy_since: Monotonic instant at which the piece of work in hand began, None between pieces; set by the step.
+    ``busy_since``: monotonic time at which the current piece of work began, None between pieces; set by the step.
     """
 
     def __init__(self, name: str, step: Callable[[], bool], on_failure: Callable[[BaseException], None]) -> None:
-        """Make the thread; `start` starts it.
+        """Create the thread; `start` starts it.
 
         Args:
-            name: Of the thread.
-            step: Waits for a piece of work and does it; returns False to end the thread.
-            on_failure: Told what a step raised, before the next one.
+            name: of the thread.
+            step: waits for a piece of work and does it; returns False to end the thread.
+            on_failure: called with what a step raised, before the next one.
         """
         self.busy_since: float | None = None
         self._step = step
         self._on_failure = on_failure
-        # A daemon: a forward pass that never returns must not keep the process from leaving.
+        # A daemon, because a forward pass that never returns must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the piece of work in hand has taken; 0 between pieces."""
+        """Seconds that the current piece of work has taken; 0 between pieces."""
         since = self.busy_since
         return 0.0 if since is None else max(0.0, time.monotonic() - since)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, at most so long."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ from inference.errors import ForwardError, RefusedTextError
 
 logger = logging.getLogger(__name__)
 
-# One round takes so much at most, a few milliseconds: single texts get in between those of a large call.
+# Characters per round, a few milliseconds of work, so that single texts get in between those of a large call.
 TEXTS_PER_ROUND = 32
 CHARS_PER_ROUND = 16_384
 
@@ -24,7 +24,7 @@ EncodedText = tuple[Caller, Encoded | Exception]
 
 
 class TokenizerThread:
-    """Takes one text of each waiting call in turn, encodes them in one go, and hands them on."""
+    """Takes one text of each waiting call in turn, encodes them together, and passes them on."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class TokenizerThread:
         """Start the thread.
 
         Args:
-            tokenizer: Cleans and tokenises.
-            observer: Told of every round.
-            lengths: Told of every text's length.
-            on_encoded: Gets the texts of a round with what came of each, and the round's seconds; called from the
+            tokenizer: cleans and tokenizes.
+            observer: receives the metrics of every round.
+            lengths: records the length of every text.
+            on_encoded: receives the texts of a round with their results, and the round's seconds; called from the
                 thread.
         """
         self._tokenizer = tokenizer
@@ -55,14 +55,13 @@ class TokenizerThread:
         self.thread.start()
 
     def put(self, call: Call) -> None:
-        """Queue the texts of a call."""
         with self._changed:
             self._calls.append(call)
             self.reserved_tokens += call.reserved_tokens
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread after the round in hand; what still waits is never tokenised."""
+        """Stop the thread after the current round; waiting texts are not tokenized."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -120,7 +119,7 @@ class TokenizerThread:
         return callers
 
     def _fail(self, error: BaseException) -> None:
-        # Beyond what the tokenizer may raise: the thread drops what it has in hand and starts afresh.
+        # Anything else than what the tokenizer may raise: drop the current texts and start over.
         logger.error("The tokenizer's thread failed and starts afresh (%s)", type(error).__name__)
         failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
         deliver((caller, failure) for caller in self._leave_round())

@@ -1,1 +1,1 @@
-"""What speaks HTTP: routes, limits, errors, logs and metrics."""
+"""The HTTP side: routes, limits, errors, logs and metrics."""

@@ -1,4 +1,4 @@
-"""The keys that admit requests: one from the environment, and any number from a file that may change."""
+"""API keys, one from the environment and any number from a file that may change."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from inference.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-# A file of keys is looked at so often, at most, to see whether it changed.
+# Seconds between checks whether the key file has changed.
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key that admits requests.
+    """A key that admits requests.
 
-    Attributes:
-        name: What its requests are counted by: a hash, so that no key lies about in memory that is dumped or logged.
-        per_second: Texts per second that it may send; None for RATE_LIMIT_PER_S.
+    ``name``: what its requests are counted under, a hash, so that the key itself is not in memory dumps or logs.
+    ``per_second``: its own rate limit in texts per second; None for RATE_LIMIT_PER_S.
     """
 
     name: bytes
@@ -33,18 +32,18 @@ class Key:
 
 
 class ApiKeys:
-    """The keys of which a request must carry one; if none is configured, everyone may ask."""
+    """The keys of which a request must carry one; if none is configured, every request is admitted."""
 
     def __init__(self, key: str | None = None, file: Path | None = None) -> None:
         """Read the keys.
 
         Args:
             key: API_KEY.
-            file: API_KEYS_FILE, which is read again when it changes. If it is missing, damaged or empty later, none
-                of its keys is valid until it is repaired.
+            file: API_KEYS_FILE, read again when it changes. If it is later missing, damaged or empty, none of its keys
+                is valid until it is fixed.
 
         Raises:
-            SettingsError: The file cannot be read, or holds no key.
+            SettingsError: the file cannot be read, or holds no key.
         """
         self._fixed = [Key(_hash(key.encode()))] if key else []
         self._file = file
@@ -54,11 +53,10 @@ class ApiKeys:
 
     @property
     def is_set(self) -> bool:
-        """Whether requests need a key."""
         return bool(self._fixed) or self._file is not None
 
     def given_by(self, headers: Iterable[tuple[bytes, bytes]]) -> Key | None:
-        """Return the key that a request carries, None if it carries no valid one; takes the same time for any guess."""
+        """The valid key that a request carries, or None; takes the same time for any guess."""
         self._refresh()
         found = None
         for given in given_keys(headers):
@@ -96,7 +94,7 @@ def _hash(key: bytes) -> bytes:
 
 
 def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Return what a request sends as keys, valid or not."""
+    """What a request sends as keys, valid or not."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, credentials = value.partition(b" ")
@@ -107,10 +105,10 @@ def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
 
 
 def read_keys(file: Path) -> list[Key]:
-    """Read a file of keys: one on each line, with a rate of its own behind it if it has one; lines with # are comments.
+    """Read a key file: one key per line, optionally followed by its own rate limit; lines with # are comments.
 
     Raises:
-        SettingsError: It cannot be read, a line is wrong, or it holds no key.
+        SettingsError: it cannot be read, a line is invalid, or it holds no key.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -127,7 +125,7 @@ def _is_key_line(line: str) -> bool:
 
 
 def _key(file: Path, number: int, words: list[str]) -> Key:
-    # The line itself is not quoted: it is a secret.
+    # The line is not quoted, because it is a secret.
     wrong = SettingsError(
         f"API_KEYS_FILE: {file}, line {number}: must be KEY, or KEY TEXTS_PER_SECOND above 0", code="api-keys-file"
     )

@@ -1,8 +1,8 @@
-"""Ends connections that only hold memory and files: too slow, too many, or with an answer that nobody reads.
+"""Ends connections that only cost memory and files: too slow, too many, or with an answer that nobody reads.
 
-uvicorn bounds none of these: a client may open connections and send nothing, send its headers byte by byte, or never
-read its answer. What is done here works with both of uvicorn's HTTP protocols, and so under `uvicorn inference.app:app`
-as well: each connection is made by a subclass of the protocol that uvicorn has chosen.
+uvicorn bounds none of these. A client may open connections and send nothing, send its headers byte by byte, or never
+read its answer. This works with both of uvicorn's HTTP protocols, also under `uvicorn inference.app:app`, because each
+connection is made by a subclass of the protocol class that uvicorn has chosen.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a request's first lines, before they are complete; as much as uvicorn's other parser allows.
+# Bytes of a request's headers before they are complete; the same limit as in uvicorn's other parser.
 _MAX_HEADER_BYTES = 64 * 1024
 _SECONDS_BETWEEN_LOOKS = 0.5
-# Files that the process opens for other things: a model that is loaded, the log, DNS.
+# Files that the process opens for other things: loading a model, the log, DNS.
 _SPARE_FILES = 64
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
@@ -33,15 +33,15 @@ _FULL = (
 
 
 class ConnectionKeeper:
-    """Keeps account of a server's connections."""
+    """Keeps track of a server's connections."""
 
     def __init__(self, max_connections: int, timeout_s: float) -> None:
-        """Make the keeper; `watching` starts it.
+        """Create the keeper; `watching` starts it.
 
         Args:
-            max_connections: Most connections. A new one beyond it ends the one that has been idle longest; if none
-                is idle, the new one is answered with 503.
-            timeout_s: Seconds in which headers must be complete, and in which some of an answer must be taken.
+            max_connections: a new connection beyond this ends the one that has been idle longest; if none is idle, the
+                new one gets 503.
+            timeout_s: seconds within which headers must be complete, and within which part of an answer must be read.
         """
         self._max_connections = max_connections
         self._timeout_s = timeout_s
@@ -119,7 +119,7 @@ class ConnectionKeeper:
     def _is_stuck(self, connection: Any, now: float) -> bool:
         if _awaits_headers(connection) and now - connection.headers_since > self._timeout_s:
             return True
-        # uvicorn ends idle connections itself, but stops the clock at the first byte that comes, whatever it is.
+        # uvicorn ends idle connections itself, but stops its timer at the first byte, whatever that is.
         if now - connection.idle_since > connection.timeout_keep_alive + self._timeout_s:
             return True
         unread, before = connection.transport.get_write_buffer_size(), connection.unread_bytes
@@ -130,9 +130,9 @@ class ConnectionKeeper:
 
 
 def _awaits_headers(connection: Any) -> bool:
-    """Whether the first request, or a later one of which something has come, lacks some of its first lines."""
-    # httptools' protocol makes the scope with the first byte of a request, and the cycle with the last of its headers.
-    # h11's makes both at once; it bounds the headers itself, and their time is bounded as idle time.
+    """Whether the headers of the first request, or of a later one that has begun to arrive, are incomplete."""
+    # httptools' protocol creates the scope with the first byte of a request and the cycle with the last of its headers.
+    # h11's creates both at once; it bounds headers itself, and their time is bounded as idle time.
     return connection.cycle is None or connection.scope is not connection.cycle.scope
 
 
@@ -141,7 +141,7 @@ def _is_at_work(connection: Any) -> bool:
 
 
 def _within_file_limit(max_connections: int) -> int:
-    """Let the process open as many files as its connections need, or lower their number to what it may open."""
+    """Raise the process's limit of open files for its connections, or lower the number of connections to fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _SPARE_FILES
     wanted = max_connections + others

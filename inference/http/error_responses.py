@@ -1,4 +1,4 @@
-"""Gives every refusal the one error shape, `schemas.ErrorResponse`."""
+"""Gives every refusal the same shape, `schemas.ErrorResponse`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from inference.errors import (
 from inference.http.request_context import RequestContext
 from inference.http.schemas import ErrorResponse
 
-# How long to wait where nothing measured can tell: a model that loads, a worker that starts again.
+# Retry-After if nothing was measured: while a model loads or a worker restarts.
 RETRY_AFTER_SECONDS = 5
-# The Open Inference Protocol prescribes {"error": "line"} on its paths.
+# The Open Inference Protocol prescribes {"error": "message"} on its paths.
 _PROTOCOL_PREFIX = "/v2"
 _MAX_PLACE_CHARS = 80
 
-# What asking the model for an answer may end in.
+# What classifying may raise.
 FAILURES = (
     RefusedTextError,
     QueueFullError,
@@ -58,7 +58,7 @@ def _documented(description: str, **more: Any) -> dict[str, Any]:
     return {"model": ErrorResponse, "description": description, **more}
 
 
-# What routes that classify document beside their answer.
+# The responses that classifying routes document besides their answer.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: _documented("The body cannot be read: not UTF-8, or nested too deep."),
     401: _documented("Keys are set (API_KEY, API_KEYS_FILE) and the request carries none of them."),
@@ -76,14 +76,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def error_response(
     scope: MutableMapping[str, Any], status: int, code: str, message: str, retry_after_s: float | None = None
 ) -> Response:
-    """Build the answer to a refused request.
+    """Build the response to a refused request.
 
     Args:
-        scope: The request's ASGI scope.
+        scope: the request's ASGI scope.
         status: HTTP status.
-        code: A short name for programs.
-        message: One line for people.
-        retry_after_s: Seconds after which to try again, rounded up to whole ones.
+        code: a short name for programs.
+        message: one line for people.
+        retry_after_s: seconds after which to retry, rounded up.
     """
     context = RequestContext.of(scope)
     context.error_code = code
@@ -97,18 +97,17 @@ def error_response(
 
 
 def error_detail(code: str, message: str, request_id: str) -> dict[str, str]:
-    """Return the fields of `schemas.ErrorDetail`; characters that UTF-8 cannot carry are replaced."""
+    """The fields of `schemas.ErrorDetail`; characters that UTF-8 cannot carry are replaced."""
     message = message.encode("utf-8", errors="replace").decode()
     return {"code": code, "message": message, "request_id": request_id}
 
 
 def http_code(status: int) -> str:
-    """Return the code of a refusal that has no more to it than its status."""
     return _HTTP_CODES.get(status, f"http_{status}")
 
 
 def describe(error: Exception) -> tuple[int, str, str, float | None]:
-    """Say what an error that classifying ends in means: status, code, line, seconds to wait."""
+    """Translate an error of classifying into status, code, message and seconds to wait."""
     match error:
         case RefusedTextError():
             return 422, error.code, str(error), None
@@ -129,7 +128,7 @@ def describe(error: Exception) -> tuple[int, str, str, float | None]:
 
 
 def describe_invalid(error: ValidationError | RequestValidationError) -> str:
-    """Say in one line what does not fit the schema, never with the input: it may be huge or private."""
+    """Say in one line what does not match the schema, without quoting the input, which may be huge or private."""
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     else:
@@ -146,7 +145,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Install the handlers for every error that a route can end in; the gate answers what nobody expected."""
+    """Install handlers for every error that a route can raise; the gate answers unexpected ones."""
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
     for kind in FAILURES:

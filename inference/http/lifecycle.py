@@ -1,4 +1,4 @@
-"""From SIGTERM to the end: not ready, still answering, then the port closes and what is in progress finishes."""
+"""From SIGTERM to the exit: not ready but still answering, then the port closes and requests in progress finish."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def server_of_process() -> Any:
-    """Return the uvicorn.Server that runs in this process, None if there is none: its handler of SIGTERM belongs to it.
+    """The uvicorn.Server that runs in this process, whose SIGTERM handler is used; None if there is none.
 
-    uvicorn tells an application nothing of the server around it, whether it was started by its own command or by ours.
+    uvicorn tells an application nothing about the server around it, whether uvicorn's command started it or ours.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -27,10 +27,10 @@ def server_of_process() -> Any:
 
 
 class Lifecycle:
-    """Whether this process is on its way out.
+    """Whether this process is shutting down.
 
-    Attributes:
-        is_draining: Set at once by SIGTERM: probes say not ready, and answers ask clients to leave the connection.
+    ``is_draining``: set immediately by SIGTERM; probes then say not ready, and answers ask clients to close the
+    connection.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,9 +39,10 @@ class Lifecycle:
         self._grace_seconds = settings.grace_seconds
 
     def take_signals(self, reload: Callable[[], Any]) -> None:
-        """Put the drain before what the server does on SIGTERM, and `reload` behind SIGHUP.
+        """Drain on SIGTERM before the server's own handler runs, and call `reload` on SIGHUP.
 
-        Call it from the event loop, in the main thread; elsewhere nothing is changed, for signals go elsewhere too.
+        Must be called from the event loop in the main thread; elsewhere it does nothing, because signals do not arrive
+        there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -68,6 +69,7 @@ class Lifecycle:
         if not hasattr(server, "should_exit"):
             stop(number, None)
             return
-        # uvicorn's own handler would end the process by the signal once all is done; a finished drain is exit code 0.
+        # uvicorn's own handler would end the process by the signal in the end, but a completed drain should exit with
+        # 0.
         server.config.timeout_graceful_shutdown = server.config.timeout_graceful_shutdown or self._grace_seconds
         server.should_exit = True

@@ -1,4 +1,4 @@
-"""What the server counts and measures, for Prometheus; the queue and the gate report here, from any thread."""
+"""What the server counts and measures for Prometheus; called from any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-# Half the page otherwise: when each series began.
+# The creation time of each series would make up half the page.
 disable_created_metrics()
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -20,7 +20,7 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class ServerMetrics:
-    """Metrics of one server, in a registry of their own; the batcher's `Observer`."""
+    """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -45,11 +45,11 @@ class ServerMetrics:
         self._confidence = histogram("confidence", "Probability of the label: watch it for drift.", _CONFIDENCE)
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
-        # Shown at 0 from the start: to Prometheus, the first of a series that was not there is no increase.
+        # Shown as 0 from the start: to Prometheus, a series that appears with 1 has not increased.
         for result in ("served", "refused"):
             self.reloads.labels(result)
         self._model = gauge("model_info", "1 for the model that is served.", "name", "revision", "engine")
-        # One dictionary look-up a request instead of prometheus_client's check of all label values.
+        # One dictionary lookup per request instead of prometheus_client's check of all label values.
         self._request_children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._label_children: dict[str, Counter] = {}
 
@@ -63,15 +63,15 @@ class ServerMetrics:
         return Histogram(f"distrinews_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge that is read when somebody asks for the metrics."""
+        """Add a gauge whose value is read when the metrics are requested."""
         self._gauge(name, text).set_function(value)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics and their content type, in the format that an Accept header asks for."""
+        """The metrics and their content type, in the format that an Accept header asks for."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
 
-    # What the gate and the routes report.
+    # Called by the gate and the routes.
 
     def request_done(self, route: str, method: str, status: int, seconds: float, error_code: str | None) -> None:
         """Count a request; `route` and `method` must come from a bounded set."""
@@ -85,7 +85,6 @@ class ServerMetrics:
             self._refusals.labels(error_code).inc()
 
     def predicted(self, label: str, confidence: float, truncated: bool) -> None:
-        """Count an answer."""
         child = self._label_children.get(label)
         if child is None:
             child = self._label_children[label] = self._predictions.labels(label)
@@ -95,39 +94,33 @@ class ServerMetrics:
             self._truncated.inc()
 
     def serves(self, name: str, revision: str, engine: str) -> None:
-        """Say which model is served from now on."""
         self._model.clear()
         self._model.labels(name, revision, engine).set(1)
 
     def tokenized(self, texts: int, seconds: float) -> None:
-        """Count texts tokenised at once; as the rest below, see `inference.batching.batcher.Observer`."""
         self._tokenized.inc(texts)
         self._tokenize.observe(seconds)
 
     def batch_done(self, texts: int, tokens: int, seconds: float) -> None:
-        """Count a forward pass."""
         self._batch_texts.observe(texts)
         self._batch_tokens.observe(tokens)
         self._forward.observe(seconds)
 
     def waited(self, seconds: float) -> None:
-        """Measure how long a text waited."""
         self._queue.observe(seconds)
 
     def deduplicated(self) -> None:
-        """Count a text answered by an equal one on its way."""
+        """Count a text that shared the forward pass of an identical one."""
         self._deduplicated.inc()
 
     def cache_hit(self) -> None:
-        """Count a remembered answer."""
         self._cache_hit.inc()
 
     def cache_miss(self) -> None:
-        """Count a look-up in vain."""
         self._cache_miss.inc()
 
     def dropped(self, reason: str) -> None:
-        """Count a text that left unanswered: cancelled or expired."""
+        """Count a text that was cancelled or expired."""
         self._dropped.labels(reason).inc()
 
     def worker_failed(self) -> None:

@@ -1,4 +1,4 @@
-"""What one request carries from the gate through its route and back: its name, its clock, and what to log."""
+"""What one request carries from the gate through its route and back: its id, its timing, and what to log."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class RequestContext:
     """One request.
 
     Attributes:
-        allowance: What is left of the client's rate.
-        held_bytes: What the request holds of the memory set aside for bodies.
-        request_id: The caller's X-Request-ID where it is a plain word, else one of our own.
-        started: When the request arrived, on `time.perf_counter`.
-        num_texts: Texts that it asked about.
-        num_tokens: Tokens that those have.
-        stages: Seconds in each stage (tokenize, queue, forward); of several texts the longest.
-        error_code: The code of the refusal it ended in.
-        is_stream: Whether its body may arrive for as long as it keeps arriving.
+        allowance: what is left of the client's rate limit.
+        held_bytes: what the request takes of the memory budget for bodies.
+        request_id: the client's X-Request-ID if it is a plain word, otherwise a new one.
+        started: when the request arrived, on `time.perf_counter`.
+        num_texts: texts to classify.
+        num_tokens: tokens in them.
+        stages: seconds in each stage (tokenize, queue, forward); for several texts, the longest.
+        error_code: the code of the refusal, if it was refused.
+        is_stream: whether its body may take as long as it keeps arriving.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class RequestContext:
 
     @classmethod
     def begin(cls, scope: Scope) -> RequestContext:
-        """Make the context of a request and attach it to its scope."""
+        """Create the context of a request and attach it to its scope."""
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         is_usable = _GIVEN_ID.fullmatch(given) is not None
         context = cls(given.decode("ascii") if is_usable else f"{_PREFIX}-{next(_COUNT):x}")
@@ -68,11 +68,10 @@ class RequestContext:
 
     @staticmethod
     def of(scope: MutableMapping[str, Any]) -> RequestContext:
-        """Return the context that the gate attached."""
         return scope[_KEY]
 
     def note_answers(self, timings: Iterable[tuple[int, float, float, float]]) -> None:
-        """Add up answers, each as (tokens, seconds tokenising, seconds queued, seconds in the forward pass)."""
+        """Add up answers, each as (tokens, seconds tokenizing, seconds queued, seconds in the forward pass)."""
         tokenize, queue, forward = self.stages or (0.0, 0.0, 0.0)
         for num_tokens, tokenize_s, queue_s, forward_s in timings:
             self.num_texts += 1
@@ -83,7 +82,7 @@ class RequestContext:
         self.stages = (tokenize, queue, forward)
 
     def server_timing(self) -> bytes:
-        """Return the value of the Server-Timing header as of now, in milliseconds."""
+        """The value of the Server-Timing header so far, in milliseconds."""
         total = f"total;dur={(time.perf_counter() - self.started) * 1000:.2f}"
         if self.stages is None:
             return total.encode()

@@ -1,7 +1,7 @@
-"""The one layer around every route: who may pass, how much and how long, and what is said, counted and logged of it.
+"""The one layer around every route: decides who may pass, how much and for how long, and logs and counts every request.
 
-One layer instead of eight, since each costs every request; pure ASGI, since Starlette's base class hides that
-a client left.
+It is one layer instead of eight because each layer costs every request, and pure ASGI because Starlette's base class
+hides that a client has disconnected.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from inference.http.request_log import log_failure, log_request
 from inference.http.security import POLICY_HEADER, SECURITY_HEADERS
 from inference.http.server_parts import Parts
 
-# What nginx logs for a client that left before its answer; never sent.
+# What nginx logs if the client disconnected before the answer; never sent.
 CLIENT_GONE = 499
 _ADMIN_PREFIX = "/admin/"
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 
 
 class RequestGate:
-    """Admits requests and accompanies them."""
+    """Admits requests and follows them to their end."""
 
     def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
-        """Make the gate.
-
-        Args:
-            app: What is behind it.
-            parts: Of the server.
-            paths: Those that a refused request is counted by; what it would have met is not looked for any more.
+        """Args:
+        app: what is behind the gate.
+        parts: of the server.
+        paths: the routes that a refused request may be counted under, since refused requests are not routed.
         """
         settings = parts.settings
         self.app = app
@@ -48,14 +46,13 @@ class RequestGate:
         self._limits = RequestLimits(parts.api_keys, settings.rate_limit_per_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         await _Passage(self, scope, receive, send).run()
 
     def refusal(self, scope: Scope) -> Refusal | None:
-        """Say why a request may not pass, judged by its first lines alone."""
+        """Why a request may not pass, judged by its headers alone."""
         allowance = self._limits.judge(scope)
         if not isinstance(allowance, Allowance):
             return allowance
@@ -72,14 +69,15 @@ class RequestGate:
         return None if scope["path"].startswith(_ADMIN_PREFIX) or is_stream(headers) else self.queue_refusal()
 
     def queue_refusal(self) -> tuple[int, str, str, float] | None:
-        """Say that the queue is full before a body is read: under overload that is most of what a refusal costs."""
+        """Refuse before the body is read if the queue is full: under overload, reading is most of the cost of a
+        refusal.
+        """
         served = self.served_model.current
         error = served.classifier.full_error() if served else None
         return None if error is None else (503, "queue_full", str(error), error.retry_after_s)
 
     @property
     def too_large(self) -> str:
-        """What to say of a body beyond the limit."""
         return f"the body has more than {self.max_body_bytes} bytes; send shorter texts or fewer of them"
 
 
@@ -90,7 +88,7 @@ def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 class _Passage:
-    """One request on its way: stands between the server's receive and send and the app's."""
+    """One request on its way; stands between the server's receive and send and those of the app."""
 
     __slots__ = (
         "context",
@@ -157,7 +155,7 @@ class _Passage:
         log_request(context, method, route, self.status, seconds)
 
     async def send(self, message: Message) -> None:
-        """Pass an answer on, with the headers that every answer has."""
+        """Send an answer, with the headers that every answer has."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = self.complete(message.get("headers", []))
@@ -187,7 +185,7 @@ class _Passage:
         return [*headers, *SECURITY_HEADERS, *added]
 
     async def receive(self) -> Message:
-        """Pass a piece of the body on, counted and within its time; after the last one, tell when the client leaves."""
+        """Receive a piece of the body, counted and timed; after the last piece, wait for a disconnect."""
         if self.watch is not None:
             await asyncio.wait((self.watch,))
             return {"type": "http.disconnect"}
@@ -226,12 +224,12 @@ class _Passage:
             self.cancel()
 
     def cancel(self) -> None:
-        # Cancelling the request cancels the futures that it waits for, and those take its texts out of the queue.
+        # Cancelling the request cancels the futures that it waits for, and that removes its texts from the queue.
         self.is_gone = True
         self.task.cancel()
 
     def route(self) -> str:
-        # From a bounded set: a route's template, never what a client made up.
+        # From a bounded set: a route's template, never a path that a client made up.
         if (route := self.scope.get("route")) is not None:
             return route.path
         path = self.scope["path"]

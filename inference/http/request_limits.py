@@ -1,4 +1,4 @@
-"""Who may ask, and how much: judged first by a request's first lines, then by the texts that it turns out to hold."""
+"""Who may send requests, and how many: judged by a request's headers first, then by the number of texts in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from inference.errors import RateLimitedError
 from inference.http.api_keys import ApiKeys, given_keys
 from inference.http.security import RateLimiter, client_name
 
-# What starts, stops and balances servers asks for these, and takes a refusal for a fault.
+# Orchestrators and load balancers call these, and would take a refusal for a failure.
 _PROBES = frozenset(("/livez", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"))
-# A page asks for its parts at once, however slowly texts may come.
+# A page loads its files all at once, however low the limit on texts.
 _LEAST_PAGES_PER_S = 10.0
-# Wrong keys from one address, where no rate is set.
+# Wrong keys per second from one address, if no rate is set.
 _GUESSES_PER_S = 10.0
 _USED_UP = "the rate limit of this key or address is used up; wait as Retry-After says"
 
@@ -23,12 +23,10 @@ Refusal = tuple[int, str, str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is left to the client of one request, of which the request itself took one text.
+    """What is left to the client of one request; the request itself has used up one text.
 
-    Attributes:
-        limiter: Keeps the client's bucket; None if nothing limits it.
-        client: The bucket's name.
-        per_second: A rate of the client's own.
+    ``limiter``: keeps the client's bucket, None without a limit; ``client``: the bucket's name; ``per_second``: the
+    client's own rate.
     """
 
     limiter: RateLimiter | None = None
@@ -41,30 +39,28 @@ class Allowance:
             raise RateLimitedError(_USED_UP, wait_s)
 
     def take(self, num_texts: int) -> None:
-        """Count texts that are being classified."""
         if self.limiter is not None and num_texts:
             self.limiter.take(self.client, num_texts, self.per_second)
 
 
 class RequestLimits:
-    """Judges requests before anything of them is read; used on the event loop only."""
+    """Judges requests before anything of their bodies is read; only used on the event loop."""
 
     def __init__(self, keys: ApiKeys, per_second: float) -> None:
-        """Start with full buckets.
-
-        Args:
-            keys: Those that admit requests.
-            per_second: RATE_LIMIT_PER_S; 0 is off.
+        """Args:
+        keys: those that admit requests.
+        per_second: RATE_LIMIT_PER_S; 0 is off.
         """
         self._keys = keys
         self._is_limited = bool(per_second)
-        # Keys and addresses apart: who has many addresses must not make the debts of keys forgotten.
+        # Keys and addresses separately, so that a client with many addresses cannot push the debts of keys out of
+        # memory.
         self._by_key, self._by_address = RateLimiter(per_second), RateLimiter(per_second)
         self._pages = RateLimiter(max(per_second, _LEAST_PAGES_PER_S))
         self._guesses = RateLimiter(per_second or _GUESSES_PER_S)
 
     def judge(self, scope: Scope) -> Allowance | Refusal:
-        """Return what the client has left, or why the request may not pass: status, code, line, seconds to wait."""
+        """What the client has left, or why the request may not pass: status, code, message, seconds to wait."""
         if scope["path"] in _PROBES:
             return Allowance()
         address = client_name(scope)
@@ -72,12 +68,12 @@ class RequestLimits:
             return self._admit(self._pages if self._is_limited else None, address)
         if not self._keys.is_set:
             return self._admit(self._by_address if self._is_limited else None, address)
-        # Before the key is looked at: who has guessed too often learns nothing from the next guess.
+        # Checked before the key, so that a client that guessed too often learns nothing from its next guess.
         if wait_s := self._guesses.wait_s(address, 1):
             return 429, "rate_limited", _USED_UP, wait_s
         key = self._keys.given_by(scope["headers"])
         if key is None:
-            # Without a limit, a request that carries no key is cheap to refuse, and no guess.
+            # Without a rate limit: a request without any key is cheap to refuse, and is not a guess.
             if self._is_limited or any(True for _ in given_keys(scope["headers"])):
                 self._guesses.take(address, 1)
             return 401, "unauthorized", "send the API key as `Authorization: Bearer KEY` or `X-API-Key: KEY`", None

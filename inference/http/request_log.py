@@ -1,4 +1,4 @@
-"""The log: JSON lines on standard output, one a request, never with a text in it."""
+"""The log: JSON lines on standard output, one per request, never with a text in them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _errors = logging.getLogger("inference.errors")
 
 
 class JsonLines(logging.Formatter):
-    """Renders a record as one line of JSON: time, level, logger, message, and the record's `fields`."""
+    """Formats a record as one line of JSON: time, level, logger, message, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
         seconds, fraction = divmod(record.created, 1)
         line: dict[str, Any] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(fraction * 1000):03}Z",
@@ -35,13 +34,14 @@ class JsonLines(logging.Formatter):
 
 
 def _without_message(error: BaseException) -> dict[str, Any]:
-    # A library's message may quote what it failed on, which may be somebody's text: kind and place say enough.
+    # A library's message may quote what it failed on, which may be a client's text, so only type and location are
+    # logged.
     frames = traceback.extract_tb(error.__traceback__)
     return {"type": type(error).__name__, "frames": [f"{frame.filename}:{frame.lineno}" for frame in frames]}
 
 
 def configure_logging(level: str, logger: logging.Logger) -> None:
-    """Send a logger's records to standard output as JSON lines, unless somebody has already decided otherwise."""
+    """Send a logger's records to standard output as JSON lines, unless it has been configured already."""
     if logger.hasHandlers():
         return
     handler = logging.StreamHandler(sys.stdout)
@@ -51,7 +51,6 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
 
 
 def log_request(context: RequestContext, method: str, route: str, status: int, seconds: float) -> None:
-    """Write the line of one request."""
     if not _requests.isEnabledFor(logging.INFO):
         return
     fields: dict[str, Any] = {
@@ -73,5 +72,5 @@ def log_request(context: RequestContext, method: str, route: str, status: int, s
 
 
 def log_failure(context: RequestContext, error: BaseException) -> None:
-    """Write down an error that nobody expected, with the id of the request that met it."""
+    """Log an unexpected error, with the id of the request that caused it."""
     _errors.error("request failed", exc_info=error, extra={"fields": {"request_id": context.request_id}})

@@ -1,4 +1,4 @@
-"""Requests and responses of the HTTP interface; those of the compatible faces stand in their own files."""
+"""Requests and responses of the HTTP interface; those of the compatible interfaces are in their own files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE_ANSWER = {
 }
 
 Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
-# The first entry that does not fit ends the check: an error each would weigh far more than the entries.
+# Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TopK = Annotated[
     int | None,
@@ -25,7 +25,7 @@ TopK = Annotated[
 
 
 class RequestModel(BaseModel):
-    """What requests share: no guessing at types, and a misspelt field is an error rather than ignored."""
+    """What requests have in common: types are not guessed, and a misspelled field is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

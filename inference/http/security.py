@@ -1,4 +1,4 @@
-"""Who may ask, how often, and what browsers are told about the answers."""
+"""Rate limits, client addresses, and what browsers are told about the answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import OrderedDict
 
 from starlette.types import Scope
 
-# Pages may be shown inside the Space's page, and nowhere else. Nothing is loaded from elsewhere.
+# Pages may be embedded in the Space's page only, and load nothing from elsewhere.
 _FRAMES = "frame-ancestors 'self' https://huggingface.co https://*.huggingface.co"
 _POLICY = f"default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; {_FRAMES}"
-# The interactive documentation is FastAPI's page: one inline script, the rest from its usual place.
+# The interactive documentation is FastAPI's page: one inline script, the rest from its usual CDN.
 DOCS_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; "
     "style-src 'self' 'unsafe-inline' https://cdn.jsdelivr.net; img-src 'self' data: https://fastapi.tiangolo.com; "
@@ -28,30 +28,30 @@ MAX_CLIENTS = 10_000
 
 
 class RateLimiter:
-    """A bucket for every client, refilled at a steady rate, twice the rate deep.
+    """A token bucket per client, refilled at a steady rate, twice the rate deep.
 
-    Who finds anything in its bucket may take more than there is, and then waits until the debt is paid off: otherwise a
-    batch of more texts than a bucket holds could never be sent.
+    A client that has anything in its bucket may take more than that, and then waits until the debt is paid off.
+    Otherwise a batch of more texts than a bucket holds could never be sent.
     """
 
     def __init__(self, per_second: float) -> None:
         self._per_second = per_second
-        # Client: (what is left, when that was so); the longest unseen is forgotten, its bucket being full by then.
+        # Client: (what is left, since when). The client unseen for longest is forgotten; its bucket is full by then.
         self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str | bytes, at_least: int, per_second: float | None = None) -> float:
-        """Return the seconds until so much is in the client's bucket, 0 if it is there.
+        """Seconds until the client's bucket has this much, 0 if it does.
 
         Args:
-            client: Whom the bucket belongs to.
-            at_least: 1 for who comes anew, 0 for who has taken the first already.
-            per_second: A rate of the client's own.
+            client: the bucket's owner.
+            at_least: 1 for a new request, 0 for one that has already taken its first text.
+            per_second: the client's own rate.
         """
         rate = per_second or self._per_second
         return max(0.0, (at_least - self._left(client, rate)) / rate)
 
     def take(self, client: str | bytes, amount: int, per_second: float | None = None) -> None:
-        """Take so much from the client's bucket, whether it is there or not; otherwise as `wait_s`."""
+        """Take this much from the client's bucket, even if that leaves a debt; arguments as for `wait_s`."""
         left = self._left(client, per_second or self._per_second)
         self._buckets[client] = (left - amount, time.monotonic())
         self._buckets.move_to_end(client)
@@ -65,14 +65,14 @@ class RateLimiter:
 
 
 def client_name(scope: Scope) -> str:
-    """Return what requests without a key are counted by: the address that they come from."""
+    """What requests without a key are counted under: their address."""
     client = scope.get("client")
     if client is None:
         return "unknown"
     host = client[0]
     if ":" not in host:
         return host
-    # One household has a /64 of addresses.
+    # One household has a /64 of IPv6 addresses.
     try:
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:

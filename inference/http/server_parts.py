@@ -1,4 +1,4 @@
-"""The parts that one server is made of, for the gate and the routes."""
+"""The parts that a server consists of, for the gate and the routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Made once by `create_app`."""
+    """Created once by `create_app`."""
 
     settings: Settings
     metrics: ServerMetrics
@@ -25,7 +25,6 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings, load_model: LoadModel) -> Parts:
-        """Make the parts of a server with these settings."""
         metrics = ServerMetrics()
         body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
         metrics.watch("pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes)
@@ -40,10 +39,10 @@ class Parts:
 
     @property
     def dead(self) -> str | None:
-        """Why the process has to be started again, None while it need not."""
+        """Why the process has to be restarted, or None."""
         return self.served_model.error if self.served_model.needs_restart else None
 
     @property
     def unready(self) -> str | None:
-        """Why requests should go elsewhere, None if they should not."""
+        """Why requests should go elsewhere, or None."""
         return "the server is shutting down" if self.lifecycle.is_draining else self.served_model.error

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry, where they are asked for: a span a request, with its stages inside."""
+"""Optional traces for OpenTelemetry: one span per request, with its stages inside."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from inference import __version__
 from inference.errors import SettingsError
 from inference.http.request_context import RequestContext
 
-# Probes and metrics come every few seconds and tell nothing.
+# Probes and metrics come every few seconds and would only be noise.
 _UNTRACED = ("/livez", "/readyz", "/health", "/metrics", "/v2/health/")
 _STAGES = ("tokenize", "queue", "forward")
 
 
 class Tracing:
-    """Makes spans and sends them to a collector, in batches on a thread of their own."""
+    """Creates spans and sends them to a collector, batched in a thread."""
 
     def __init__(self, endpoint: str) -> None:
-        """Make the tracer.
-
-        Raises:
-            SettingsError: OpenTelemetry is not installed.
+        """Raises:
+        SettingsError: OpenTelemetry is not installed.
         """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -45,14 +43,13 @@ class Tracing:
 
 
 class TraceMiddleware:
-    """Makes a span for every request, as a child of the caller's where it names one."""
+    """Creates a span for every request, as a child of the caller's span if there is one."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self.app = app
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Trace one request."""
         if scope["type"] != "http" or scope["path"].startswith(_UNTRACED):
             await self.app(scope, receive, send)
             return
@@ -80,7 +77,7 @@ class TraceMiddleware:
             span.set_attributes({"distrinews.request_id": context.request_id, "distrinews.texts": context.num_texts})
             inside = tracing.inside(span)
             for name, seconds in zip(_STAGES, context.stages or (), strict=False):
-                # One after the other, as they are for a single text; of several texts the longest of each.
+                # One after the other, as they happen for a single text; for several texts, the longest of each.
                 stage = tracing.tracer.start_span(name, inside, start_time=started)
                 started += int(seconds * 1e9)
                 stage.end(started)

@@ -1,1 +1,1 @@
-"""The routes of the server, one file a group."""
+"""The routes of the server, one file per group."""

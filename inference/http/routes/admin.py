@@ -1,4 +1,4 @@
-"""For who runs the server."""
+"""Routes for operators."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ router = APIRouter(prefix="/admin", tags=["operations"])
 async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Response:
     """Load what MODEL_CHECKPOINT names now, check it, and serve it; no request fails meanwhile.
 
-    It needs a key. Without one it could not be told from what a proxy on this machine, or a web page that a browser
-    on this machine shows, passes on; SIGHUP comes from nobody else.
+    Needs a key. Without one, a call could come from a proxy on this machine, or from a web page that a browser on this
+    machine shows; SIGHUP cannot.
     """
     if not parts.api_keys.is_set:
         line = "a reload needs a key: set API_KEY and send it, or send the process SIGHUP (kill -HUP PID)"

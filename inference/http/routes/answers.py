@@ -1,4 +1,4 @@
-"""From texts to answers: what every route that classifies shares."""
+"""From texts to answers: what all classifying routes share."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ async def classify(
     """Classify texts in order, all or none.
 
     Args:
-        request: On whose behalf.
-        parts: Of the server.
-        served: What classifies them.
-        texts: At least one.
-        name: What the caller calls them, with ``{}`` for their place.
+        request: the current request.
+        parts: of the server.
+        served: the model and its queue.
+        texts: at least one.
+        name: what the client calls them, with ``{}`` for their position.
 
     Raises:
-        RefusedTextError: One is blank.
-        RateLimitedError: The client has sent more texts than it may.
-        HTTPException: 503, the texts do not fit into the memory set aside for them.
-        QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: As the queue says.
+        RefusedTextError: a text is blank.
+        RateLimitedError: the client has sent more texts than it may.
+        HTTPException: 503, the texts do not fit into the memory budget.
+        QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
     """
     return cast("list[Answer]", await classify_some(request, parts, served, texts, name, num_required=len(texts)))
 
@@ -43,7 +43,7 @@ async def classify(
 async def classify_some(
     request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str, *, num_required: int
 ) -> list[Answer | None]:
-    """Classify texts, of which all but the first `num_required` may be blank: they get None; else as `classify`."""
+    """Like `classify`, but all texts after the first `num_required` may be blank: they get None."""
     context = RequestContext.of(request.scope)
     context.allowance.require()
     _hold(parts, context, weight_of(texts))
@@ -66,7 +66,7 @@ async def classify_some(
 
 
 def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
-    # The body is gone once its texts are read: the request holds the heavier of the two.
+    # The body can be freed once its texts are read, so the request is charged for the larger of the two.
     more = num_bytes - context.held_bytes
     if more <= 0:
         return
@@ -77,7 +77,7 @@ def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
 
 
 def abandon(futures: Sequence[Future[Answer]]) -> None:
-    """Cancel what is not answered yet, and take note of what failed, so that nobody wonders about it later."""
+    """Cancel what is not answered yet, and retrieve what failed, so that asyncio does not warn about it."""
     for future in futures:
         if not future.done():
             future.cancel()
@@ -86,12 +86,12 @@ def abandon(futures: Sequence[Future[Answer]]) -> None:
 
 
 def note(context: RequestContext, answers: Sequence[Answer]) -> None:
-    """Keep what the log and Server-Timing say of answers."""
+    """Record what the log and Server-Timing say about answers."""
     context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
 
 
 def decide(parts: Parts, served: Served, answer: Answer) -> tuple[str, float]:
-    """Return the label of an answer and its probability, and count it."""
+    """The label of an answer and its probability; counts it."""
     confidence = max(answer.probabilities)
     label = served.model.labels[answer.probabilities.index(confidence)]
     parts.metrics.predicted(label, confidence, answer.truncated)
@@ -114,7 +114,6 @@ def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = Non
 
 
 def refuse_long(name: str, text: str, settings: Settings) -> None:
-    """Raise `RefusedTextError` for a text of more than MAX_TEXT_CHARS."""
     if len(text) > settings.max_text_chars:
         raise RefusedTextError(
             "text_too_long",
@@ -123,7 +122,6 @@ def refuse_long(name: str, text: str, settings: Settings) -> None:
 
 
 def refuse_many(name: str, texts: Sequence[str], settings: Settings) -> None:
-    """Raise `RefusedTextError` for more texts than MAX_BATCH_TEXTS, or for one of them that is too long."""
     if len(texts) > settings.max_batch_texts:
         raise RefusedTextError(
             "too_many_texts",

@@ -1,4 +1,4 @@
-"""The interactive documentation, with a policy that lets its page load what it is made of."""
+"""The interactive documentation, with a content policy that lets its page load what it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def show_documentation() -> Response:
 
 
 def document_api_key(app: FastAPI) -> None:
-    """Say in the OpenAPI document that every POST needs the key, and how to send it."""
+    """State in the OpenAPI document that every POST needs the key, and how to send it."""
     describe = app.openapi
 
     def describe_with_key() -> dict[str, Any]:

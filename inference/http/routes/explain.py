@@ -1,4 +1,4 @@
-"""Which words decide: each is left out in turn, and the label's probability compared."""
+"""Which words decide: leave out each one in turn, and compare the label's probability."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     spans = [match.span() for match in _WORD.finditer(body.text)]
     shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
     texts = [body.text, *(text for _, text in shortened)]
-    # Only the tokenizer's thread cleans texts: those that hold nothing else than markup take it milliseconds each.
+    # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
     label = whole.probabilities.index(max(whole.probabilities))
     weights: list[float] = []
     for (num_words, _), answer in zip(shortened, answers[1:], strict=True):
-        # Where nothing is left to read, nothing speaks for any label.
+        # If nothing is left to read, nothing speaks for any label.
         without = 1 / len(whole.probabilities) if answer is None else answer.probabilities[label]
         weights += [(whole.probabilities[label] - without) / num_words] * num_words
     weights += [0.0] * (len(spans) - len(weights))
@@ -50,8 +50,8 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
 def _without_each(
     text: str, spans: Sequence[tuple[int, int]], max_length: int, max_passes: int
 ) -> list[tuple[int, str]]:
-    """Leave out each word, or each group of words; returns how many words are missing, and what is left to read."""
-    # A word has a token or more: what stands behind as many words as the model reads tokens is not read.
+    """Leave out each word or group of words; returns how many words are missing, and the texts that remain."""
+    # A word has at least one token, so words beyond the model's token limit are never read.
     num_read = min(len(spans), max_length)
     size = max(1, math.ceil(num_read / max(1, max_passes)))
     shortened = []
@@ -64,7 +64,7 @@ def _without_each(
 
 def _words(text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]) -> list[dict[str, Any]]:
     return [
-        # Half a character of JSON ("\\ud83d") is none that an answer could carry.
+        # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
         {"word": text[start:end].encode("utf-8", "replace").decode(), "start": start, "end": end, "weight": weight}
         for (start, end), weight in zip(spans, weights, strict=True)
     ]

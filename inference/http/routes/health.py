@@ -1,4 +1,4 @@
-"""Whether this process can answer: for people, and for whatever starts, stops and balances servers."""
+"""Whether this process can answer, for people and for orchestrators and load balancers."""
 
 from __future__ import annotations
 

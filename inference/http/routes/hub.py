@@ -1,4 +1,4 @@
-"""The Hugging Face face: `InferenceClient(base_url=".../hub").text_classification(...)` works unchanged."""
+"""The Hugging Face interface: `InferenceClient(base_url=".../hub").text_classification(...)` works unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRout
 
 
 class HubParameters(BaseModel):
-    """What the hub's clients may set; other fields of theirs are ignored."""
+    """What the hub's clients may set; their other fields are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -31,7 +31,7 @@ class HubParameters(BaseModel):
 
 
 class HubRequest(BaseModel):
-    """What the hub's clients send; other fields of theirs (such as options) are ignored."""
+    """What the hub's clients send; their other fields (such as options) are ignored."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
 
@@ -40,8 +40,6 @@ class HubRequest(BaseModel):
 
 
 class HubScore(BaseModel):
-    """One label and its score."""
-
     label: str
     score: float
 
@@ -73,6 +71,6 @@ def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> 
 _FUNCTIONS: dict[str, Callable[[Probabilities], Sequence[float]]] = {
     "softmax": lambda probabilities: probabilities,
     "none": Probabilities.scores,
-    # 1 / (1 + exp(-score)), which would overflow
+    # 1 / (1 + exp(-score)) would overflow.
     "sigmoid": lambda probabilities: [(1 + math.tanh(score / 2)) / 2 for score in probabilities.scores()],
 }

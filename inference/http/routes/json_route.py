@@ -1,4 +1,4 @@
-"""Routes whose JSON body is read, checked and answered by hand: FastAPI documents them, and costs them a third."""
+"""Routes whose JSON bodies are read, validated and answered by hand; through FastAPI they would cost a third more."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from inference.http.error_responses import describe_invalid, error_response
 from inference.http.routes.dependencies import parts_of
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 
-# Python's parser takes up to nine times a body's size in memory, so it reads no larger one.
+# Python's parser takes up to nine times a body's size in memory, so it reads no larger body.
 _LARGEST_SECOND_PARSE_BYTES = 4 * 2**20
-# What no int of a request has; the time to read one grows with the square of its digits.
+# No integer of a request has this many digits, and parsing one takes time with the square of them.
 _MOST_DIGITS = 300
-# Where a field goes that was sent to the wrong route.
+# Where a field belongs that was sent to the wrong route.
 _PATHS = {"texts": "/predict/batch", "text": "/predict", "inputs": "/hub"}
-# Between two chances for others on the event loop.
+# Items between two chances for other tasks on the event loop.
 _LONGEST_HOLD_S = 0.005
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -42,7 +42,6 @@ class JsonRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
         endpoint: Endpoint = self.endpoint
         assert self.body_field is not None, f"{self.path}: a JsonRoute needs a body"
         model: type[BaseModel] = self.body_field.field_info.annotation
@@ -55,7 +54,7 @@ class JsonRoute(APIRoute):
         return answer
 
     async def respond(self, request: Request, model: type[BaseModel], endpoint: Endpoint) -> Response:
-        """Read and check the body, and answer with what the endpoint makes of it."""
+        """Read and check the body, and answer with what the endpoint returns."""
         try:
             body = self.parse(model, await self.read(request), request)
         except ValidationError as error:
@@ -68,7 +67,6 @@ class JsonRoute(APIRoute):
 
     @property
     def example(self) -> str:
-        """A body that this route answers, as JSON."""
         assert self.body_field is not None
         return json.dumps(self.body_field.field_info.annotation.model_config["json_schema_extra"]["examples"][0])
 
@@ -81,30 +79,27 @@ class JsonRoute(APIRoute):
         return f"; such a body goes to {path}" if path else ""
 
     async def read(self, request: Request) -> bytes:
-        """Read the whole body; as `read_body`."""
         return await read_body(request)
 
     def parse(self, model: type[Model], body: bytes, request: Request) -> Model:
-        """Check a body against its model; as `parse_json`."""
         return parse_json(model, body)
 
 
 def refuse_encoded(request: Request) -> None:
-    """Raise `HTTPException` 415 for a compressed body."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise HTTPException(415, "compressed bodies are not read; send it without Content-Encoding")
 
 
 async def read_body(request: Request, num_json_bytes: int | None = None) -> bytes:
-    """Read the whole body, nearly always one piece; the gate counts it and gives it its time.
+    """Read the whole body, nearly always one piece; the gate counts it and limits its time.
 
     Args:
-        request: Whose body.
-        num_json_bytes: How much of the body is JSON; None is all of it.
+        request: the current request.
+        num_json_bytes: how much of the body is JSON; None for all of it.
 
     Raises:
-        RefusedTextError: The JSON is beyond `JsonBounds`; the rest of it is not waited for.
+        RefusedTextError: the JSON exceeds `JsonBounds`; the rest is not read.
     """
     message = await request.receive()
     if not message.get("more_body", False) and len(message.get("body", b"")) <= SMALL_BODY_BYTES:
@@ -123,7 +118,7 @@ async def read_body(request: Request, num_json_bytes: int | None = None) -> byte
 
 
 async def json_list(items: Iterable[Any]) -> Response:
-    """Answer with a list, made and written an item at a time: all at once, many labels would hold the event loop."""
+    """Answer with a list, rendered and sent item by item: all at once, many labels would block the event loop."""
     written: list[bytes] = []
     paused = time.monotonic()
     for item in items:
@@ -135,9 +130,10 @@ async def json_list(items: Iterable[Any]) -> Response:
 
 
 class ShortCut:
-    """Takes requests straight to the JSON routes of fixed paths: what FastAPI does around a route costs as much as one.
+    """Takes requests directly to the JSON routes with fixed paths: FastAPI's work around a route costs as much as the
+    route.
 
-    It knows the same routes and the same error handlers, so that nothing but the way is another.
+    It uses the same routes and error handlers, so only the path through the code differs.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[JsonRoute], handlers: Handlers) -> None:
@@ -146,7 +142,6 @@ class ShortCut:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass on."""
         route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if route is None:
             await self.app(scope, receive, send)
@@ -167,8 +162,8 @@ def parse_json(model: type[Model], body: bytes) -> Model:
     """Check a JSON body against its model.
 
     Raises:
-        ValidationError: It is no JSON or does not fit.
-        HTTPException: 400, it is not UTF-8 or nested too deep to be read.
+        ValidationError: it is not JSON, or does not match.
+        HTTPException: 400, it is not UTF-8, or nested too deeply.
     """
     try:
         return model.__pydantic_validator__.validate_json(body)

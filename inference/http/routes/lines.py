@@ -1,4 +1,4 @@
-"""Keeps a body that arrives in pieces until its lines are taken."""
+"""Holds a body that arrives in pieces until its lines are taken."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from starlette.exceptions import HTTPException
 from inference.http.body_budget import BodyBudget
 
 _BLANKS = re.compile(rb"\s*+")
-# Lines that are taken together have no more than this, or are a single one.
+# Lines taken together have no more bytes than this, or are a single line.
 _TAKEN_BYTES = 64 * 1024
 
 
 class LineBuffer:
-    """Holds the bytes of lines and cuts off those that are taken: as a list, tiny lines would weigh thirty times more.
+    """Holds the bytes of lines and cuts off those that are taken; as a list, tiny lines would take thirty times the
+    memory.
 
     Blank lines are left out. A line beyond the limit is dropped and reported as None.
     """
@@ -30,11 +31,10 @@ class LineBuffer:
         return len(self._bytes)
 
     def feed(self, piece: bytes) -> None:
-        """Add the next piece."""
         self._bytes += piece
 
     def take(self, most: int, *, is_end: bool = False) -> list[bytes | None]:
-        """Return the next lines that are here; at the end of the body the last line counts even if nothing ends it."""
+        """The next complete lines; at the end of the body, the last line needs no newline."""
         lines: list[bytes | None] = []
         most_bytes = len(self._bytes) - _TAKEN_BYTES
         while len(lines) < most and len(self._bytes) > max(0, most_bytes) and self._cut_line(lines, is_end=is_end):
@@ -63,10 +63,10 @@ class LineBuffer:
 
 
 class LineReader:
-    """Reads a request's body beside the answers that flow out.
+    """Reads a request's body while answers are being sent.
 
-    It reads on while answers wait to be taken, within limits: else a client that reads nothing before it has sent
-    everything would wait for the server, and the server for it.
+    It keeps reading, within limits, even while answers wait to be read. Otherwise a client that reads nothing until it
+    has sent everything would wait for the server, and the server for it.
     """
 
     def __init__(self, request: Request, budget: BodyBudget, max_line_bytes: int, max_waiting_bytes: int) -> None:
@@ -81,21 +81,20 @@ class LineReader:
         self._task = asyncio.create_task(self._read())
 
     async def take(self, most: int) -> list[bytes | None]:
-        """Return the next lines, at least one, waiting for it if need be; none at the end of the body."""
+        """The next lines, at least one, waiting if necessary; none at the end of the body."""
         while not (lines := self.take_ready(most)) and not self._is_ended:
             self._changed.clear()
             await self._changed.wait()
         return lines
 
     def take_ready(self, most: int) -> list[bytes | None]:
-        """Return the next lines that are here."""
+        """The lines that have already arrived."""
         lines = self._buffer.take(most, is_end=self._is_ended and self.refusal is None)
         self._hold(len(self._buffer))
         self._changed.set()
         return lines
 
     def close(self) -> None:
-        """Stop reading."""
         self._task.cancel()
         self._hold(0)
 

@@ -106,14 +106,14 @@ async def get_version_readiness(name: str, version: str, parts: PartsDep, respon
 
 
 class InferRoute(JsonRoute):
-    """A JSON route whose tensor may stand behind the JSON."""
+    """A JSON route whose tensor may follow the JSON."""
 
     async def read(self, request: Request) -> bytes:
-        """Read the whole body, of which only what stands before the tensor is JSON."""
+        """Read the whole body; only the part before the tensor is JSON."""
         return await read_body(request, _num_json_bytes(request))
 
     def parse(self, model: type[InferRequest], body: bytes, request: Request) -> InferRequest:
-        """Check a body against its model, and bring the tensor into it."""
+        """Check a body against its model, and put the tensor into it."""
         num_json_bytes = _num_json_bytes(request)
         if num_json_bytes is None:
             return parse_json(model, body)
@@ -162,7 +162,7 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
         "model_version": served.model.info["revision"],
         "outputs": [tensors[one] for one in wanted],
     }
-    # Half a character of JSON ("\\ud83d") is none that an answer could carry.
+    # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
     return response if body.id is None else {**response, "id": body.id.encode("utf-8", "replace").decode()}
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses of the Open Inference Protocol, version 2, with its binary extension for what comes in."""
+"""Requests and responses of the Open Inference Protocol, version 2, with its binary extension for input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from inference.errors import RefusedTextError
 from inference.http.schemas import Texts
 
-# Triton's clients put tensors behind the JSON; this header says where the JSON ends.
+# Triton's clients append tensors to the JSON; this header says where the JSON ends.
 BINARY_HEADER = "inference-header-content-length"
 INPUT_NAME = "text"
 _MAX_UTF8_BYTES = 4  # of one character
@@ -118,11 +118,11 @@ class ProtocolError(BaseModel):
 
 
 def read_binary_texts(data: bytes, max_texts: int, max_text_chars: int) -> list[str]:
-    """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes and then UTF-8.
+    """Read the elements of a BYTES tensor, each its length in 4 little-endian bytes followed by UTF-8.
 
     Raises:
-        UnicodeDecodeError: An element is not UTF-8.
-        RefusedTextError: The lengths do not add up, or there are more texts than the limit or longer ones.
+        UnicodeDecodeError: an element is not UTF-8.
+        RefusedTextError: the lengths do not add up, or there are too many texts or too long ones.
     """
     texts: list[str] = []
     place = 0

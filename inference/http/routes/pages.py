@@ -1,4 +1,4 @@
-"""What a visitor with a browser meets: the front door, and the demo page, which asks nobody but this server."""
+"""The pages for a browser: the front page and the demo, which contacts no server but this one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _load_asset(path: Path) -> _Asset:
     body = path.read_bytes()
     headers = {
         "Content-Type": f"{_MEDIA_TYPES[path.suffix]}; charset=utf-8",
-        # File names carry no version, so a browser asks each time; mostly it hears 304.
+        # File names contain no version, so a browser asks each time, and mostly gets 304.
         "Cache-Control": "no-cache",
         "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',
         "Vary": "Accept-Encoding",
@@ -38,13 +38,13 @@ def _load_asset(path: Path) -> _Asset:
     return _Asset(body, gzip.compress(body, mtime=0), headers)
 
 
-# All in memory: a few dozen kilobytes, and no request ever names a path on disk.
+# All in memory: a few dozen kilobytes, and no request names a path on disk.
 _ASSETS = {path.name: _load_asset(path) for path in sorted(_WEB.iterdir()) if path.suffix in _MEDIA_TYPES}
 
 _OptionalHeader = Annotated[str, Header()]
 
 
-# Redirects are relative, so that they hold under whatever path a proxy puts the server.
+# Redirects are relative, so that they work under any path that a proxy puts the server at.
 @router.api_route("/", methods=["GET", "HEAD"])
 async def show_front_door(accept: _OptionalHeader = "") -> RedirectResponse:
     """Send a visitor with a browser to the demo page, and any other client to the documentation."""

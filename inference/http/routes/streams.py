@@ -1,4 +1,4 @@
-"""Streams of texts: JSON lines in, JSON lines out, answers flowing in order while the body still arrives."""
+"""Streams of texts: JSON lines in, JSON lines out, with answers flowing in order while the body still arrives."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from inference.http.schemas import PredictRequest
 from inference.http.server_parts import Parts
 
 MEDIA_TYPE = "application/x-ndjson"
-# One group is classified while the next waits: enough to fill forward passes, too little to crowd others out.
+# One group is classified while the next waits: enough to fill forward passes, too little to crowd out others.
 _GROUP_LINES = 32
 _GROUPS_AT_ONCE = 2
 _LONGEST_PAUSE_S = 1.0
-# A stream of which so many lines in a row are refused is no stream of texts.
+# A stream with this many refused lines in a row is not a stream of texts.
 _MOST_REFUSED_LINES = 1024
 
 
 @dataclass(slots=True)
 class _Group:
-    """Lines submitted together: for each its top_k, or the error that it is answered with; futures for the former."""
+    """Lines submitted together: for each its top_k, or the error it is answered with; futures for the former."""
 
     served: Served
     lines: list[PredictRequest | Exception]
@@ -51,7 +51,7 @@ class _Group:
 
 
 class StreamResponse(Response):
-    """Reads lines `{"text": ..., "top_k"?: ...}` and writes a line for each, in their order, with its `index`."""
+    """Reads lines `{"text": ..., "top_k"?: ...}` and writes one line for each, in order, with its `index`."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(media_type=MEDIA_TYPE)
@@ -72,7 +72,6 @@ class StreamResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; see the class."""
         groups: deque[_Group] = deque()
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -88,7 +87,7 @@ class StreamResponse(Response):
                 self._leave(group)
 
     async def _fill(self, groups: deque[_Group]) -> bool:
-        """Submit lines until enough are under way; False once there is nothing left to answer."""
+        """Submit lines until enough are in progress; False once there is nothing left to answer."""
         while len(groups) < _GROUPS_AT_ONCE:
             if not self._unsubmitted:
                 lines = self._reader.take_ready(_GROUP_LINES) if groups else await self._reader.take(_GROUP_LINES)
@@ -99,7 +98,7 @@ class StreamResponse(Response):
             try:
                 groups.append(self._submit(self._unsubmitted[: self._group_lines]))
             except (QueueFullError, RateLimitedError, WorkerDownError) as error:
-                # A stream is in no hurry: it waits for room, where a single request is better refused at once.
+                # A stream is not in a hurry: it waits for room, whereas a single request is better refused at once.
                 if groups:
                     break
                 self._group_lines = max(1, self._group_lines // 2)
@@ -144,7 +143,7 @@ class StreamResponse(Response):
         abandon(group.futures)
 
     async def _answer(self, group: _Group) -> bytes:
-        """Wait for a group and render its lines; one that failed is answered with an error of its own."""
+        """Wait for a group and render its lines; a line that failed is answered with its error."""
         futures = iter(group.futures)
         rendered: list[bytes] = []
         for line in group.lines:
@@ -179,7 +178,7 @@ class StreamResponse(Response):
         return {"error": error_detail(code, message, self._context.request_id)}
 
     def _last_words(self) -> bytes:
-        # The status is long sent: what ends a body early can only be told here.
+        # The status has been sent long ago, so the reason for ending early can only be given here.
         refusal: Exception | None = self._reader.refusal
         if self._num_refused >= _MOST_REFUSED_LINES:
             line = f"{self._num_refused} lines in a row were refused, so the rest is not read; correct the lines"
