@@ -16,11 +16,11 @@ class Phases:
 
     def __init__(self) -> None:
         self.now = "start"
-        self.since = self.moved = time.monotonic()  # its begin; when it was last seen to go on
+        self.since = self.moved = time.monotonic()  # when it began; when it last made progress
         self.step = 0  # optimizer steps done
         self.mark: Callable[[str], AbstractContextManager] = nullcontext  # what a profiler puts around phases
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._taken: dict[str, dict[str, float]] = {}
+        self._last_read: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -37,10 +37,10 @@ class Phases:
         """Show that a long phase is still making progress."""
         self.moved = time.monotonic()
 
-    def take(self, taker: str) -> dict[str, float]:
+    def elapsed(self, reader: str) -> dict[str, float]:
         """Seconds in each phase since ``reader`` last asked; for the main thread."""
         self._enter(self.now)
-        before, self._taken[taker] = self._taken.get(taker, {}), dict(self._seconds)
+        before, self._last_read[reader] = self._last_read.get(reader, {}), dict(self._seconds)
         return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds.items()}
 
     def _enter(self, name: str) -> None:

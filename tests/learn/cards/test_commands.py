@@ -55,7 +55,7 @@ def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_wrong_flag_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["cards", "show", "--workers", "20"])
 
-    with pytest.raises(UserError, match=r"^--workers 20: .* less than or equal to 16$"):
+    with pytest.raises(UserError, match=r"^--workers 20: .* must be at most 16$"):
         main()
 
 
