@@ -48,6 +48,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "inference.engines.model_loader",
     "inference.http.routes.predict",
+    "training.monitoring.plots",
     "training.run.trainer",
     "uvicorn",
 )

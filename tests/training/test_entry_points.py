@@ -66,7 +66,7 @@ def test_every_command_has_help_by_path_and_as_a_module(start: Start) -> None:
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(start: Start, arguments: list[str], message: str) -> None:
-    run = start([PYTHON, TRAINING / arguments[0], *arguments[1:]])
+    run = start([PYTHON, TRAINING / arguments[0], *arguments[1:]], warm=True)
 
     assert run.process.returncode == 2
     assert run.err.startswith(message)

@@ -25,6 +25,8 @@ from inference.http.routes import streams
 from inference.settings import Settings
 from tests.inference.servers import serving
 
+pytest_plugins = ["schemathesis.pytest.plugin"]
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
