@@ -132,7 +132,7 @@ def test_a_pickle_that_brings_code_is_refused_and_runs_nothing(
 
     said = complaint(folder)
 
-    assert said.startswith(f"data_batch_2: not a Python batch of CIFAR-10 (it asks for {named}, which is not part of an")
+    assert said.startswith(f"data_batch_2: not a Python batch of CIFAR-10 (it asks for {named}, which is not part of")
     assert list(tmp_path.iterdir()) == [folder]
 
 
