@@ -1,1 +1,1 @@
-"""Parallelism written out by hand, for readers: what the libraries do, in collectives that can be counted."""
+"""Parallelism by hand, to read: what the libraries do, written with collectives that you can count."""

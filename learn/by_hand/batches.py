@@ -1,4 +1,4 @@
-"""Batches of images, the same ones whatever the number of ranks: who gets which rows, and the data augmentation."""
+"""Batches of images that are the same on any number of ranks: which rank gets which rows, and data augmentation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # images, float32, (rows, 3, 32, 32),
 
 
 def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int, seed: int) -> Iterator[Batch]:
-    """One rank's shares of an epoch's global batches, with data augmentation: random crops and horizontal flips.
+    """One rank's shares of an epoch's global batches, augmented with random crops and horizontal flips.
 
-    The sampler shuffles by its seed and epoch (``set_epoch``: without it every epoch has the order of the first) and
-    deals the rows out like cards, so the k-th batches of all ranks are together the k-th run of rows in that order:
-    the same global batch on 1, 2 or 4 ranks. The last one is left out where it is not full, also where the sampler has
-    filled it up: it repeats rows where the ranks do not divide them. How an image is augmented depends on its row, not
-    on who trains on it.
+    The sampler shuffles by its seed and epoch (call ``set_epoch``, or every epoch has the order of the first) and deals
+    the rows to the ranks like cards. So the k-th batches of all ranks together are the k-th group of rows in that
+    order: the same global batch on 1, 2 or 4 ranks. The last one is dropped if it is not full, even if the sampler
+    filled it up: it repeats rows if the ranks do not divide them. How an image is augmented depends on its row, not on
+    the rank that trains on it.
 
     Args:
         split: the training images.
         sampler: over them, with the epoch set.
-        rows_per_rank: of a batch.
-        seed: with the epoch, decides how images are augmented.
+        rows_per_rank: rows per batch.
+        seed: together with the epoch, decides how images are augmented.
     """
     draws = np.random.default_rng([seed, sampler.epoch]).integers(
         [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(len(split), 3)
@@ -39,10 +39,10 @@ def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: i
 
 
 def evaluation_batches(split: Split, sampler: DistributedSampler, rows_per_rank: int) -> Iterator[Batch]:
-    """One rank's share of the test rows, each of which is some rank's once.
+    """One rank's share of the test rows; every row is evaluated on exactly one rank.
 
-    A sampler gives every rank as many rows as any other, and where the ranks do not divide them, repeats the first
-    ones at the end. The row at place p of rank r stands at r + p x ranks in the order of all; past its end are repeats.
+    A sampler gives all ranks the same number of rows, and repeats the first ones at the end if the ranks do not divide
+    them. Row p of rank r is row r + p x ranks overall, so everything beyond the end is a repeat.
     """
     order = enumerate(sampler)
     own = [row for place, row in order if sampler.rank + place * sampler.num_replicas < len(split)]
@@ -52,14 +52,13 @@ def evaluation_batches(split: Split, sampler: DistributedSampler, rows_per_rank:
 
 
 def crop_and_flip(images: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Random crop and horizontal flip: a cut of each image, its edges repeated by 4 pixels on all sides; flip some.
+    """Random crop and horizontal flip; for the crop, each image's edge pixels are repeated by 4 on all sides.
 
     Source: He et al., "Deep Residual Learning", arXiv 1512.03385, section 4.2 (there with black edges).
 
     Args:
         images: uint8, (rows, side, side, 3).
-        draws: int64, (rows, 3): where the cut begins, from the top and from the left (0 to 8; 4 is the image as it
-            was), and 1 to flip.
+        draws: int64, (rows, 3): top and left of the crop (0 to 8; 4 leaves the image as it was), and 1 to flip.
     """
     rows, side = images.shape[:2]
     top, left, flipped = draws.T[:, :, None]

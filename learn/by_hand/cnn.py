@@ -6,14 +6,15 @@ from torch import nn
 
 
 class CNN(nn.Sequential):
-    """Three blocks of convolution, pooling, normalisation and ReLU, and a linear layer.
+    """Three blocks of convolution, pooling, normalization and ReLU, then a linear layer.
 
-    GroupNorm, since BatchNorm would take its mean over a rank's share of the batch: two ranks would train another
-    model than one (what SyncBatchNorm mends, with a collective in every layer). GroupNorm looks at one image at a time.
+    GroupNorm instead of BatchNorm, which would use the mean over a rank's share of the batch, so that two ranks would
+    train a different model than one. (SyncBatchNorm fixes that with a collective in every layer.) GroupNorm looks at
+    one image at a time.
 
     Args:
-        num_classes: logits of an image.
-        width: channels of the first block; each of the others has twice as many as the one before.
+        num_classes: logits per image.
+        width: channels of the first block; each further block doubles them.
     """
 
     def __init__(self, num_classes: int = 10, width: int = 32) -> None:

@@ -1,10 +1,10 @@
-"""Data parallelism by hand: the three things that a training script needs beyond its own steps.
+"""Data parallelism by hand: the three functions that a training script needs besides its own steps.
 
-Every rank holds the whole model and sees its own share of each global batch. The replicas stay equal because they
-start equal (:func:`broadcast_parameters`) and step by equal gradients (:func:`average_gradients`); what is reported is
-about all rows, not about one rank's (:func:`global_accuracy`).
+Every rank holds the whole model and sees its own share of each global batch. The replicas stay equal because they start
+equal (:func:`broadcast_parameters`) and are updated with equal gradients (:func:`average_gradients`). What is reported
+is about all rows, not one rank's (:func:`global_accuracy`).
 
-Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1, the naive solution that DDP improves upon.
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1, the naive solution that DDP improves on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import nn
 def broadcast_parameters(model: nn.Module) -> None:
     """Overwrite every rank's weights and buffers, in place, with those of rank 0.
 
-    Once, before the first step. Buffers too: they are state that no gradient brings back into line, such as the
-    running mean and variance by which BatchNorm evaluates. In place: an optimizer may hold the parameters already.
+    Call it once, before the first step. Buffers are included because no gradient ever makes them equal again, for
+    example the running mean and variance that BatchNorm evaluates with. In place, because an optimizer may already hold
+    the parameters.
     """
     for tensor in chain(model.parameters(), model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
@@ -29,13 +30,13 @@ def broadcast_parameters(model: nn.Module) -> None:
 def average_gradients(model: nn.Module) -> None:
     """Replace every gradient, in place, with its mean over the ranks.
 
-    After each backward, before the optimizer steps. Each rank's loss is the mean over its own rows, so with as many
-    rows on every rank the mean of the gradients is the gradient of the mean over the global batch. Divided before they
-    are summed, as in DDP: a sum over many ranks may be more than fp16 holds.
+    Call it after each backward pass, before the optimizer steps. Each rank's loss is the mean over its own rows, so if
+    all ranks have the same number of rows, the mean of the gradients is the gradient of the mean over the global batch.
+    Gradients are divided before they are summed, as in DDP, because a sum over many ranks may exceed the range of fp16.
 
-    A parameter that took no part in the loss has no gradient and is left out: the same ones on every rank. Calls meet
-    by their order, not by name. If one rank leaves out another parameter, gradients of different ones are added up,
-    unnoticed where their sizes are equal; where not, gloo aborts or ranks wait for ever.
+    A parameter that took no part in the loss has no gradient and is skipped, which must be the same on every rank.
+    Calls are matched by their order, not by name: if one rank skips another parameter, gradients of different
+    parameters are added up. If their sizes are equal nobody notices; otherwise gloo aborts or ranks wait forever.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -44,13 +45,13 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def global_accuracy(correct: int, total: int) -> float:
-    """The share of right answers over the rows of all ranks.
+    """The share of correct answers over the rows of all ranks.
 
-    The counts are summed, then divided: a mean of the ranks' accuracies would give the rows of a rank that has few
-    of them more weight than others.
+    The counts are summed and then divided. The mean of the ranks' accuracies would give too much weight to the rows of
+    a rank that has few.
 
     Args:
-        correct: rows that this rank's answers were right for.
+        correct: rows that this rank answered correctly.
         total: rows that this rank answered.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"

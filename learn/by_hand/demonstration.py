@@ -1,4 +1,4 @@
-"""What the demonstrations share: their ranks, and one line for whoever starts one without torchrun."""
+"""What the demonstrations share: joining the ranks, and a one-line error if one is started without torchrun."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MOST_RANKS = 16  # a wider table is no longer read
 
 
 def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
-    """Call ``show`` on every rank that torchrun started, on the CPU, and leave with its exit code.
+    """Call ``show`` on every rank that torchrun started, on the CPU, and exit with its code.
 
-    A foreseen error is one line: ``script`` was started without torchrun, or on more than ``MOST_RANKS`` ranks.
+    Foreseen errors are one line: ``script`` was started without torchrun, or on more than ``MOST_RANKS`` ranks.
     """
 
     def main() -> None:
@@ -33,5 +33,5 @@ def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
 
 
 def largest_gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
-    """The largest difference of a number and its counterpart."""
+    """The largest difference between corresponding numbers."""
     return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))

@@ -3,9 +3,9 @@
     cp learn/by_hand/exercise.py my_solution.py
     python -m learn.check my_solution.py
 
-The process group stands already, and each function is called on every rank. ``torch.distributed`` has the collectives.
-Every rank must make each call, or some wait for ever; none may rely on another having finished. One solution is in
-``data_parallel.py``.
+The process group is already initialized, and each function is called on every rank. ``torch.distributed`` has the
+collectives. Every rank must make each call, or some will wait forever; none may rely on another having finished. One
+solution is in ``data_parallel.py``.
 """
 
 import torch  # noqa: F401
@@ -16,9 +16,9 @@ from torch import nn
 def broadcast_parameters(model: nn.Module) -> None:
     """Make every rank start with the weights of rank 0.
 
-    Each rank has made the same model with random weights of its own. Afterwards all that the model consists of,
-    parameters and buffers, has rank 0's values everywhere. An optimizer may already hold the parameters: keep the same
-    Parameter objects and their ``requires_grad``.
+    Each rank has created the same model with its own random weights. Afterwards everything that the model consists of,
+    parameters and buffers, must have rank 0's values on every rank. An optimizer may already hold the parameters, so
+    keep the same Parameter objects and their ``requires_grad``.
     """
     raise NotImplementedError
 
@@ -26,17 +26,17 @@ def broadcast_parameters(model: nn.Module) -> None:
 def average_gradients(model: nn.Module) -> None:
     """Make every rank step in the same direction.
 
-    Each rank has called ``backward()`` on its own rows. Afterwards every ``parameter.grad`` is the mean over all ranks,
-    on any number of ranks. The gradient of a parameter that took no part in the loss is None.
+    Each rank has called ``backward()`` on its own rows. Afterwards every ``parameter.grad`` must be the mean over all
+    ranks, on any number of ranks. The gradient of a parameter that took no part in the loss is None.
     """
     raise NotImplementedError
 
 
 def global_accuracy(correct: int, total: int) -> float:
-    """The share of right answers over the rows of all ranks, between 0 and 1, the same on every rank.
+    """The share of correct answers over the rows of all ranks, between 0 and 1, the same on every rank.
 
     Args:
-        correct: rows that this rank answered rightly.
+        correct: rows that this rank answered correctly.
         total: rows that this rank answered; ranks may have different numbers.
     """
     raise NotImplementedError

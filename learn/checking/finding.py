@@ -1,4 +1,4 @@
-"""What the checker says."""
+"""What the checker reports."""
 
 from __future__ import annotations
 

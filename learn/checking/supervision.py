@@ -1,4 +1,4 @@
-"""Starts the ranks of a check, hears what became of them, asks those that hang where they stand, and ends them all."""
+"""Starts the ranks of a check, collects their results, asks those that hang where they are, and ends them all."""
 
 from __future__ import annotations
 

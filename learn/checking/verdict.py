@@ -23,7 +23,7 @@ _HINTS = {
     "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
     "operation can write its result into one.",
     "type torch.Tensor": "A collective takes a tensor and works in it; a plain number has to be put into one first.",
-    "trying to initialize": "The process group stands already when your functions are called.",
+    "trying to initialize": "The process group is already initialized when your functions are called.",
 }
 
 
