@@ -96,7 +96,8 @@ def _wrong_values(
         return Finding("norm.table is not broadcast", hint, detail)
     if found == {"own"} and not parameters & set(wrong):
         hint = (
-            "BatchNorm's running mean is not a parameter, but the model uses it to answer. Where does a module keep such state?"
+            "BatchNorm's running mean is not a parameter, but the model uses it to answer. Where does a module keep "
+            "such state?"
         )
         return Finding("forgot the buffers", hint, detail)
     if found == {"own"}:
