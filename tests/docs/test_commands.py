@@ -34,7 +34,7 @@ Run = Callable[[str], subprocess.CompletedProcess[str]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """`run(commands)`: in a place that looks like the repository, but whose checkpoints are the test's own."""
-    for name in ("training", "inference"):
+    for name in ("training", "inference", "learn", "common"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     told = {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "140"}

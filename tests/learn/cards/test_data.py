@@ -111,9 +111,9 @@ def test_an_address_is_read_like_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "target", "message"),
     [
-        ("width,kind\n1,a\nwide,b\n", "kind", "flowers.csv line 3, column width: 'wide' is no finite number"),
-        ("width,kind\n1,a\nnan,b\n", "kind", "line 3, column width: 'nan' is no finite number"),
-        ("width,kind\n1,a\n1e39,b\n", "kind", "line 3, column width: '1e39' is no finite number"),
+        ("width,kind\n1,a\nwide,b\n", "kind", "flowers.csv line 3, column width: 'wide' is not a finite number"),
+        ("width,kind\n1,a\nnan,b\n", "kind", "line 3, column width: 'nan' is not a finite number"),
+        ("width,kind\n1,a\n1e39,b\n", "kind", "line 3, column width: '1e39' is not a finite number"),
         ("width,kind\n1,a\n2\n", "kind", "line 3: 1 cells, where the first line has 2"),
         ("width,kind\n1,a\n2, \n", "kind", "line 3: column kind is empty"),
         ("width,kind\n1,a\n2,a\n", "kind", "target_column kind: 1 different values in 2 rows"),
@@ -121,7 +121,7 @@ def test_an_address_is_read_like_a_file(tmp_path: Path) -> None:
         ("width,kind\n1,a\n2,b\n", "2", "target_column '2'"),
         ("kind\na\nb\n", "kind", "has one column"),
         ("width;kind\n1;a\n2;b\n", "kind", "has one column; .* with commas between"),
-        ("width,kind\n1,a\x0cb\n2,c\u2028d\nwide,e\n", "kind", "line 4, column width: 'wide' is no finite number"),
+        ("width,kind\n1,a\x0cb\n2,c\u2028d\nwide,e\n", "kind", "line 4, column width: 'wide' is not a finite number"),
         ("width,kind\n", "kind", "holds no rows"),
         ("", "kind", "is empty"),
         ('width,kind\n1,"a\n', "kind", "not valid CSV"),

@@ -78,11 +78,11 @@ def test_the_order_of_a_file_does_not_matter() -> None:
         ),
         (
             lambda nodes: nodes["prepare"]["config"].update(test_ratio=1.5),
-            "node prepare: config test_ratio: 1.5: Input should be less than 1",
+            "node prepare: config test_ratio: 1.5: must be less than 1",
         ),
         (
             lambda nodes: nodes["prepare"]["config"].update(seed=2**64),
-            "node prepare: config seed: 18446744073709551616: Input should be less than or equal to 4294967296",
+            "node prepare: config seed: 18446744073709551616: must be at most 4294967296",
         ),
         (
             # The store in a file stays when ranks are killed, and stops the next ones.
@@ -91,7 +91,7 @@ def test_the_order_of_a_file_does_not_matter() -> None:
         ),
         (
             lambda nodes: nodes["strategy"]["config"].update(seed=10**20),
-            "node strategy: config seed: 100000000000000000000: Input should be less than",
+            "node strategy: config seed: 100000000000000000000: must be at most",
         ),
         (
             lambda nodes: nodes["strategy"]["config"].update(learning_rate=float("inf")),
@@ -160,7 +160,7 @@ def test_a_configuration_is_checked_when_it_is_changed() -> None:
 
     assert pipeline.configured("shard", num_workers=2).node("shard").config.num_workers == 2
     assert pipeline.node("shard").config.num_workers == 4
-    with pytest.raises(UserError, match="node shard: config num_workers: 0: Input should be greater"):
+    with pytest.raises(UserError, match="node shard: config num_workers: 0: must be at least 1"):
         pipeline.configured("shard", num_workers=0)
     with pytest.raises(UserError, match="no node 'sharder'; there are load"):
         pipeline.configured("sharder", num_workers=2)

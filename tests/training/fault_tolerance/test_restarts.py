@@ -27,12 +27,12 @@ TWO_RANKS = ("--batch_size", "4", "--save_every", "3", "--keep_last", "9")
 RANK = """
 import os, pathlib, sys
 from common.errors import StopAsked, UserError
-from training.fault_tolerance.restarts import begin, exit_if_already_failed, settled, stopped_exit_code
+from training.fault_tolerance.restarts import begin, exit_if_already_failed, finalize_exit_code, stopped_exit_code
 
 exit_if_already_failed()
 if "SCRIPT_ASKED" in os.environ:  # run_ddp.sh has had a SIGTERM meanwhile
     pathlib.Path(os.environ["SCRIPT_ASKED"]).write_text("143")
-with settled():
+with finalize_exit_code():
     match sys.argv[1]:
         case "refused": raise UserError("--epochs 0")
         case "lacking":
@@ -194,8 +194,8 @@ def _wait_until_gone(pid: int) -> None:
 
 @pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])
 def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Path, kind: str) -> None:
-    code = f"from common.errors import {kind}\nfrom training.fault_tolerance.restarts import settled\n"
-    code += f"with settled(): raise {kind}('--epochs 0: must be at least 1', code='flag-value')"
+    code = f"from common.errors import {kind}\nfrom training.fault_tolerance.restarts import finalize_exit_code\n"
+    code += f"with finalize_exit_code(): raise {kind}('--epochs 0: must be at least 1', code='flag-value')"
     error_file = tmp_path / "launch" / "attempt_0" / "0" / "error.json"
     error_file.parent.mkdir(parents=True)
     variables = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": "0"}

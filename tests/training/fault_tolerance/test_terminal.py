@@ -97,4 +97,4 @@ def test_a_run_whose_terminal_is_closed_goes_on_after_its_last_step(
 
     again = start_in_terminal([*command, *base_flags, *flags])
 
-    again.wait_until(lambda: f"Going on after step {last:,} of" in again.out)
+    again.wait_until(lambda: f"Resuming after step {last:,} of" in again.out)

@@ -71,7 +71,7 @@ def test_an_optimizer_of_deepspeed_gets_the_numbers_of_the_flags(file_of: Callab
         ({"gradient_clipping": 5}, ("gradient_clipping is 5", "--clip_norm 1.0 makes it 1.0")),
         ({"train_batch_size": 7}, ("train_batch_size is 7", "--batch_size 32 makes it 64")),
         ({"bf16": {"enabled": True}}, ("bf16.enabled is true", "--precision auto makes it false")),
-        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "leave it out")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "remove it")),
         ({"optimizer": {"type": "Lion"}}, ("optimizer.type is Lion", "only AdamW")),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, ("optimizer.params (lr)", "--learning_rate")),
         ("[1, 2]", ("must hold fields",)),
