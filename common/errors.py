@@ -37,11 +37,9 @@ class ForeseenError(Exception):
 
     @property
     def line(self) -> str:
-        """The message and the code, as they are printed."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
     def say(self) -> None:
-        """Print the line, once."""
         if not self.quiet:
             print(f"error: {self.line}", file=sys.stderr, flush=True)
         self.quiet = True
@@ -192,7 +190,6 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Read a whole number above 0, for argparse."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
     return int(text)

@@ -83,7 +83,6 @@ def move_aside(folder: Path) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's contents in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -20,9 +20,6 @@ def usable_cpus(root: Path = _ROOT) -> int:
     The minimum of its affinity and every CPU quota above it (cgroup v1 or v2), not the host's core count. A quota of
     1.5 cores counts as 1: with a second thread the kernel would stop the whole process for a quarter of the time, event
     loop included, while one thread leaves the remaining half core to it.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
@@ -58,7 +55,6 @@ def has_fast_int8(root: Path = _ROOT) -> bool:
 
 
 def cpu_name(root: Path = _ROOT) -> str:
-    """The processor's name, for logs and tables."""
     return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
 
 

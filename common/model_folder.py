@@ -76,11 +76,6 @@ class SavedModel:
         return self.config.get(CLEANING_KEY, "news" if written_here else "none")
 
     def tokenizer(self) -> TextTokenizer:
-        """Build the model's tokenizer.
-
-        Raises:
-            ModelLoadError: It is damaged, or knows more words than the model.
-        """
         try:
             tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
         except (TypeError, ValueError) as error:
@@ -291,11 +286,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read an artefact's manifest.
-
-    Raises:
-        ModelLoadError: It is missing, damaged, or of another format.
-    """
+    """Read an artefact's manifest."""
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -323,11 +314,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare an artefact's files with its manifest.
-
-    Raises:
-        ModelLoadError: A file is missing or is not the one that was written.
-    """
+    """Compare an artefact's files with its manifest."""
     for name, wanted in manifest.files.items():
         path = folder / name
         if Path(name).name != name:

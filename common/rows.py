@@ -154,11 +154,6 @@ class Reading:
         self.named: list[str] = []
 
     def reject(self, where: str, why: str, rows: int = 1) -> None:
-        """Leave rows out.
-
-        Raises:
-            UserError: if no row may be left out.
-        """
         if not self.skip:
             raise UserError(f"{where}: {why}", code="row-unusable")
         self.count += rows
@@ -194,11 +189,7 @@ class Reading:
         return usable
 
     def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
-        """The names of the text and label columns as written in this file.
-
-        Raises:
-            UserError: one is missing.
-        """
+        """The names of the text and label columns as written in this file."""
         try:
             text, label = self.columns.among(found)
         except ValueError as error:
@@ -418,9 +409,6 @@ class LabelledRows:
 def find_rows(model_dataset: str | None) -> Path:
     """The rows to measure on if none are given: the model's own dataset if it is here, otherwise the sample news.
 
-    Args:
-        model_dataset: the dataset named in the model's ``metrics.json``.
-
     Raises:
         UserError: neither is available.
     """
@@ -438,14 +426,11 @@ def read_labelled_rows(
 ) -> LabelledRows:
     """Read rows for a model that is there already. Blank texts are left out.
 
-    Args:
-        path: A file, or a folder with ``test.csv`` (else ``train.csv``), or the same of another format.
-        labels: The model's class names, by class id.
-        limit: Take this many rows, evenly spread; None takes all.
-        columns: Those that the model was trained on.
+    ``path`` is a file, or a folder with ``test.csv`` (else ``train.csv``), or the same of another format. ``limit``
+    takes so many rows, evenly spread.
 
     Raises:
-        UserError: Nothing is there, a row cannot be used, or the model has no such label; with file and line.
+        UserError: nothing is there, a row cannot be used, or the model has no such label; with file and line.
     """
     training_file = _split_file(path, "train")
     file = (_split_file(path, "test") or training_file or path) if path.is_dir() else path

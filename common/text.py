@@ -121,12 +121,7 @@ class Encoded:
 
 
 class TextTokenizer:
-    """Cleans and tokenises texts; may be shared by threads.
-
-    Attributes:
-        clean: What a text goes through first, from `cleaner`.
-        max_length: Token ids a text may have, special tokens included.
-    """
+    """Cleans and tokenises texts; may be shared by threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, cleaning: str = "news") -> None:
         if max_length < 3:
@@ -140,12 +135,7 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, max_length: int, cleaning: str = "news") -> TextTokenizer:
-        """Read a ``tokenizer.json``.
-
-        Args:
-            path: The file.
-            max_length: Token ids a text may have, special tokens included.
-            cleaning: One of `CLEANINGS`: ``news`` cleans with `clean_text`, ``none`` takes texts as they are.
+        """Read a ``tokenizer.json``; ``cleaning`` is one of `CLEANINGS`.
 
         Raises:
             OSError: The file cannot be read.
@@ -164,11 +154,9 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Clean and tokenise texts, in order; each is cut at ``max_length`` on its own."""
         return self.encode_cleaned([self.clean(text) for text in texts])
 
     def encode_cleaned(self, texts: Sequence[str]) -> list[Encoded]:

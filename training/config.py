@@ -208,7 +208,6 @@ class TrainConfig(BaseModel):
 
     @property
     def run_dir(self) -> Path:
-        """The folder of this run's checkpoints, metrics and report."""
         return self.output_dir.with_name(self.output_dir.name + ".run")
 
     @property
@@ -232,7 +231,6 @@ class TrainConfig(BaseModel):
         return _names(self.trackers)
 
     def to_yaml(self) -> str:
-        """The whole configuration as YAML that ``--config`` reads."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -244,11 +242,7 @@ def on_resume(name: str) -> OnResume:
 def parse_config(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, description: str = ""
 ) -> TrainConfig:
-    """Make the configuration from flags, environment and ``--config``; ``--print_config`` prints it and exits.
-
-    Raises:
-        UserError: an unknown flag, variable or key, or a value out of its limits.
-    """
+    """Make the configuration from flags, environment and ``--config``; ``--print_config`` prints it and exits."""
     parser = _build_parser(description)
     flags = vars(parser.parse_args([_normalise(argument) for argument in arguments]))
     config_file, print_config = flags.pop("config"), flags.pop("print_config")

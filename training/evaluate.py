@@ -16,7 +16,6 @@ from training.fault_tolerance.interruption import run_rank
 
 
 def main() -> None:
-    """Evaluate on as many ranks as were started; rank 0 prints."""
     parser = OneLineParser(prog="python -m training.evaluate", description=__doc__)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder, or the .pt beside it")
     parser.add_argument(

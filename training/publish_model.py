@@ -23,7 +23,6 @@ DRY_RUN_FOLDER = Path("build/model")
 
 
 def main() -> None:
-    """Check the folder, show what goes up, and publish it."""
     parser = publishing_parser("python -m training.publish_model", str(__doc__), DRY_RUN_FOLDER)
     parser.add_argument("model", metavar="MODEL", type=Path, help="a model folder")
     parser.add_argument("--name", required=True, help="the repository: ACCOUNT/NAME, or NAME in your own account")

@@ -28,7 +28,6 @@ from training.fault_tolerance.interruption import run_rank
 
 
 def main() -> int:
-    """Parse, join the process group, train; returns the exit code."""
     # DeepSpeed's launcher adds a flag that repeats the environment.
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     with finalize_exit_code():

@@ -18,7 +18,6 @@ from training.config import parse_config
 
 
 def main() -> int:
-    """Parse and train; returns the exit code."""
     config = parse_config(sys.argv[1:], description=__doc__)
     # PyTorch takes seconds to import, so check the flags first.
     from training.fault_tolerance.interruption import Interruption

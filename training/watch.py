@@ -53,7 +53,6 @@ HIDDEN_FIELDS |= {"learning_rate", "is_best", "num_bytes", "blocked_seconds", "v
 
 
 def main() -> None:
-    """Show a run until it has finished or the user leaves."""
     parser = OneLineParser(prog="python -m training.watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder, OUTPUT_DIR.run")
     parser.add_argument("--once", action="store_true", help="print one frame and exit, as without a terminal")
@@ -79,7 +78,6 @@ def make_console() -> Console:
 
 
 def _follow(folder: RunFolder, console: Console) -> None:
-    """Redraw until the run has finished, or q is pressed."""
     with _key_pressed() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while (snapshot := folder.refresh()).state != "finished":
             live.update(fit_to_height(snapshot, console), refresh=True)

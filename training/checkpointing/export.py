@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_output(model_folder: Path) -> None:
-    """Refuse an output folder that holds something other than a model, or that cannot be written.
-
-    Raises:
-        UserError: says which.
-    """
+    """Refuse an output folder that holds something other than a model, or that cannot be written."""
     if model_folder.is_file():
         raise UserError(f"--output_dir {model_folder}: is a file; name a folder", code="output-not-empty")
     if model_folder.is_dir() and any(model_folder.iterdir()) and not (model_folder / "config.json").is_file():
@@ -50,11 +46,7 @@ def check_output(model_folder: Path) -> None:
 
 
 def check_shared(model_folder: Path, ranks: Ranks) -> None:
-    """Refuse a run whose machines do not share the output folder: after a restart, rank 0 may be on another machine.
-
-    Raises:
-        UserError: a rank does not see what rank 0 wrote there.
-    """
+    """Refuse a run whose machines do not share the output folder: after a restart, rank 0 may be on another machine."""
     if ranks.world_size == ranks.local_world_size:
         return
     with contextlib.ExitStack() as stack:
@@ -86,14 +78,8 @@ def write_model(
 ) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
 
-    Args:
-        architecture: the network's configuration, with its labels.
-        weights: the classifier's state dict on the CPU.
-        tokenizer: saved with the model.
-        metrics: the contents of ``metrics.json``.
-        model_folder: replaced if it exists.
-        checkpoint_file: replaced if it exists.
-        cleaning: how texts were cleaned in training, so that serving does the same: ``news`` or ``none``.
+    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``. ``cleaning``, ``news`` or
+    ``none``, is recorded so that serving cleans texts as training did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.

@@ -67,11 +67,7 @@ def chunk_of(name: str, tensor: torch.Tensor) -> Chunk:
 def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
     """Assign every piece to one of the ranks that hold it: the largest first, to the rank that has the least so far.
 
-    Args:
-        held: the chunks of each rank.
-
-    Returns:
-        The pieces that each rank writes, in the order of ranks.
+    ``held`` is what each rank holds; the result is what each rank writes.
     """
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):

@@ -14,20 +14,11 @@ from training.parallelism.distributed import Ranks
 
 
 def open_storage(config: TrainConfig) -> Storage:
-    """The storage that ``--checkpoint_dir`` names; the run folder's ``checkpoints`` if it is unset.
-
-    Raises:
-        UserError: there is no driver for such an address.
-    """
+    """The storage that ``--checkpoint_dir`` names; the run folder's ``checkpoints`` if it is unset."""
     return open_location(config.checkpoint_dir or str(config.run_dir / "checkpoints"))
 
 
 def open_location(address: str) -> Storage:
-    """The storage of a folder or an address.
-
-    Raises:
-        UserError: there is no driver for such an address.
-    """
     if "://" not in address or address.startswith("file://"):
         return LocalStorage(Path(address.removeprefix("file://")).expanduser())
     try:
@@ -42,11 +33,7 @@ def open_location(address: str) -> Storage:
 
 
 def check_storage(storage: Storage, ranks: Ranks) -> None:
-    """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it.
-
-    Raises:
-        UserError: says which rank cannot, and why.
-    """
+    """Check at the start, not after the first epoch, that rank 0 can write there and every rank can read it."""
     probe = ".distrinews-write-test"
 
     def put() -> None:

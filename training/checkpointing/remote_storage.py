@@ -19,10 +19,7 @@ UNFINISHED = "unfinished"
 
 
 class RemoteStorage(Storage):
-    """The checkpoints of one run at an address.
-
-    Args:
-        address: protocol, bucket and prefix; the driver finds credentials and endpoint in its usual variables.
+    """The checkpoints of one run at an address; the driver finds credentials and endpoint in its usual variables.
 
     Raises:
         ImportError: the driver of this protocol is not installed.

@@ -90,13 +90,9 @@ def _cleaning(config: Mapping[str, Any]) -> str:
 
 
 def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None], after: int = -1) -> str | None:
-    """The newest complete checkpoint, or None if there is no checkpoint at all; a collective call.
+    """The newest complete checkpoint of a step later than ``after``, or None if there is none; a collective call.
 
-    Args:
-        ranks: all of them.
-        storage: where to look.
-        say: prints which damaged checkpoint was skipped, and why.
-        after: only checkpoints of later steps count.
+    ``say`` prints which damaged checkpoint was skipped, and why.
 
     Raises:
         UserError: there are checkpoints, but none is complete.
@@ -118,11 +114,7 @@ def newest_checkpoint(ranks: Ranks, storage: Storage, say: Callable[[str], None]
 
 
 def list_checkpoints(ranks: Ranks, storage: Storage) -> dict[int, str]:
-    """The path of each step's checkpoint, complete or not, as rank 0 sees them.
-
-    Raises:
-        UserError: the storage does not respond.
-    """
+    """The path of each step's checkpoint, complete or not, as rank 0 sees them."""
 
     def look() -> dict[int, str]:
         with _unreachable_is_user_error(storage):
@@ -135,9 +127,6 @@ def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[s
     """Move aside the checkpoints after ``step``: this run will train those steps again, differently.
 
     If they stayed, they would count as the newest ones, for pruning after the next save and for the next start.
-
-    Raises:
-        UserError: the storage does not respond.
     """
 
     def move() -> None:
@@ -150,11 +139,7 @@ def move_later_aside(ranks: Ranks, storage: Storage, step: int, say: Callable[[s
 
 
 def open_checkpoint(path: str, ranks: Ranks) -> Resumed:
-    """Read a checkpoint's plain values, on rank 0 for all, and the list of its tensors.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Read a checkpoint's plain values, on rank 0 for all, and the list of its tensors."""
     storage = ranks.run_on_all_ranks(lambda: _storage_of(path))
 
     def read() -> Any:

@@ -56,15 +56,7 @@ class _Order:
 
 
 class Saver:
-    """Saves checkpoints, one at a time; all ranks call its methods in the same order.
-
-    Args:
-        config: which checkpoints to keep.
-        ranks: all of them.
-        storage: where checkpoints are written.
-        say: prints a line for the user.
-        stop_agreed: whether any rank was asked to stop; a collective call.
-    """
+    """Saves checkpoints, one at a time; all ranks call its methods in the same order."""
 
     def __init__(
         self,
@@ -126,12 +118,6 @@ class Saver:
         A save that is still running is waited for first. So is a failed one, if it holds the best weights, since this
         copy replaces the only one left of them.
 
-        Args:
-            step: optimizer steps done.
-            state: returns what this rank holds.
-            run_state: plain values; those of rank 0 are written.
-            best_step: the step whose checkpoint must be kept.
-
         Returns:
             The checkpoints completed since the last call.
 
@@ -164,15 +150,13 @@ class Saver:
         return finished
 
     def retry(self) -> None:
-        """Write a failed checkpoint again; its copy is still in memory."""
         self._blocked = 0.0
         self._start()
 
     def collect(self, *, waits: float | None = None) -> list[SavedCheckpoint]:
         """Take the outcome, once every rank is :attr:`done`; returns and raises like :meth:`save`.
 
-        Args:
-            waits: seconds until the next try if the run waits for it; None if it keeps training.
+        ``waits``: seconds until the next try if the run waits for it; None if it keeps training.
         """
         outcome, self._outcome, self._thread = self._outcome, None, None
         if isinstance(outcome, SavedCheckpoint):
@@ -267,7 +251,6 @@ class Saver:
         return sum(entry["bytes"] for entry in files.values())
 
     def _files(self, order: _Order) -> dict[str, dict[str, Any]]:
-        """Size and hash of what this rank has written."""
         files = self.storage.hashes(order.step, f"__{self.ranks.rank}_")
         if self.ranks.is_first:
             self.storage.write_json(order.step, STATE_FILE, order.run_state)

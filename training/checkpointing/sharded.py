@@ -34,7 +34,6 @@ class Staging:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> None:
-        """Copy ``pieces`` out of ``tensors``, replacing what was copied before."""
         self.copies = {piece: self.copies[piece] for piece in pieces if piece in self.copies}
         for piece in pieces:
             source = piece.cut_from(tensors[piece.name])
@@ -57,7 +56,6 @@ class StagedPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """DCP's hook; the state is already known."""
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -104,16 +102,7 @@ def error_reason(error: BaseException) -> str:
 
 
 class SavedShards:
-    """The tensors of a checkpoint, from which each rank reads what it needs; a ``SavedState``.
-
-    Args:
-        reader: of the checkpoint.
-        location: its path, for error messages.
-        plain: what was saved besides tensors.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The tensors of a checkpoint, from which each rank reads what it needs; a ``SavedState``."""
 
     def __init__(self, reader: StorageReader, location: str, plain: Mapping[str, Any]) -> None:
         self.plain = plain
@@ -128,7 +117,6 @@ class SavedShards:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the whole tensors."""
         return {name: tensor.size for name, tensor in self._metadata.state_dict_metadata.items()}
 
     @torch.no_grad()

@@ -43,16 +43,11 @@ class Storage(ABC):
     location: str
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the storage for this run, if it can be locked.
-
-        Raises:
-            UserError: another run has locked it.
-        """
+        """Lock the storage for this run, if it can be locked."""
         return contextlib.nullcontext()
 
     @abstractmethod
-    def begin(self, step: int) -> None:
-        """Create an empty staging place for ``step``."""
+    def begin(self, step: int) -> None: ...
 
     @abstractmethod
     def writer(self, step: int) -> StorageWriter:
@@ -74,16 +69,14 @@ class Storage(ABC):
         """Turn the staged files into a checkpoint: the manifest, the final name, then ``latest``; returns its path."""
 
     @abstractmethod
-    def discard(self, step: int) -> None:
-        """Remove the staged files of ``step``."""
+    def discard(self, step: int) -> None: ...
 
     @abstractmethod
     def move_aside(self, path: str) -> str:
         """Rename a checkpoint to the first free name of ``PATH.1``, ``PATH.2``, ...; returns the new name."""
 
     @abstractmethod
-    def put_probe(self, name: str) -> None:
-        """Write a small file, to see whether that is possible."""
+    def put_probe(self, name: str) -> None: ...
 
     @abstractmethod
     def sees_probe(self, name: str) -> bool:
@@ -97,8 +90,7 @@ class Storage(ABC):
         """The name of every folder here, and whether it has a manifest."""
 
     @abstractmethod
-    def _sizes(self, path: str) -> dict[str, int]:
-        """Bytes of each file of a checkpoint."""
+    def _sizes(self, path: str) -> dict[str, int]: ...
 
     @abstractmethod
     def _sha256(self, path: str, name: str) -> str: ...
@@ -177,11 +169,7 @@ class Storage(ABC):
 
 
 def manifest_of(step: int, files: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
-    """The manifest, after checking that rank 0 sees every file in its full size.
-
-    Raises:
-        OSError: a file is missing or has another size.
-    """
+    """The manifest, after checking that rank 0 sees every file in its full size."""
     for name, expected in files.items():
         if sizes.get(name) != expected["bytes"]:
             raise OSError(f"rank 0 sees {name} with {sizes.get(name, 0):,} of {expected['bytes']:,} bytes")

@@ -31,12 +31,7 @@ class Balance:
     the slowest. A rank gets at least one row per micro-batch, however slow it is: the dummy row that it would compute
     instead, to take part in the all-reduce, costs as much.
 
-    Args:
-        model: its forward passes are timed on this rank during training; None keeps all shares equal.
-        ranks: all of them call :meth:`step_done` after the same steps.
-        data_shard: this rank's share.
-        least_share: of a global batch, for the slowest rank.
-        say: prints a line on rank 0.
+    ``model`` None keeps all shares equal; ``least_share`` is the slowest rank's, of a global batch.
     """
 
     def __init__(

@@ -85,7 +85,6 @@ class LengthBucketSampler:
         return -(-len(self.lengths) // self.global_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order :meth:`__iter__` gives, starting at 1."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -120,18 +119,11 @@ def rank_share(
     """One rank's micro-batches of a global batch.
 
     Each rank gets consecutive rows of the batch, padded to the same length on all ranks so that all have equal work. An
-    empty share becomes one dummy row of weight 0, because its rank must still take part in the collectives.
+    empty share becomes one dummy row of weight 0, because its rank must still take part in the collectives. In a
+    pipeline, all micro-batches are filled up with dummy rows.
 
-    Args:
-        rows: the split.
-        batch: row numbers of the global batch.
-        data_shard: which share; for a pipeline, micro-batches are filled up with dummy rows.
-        accumulation: micro-batches per share.
-        pad_to_multiple_of: lengths are rounded up to it, but not beyond ``max_length`` tokens.
-        speeds: one number per share; rows are divided in proportion. None for equal shares.
-
-    Returns:
-        ``accumulation`` micro-batches.
+    ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. Lengths are rounded up to
+    ``pad_to_multiple_of``, but not beyond ``max_length`` tokens.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.lengths[batch].max())

@@ -80,14 +80,10 @@ def load_news(
     columns: Columns = TEXT_AND_LABEL,
     say: Callable[[str], None] = print,
 ) -> NewsData:
-    """Read a dataset by name or path.
+    """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
-    Args:
-        dataset: ``ag_news``, ``sample``, a hub name ``owner/data``, or a local folder or file.
-        seed: decides which rows become the test set if the data has none.
-        bad_rows: ``skip`` leaves out unusable rows, unless they are more than half.
-        columns: the columns that hold text and label.
-        say: prints a line each time the hub is asked again.
+    ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
+    unless they are more than half.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
@@ -116,13 +112,6 @@ def load_news(
 def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
     """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in other data, what
     looks like markup may be text.
-
-    Args:
-        dataset: as for :func:`load_news`.
-        label_names: of the dataset.
-
-    Returns:
-        ``news`` or ``none``.
     """
     path = Path(dataset).expanduser()
     file = _find_split(path, "train") if path.is_dir() else path
@@ -133,10 +122,7 @@ def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions for training and for validation: stratified by label, seeded, each in ascending order.
 
-    Args:
-        labels: int64, (rows,).
-        validation_fraction: the share of each label's rows for validation; at least one row of a label that has two.
-        seed: the same seed draws the same rows.
+    Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that has two.
     """
     generator = np.random.default_rng([seed, 1])
     validation: list[np.ndarray] = []
@@ -289,12 +275,7 @@ def _assemble(
 
 
 def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
-    """Reasons to doubt that these labels are classes.
-
-    Args:
-        name: of the dataset.
-        labels: how often each occurs.
-        known: the data itself declares its classes.
+    """Reasons to doubt that these labels are classes; ``known``: the data itself declares its classes.
 
     Raises:
         UserError: most labels occur in a single row.

@@ -48,11 +48,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def refuse_revision(flag: str, name: str) -> None:
-    """Refuse ``owner/name@revision``.
-
-    Raises:
-        UserError: the name has a revision.
-    """
+    """Refuse ``owner/name@revision``."""
     if "@" in name:
         raise UserError(
             f"{flag} {name}: a revision cannot be chosen; download it with hf download NAME --revision REVISION "
@@ -65,11 +61,6 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
     """Ask the hub, and retry after a pause if it does not respond.
 
     Without a network the cache is tried once, as with ``HF_HUB_OFFLINE=1``.
-
-    Args:
-        what: the flag and its value.
-        ask: the call.
-        say: prints a line for each retry.
 
     Raises:
         HubUnavailable: it never responded. Other exceptions of ``ask`` pass through.
@@ -177,10 +168,8 @@ def cache_is_shared(ranks: Ranks) -> bool:
 def download_once(ranks: Ranks, work: Callable[[], T], *, shared: bool) -> T:
     """Run ``work``, which may download, on one rank first; the others then find the download in the cache.
 
-    Args:
-        ranks: this process's place.
-        work: raises UserError or HubUnavailable on all ranks if it does so on any.
-        shared: the machines share a cache, so rank 0 downloads; otherwise the first rank of each machine does.
+    If the machines share a cache, rank 0 downloads; otherwise the first rank of each machine does. An error of ``work``
+    on any rank is raised on all.
     """
     leads = ranks.is_first if shared else ranks.local_rank == 0
     result: T | None = None

@@ -50,7 +50,6 @@ class PreparedNews:
 
     @property
     def validation_rows(self) -> TokenizedRows:
-        """The split of the validation rows: the data's own if it has one, otherwise the training split."""
         return self.tokens.validation or self.tokens.train
 
 

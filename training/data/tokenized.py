@@ -84,11 +84,7 @@ class TokenizedNews:
 
 
 def check_model_name(model: str) -> None:
-    """Refuse early what is neither a folder nor a possible hub name.
-
-    Raises:
-        UserError: with the reason.
-    """
+    """Refuse early what is neither a folder nor a possible hub name."""
     if model == TINY or Path(model).expanduser().is_dir():
         return
     if looks_local(model):
@@ -200,7 +196,6 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
 
 
 def find_damage(path: Path) -> str | None:
-    """Why a file of cached tokens is not complete, or None if it is."""
     try:
         with safe_open(path, "numpy") as cached:
             tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118

@@ -43,23 +43,19 @@ def evaluate(
     on_batch: Callable[[int], None] = lambda rows: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Classify rows and measure the result.
+    """Classify rows and measure the result; a collective call.
 
     The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
 
     Args:
-        logits_of: from ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
-        rows: the split.
-        ranks: every rank must call this.
-        label_names: a name for each class.
-        data_shard: which batches are this rank's.
+        logits_of: ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
         index: which rows of the split; by default all.
         on_batch: called with the number of rows of each batch that this rank finishes.
         stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
 
     Returns:
         On every rank, the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
-        order of ``index``.
+            order of ``index``.
 
     Raises:
         EvaluationStopped: ``stops`` returned true.
@@ -100,12 +96,7 @@ def evaluate_saved(
 ) -> dict[str, Any]:
     """Evaluate a model folder or ``.pt`` file on a dataset's test rows, in fp32.
 
-    Args:
-        path: of the model.
-        dataset: None for the one it was trained on.
-        ranks: this process's place.
-        columns: of text and label; None for those it was trained on.
-        quiet: show no progress.
+    Dataset and columns are by default those that the model was trained on.
 
     Raises:
         UserError: model or data cannot be read, or their labels differ.

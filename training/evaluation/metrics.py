@@ -13,14 +13,8 @@ CALIBRATION_BINS = 15
 def classification_metrics(logits: np.ndarray, labels: np.ndarray, label_names: Sequence[str]) -> dict[str, Any]:
     """Loss, accuracy, macro-F1, each class's precision and recall, confusion matrix, calibration error.
 
-    Args:
-        logits: float, (rows, classes).
-        labels: int, (rows,).
-        label_names: a name for each class.
-
-    Returns:
-        Plain values, ready for JSON. ``confusion_matrix[true][predicted]`` counts rows; ``calibration_error`` is
-        the expected calibration error over 15 equal bins (Guo et al., arXiv 1706.04599).
+    ``logits``: (rows, classes). The result holds plain values for JSON: ``confusion_matrix[true][predicted]`` counts
+    rows; ``calibration_error`` is the expected calibration error over 15 equal bins (Guo et al., arXiv 1706.04599).
     """
     log_probabilities = log_softmax(logits)
     predicted = log_probabilities.argmax(axis=1)

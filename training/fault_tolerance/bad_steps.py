@@ -67,7 +67,6 @@ class BadSteps:
             context.events.write_on_rank0("bad_rows", rows_left_out=texts.left_out, what=texts.notes[-1])
 
     def remaining(self, batch: np.ndarray) -> np.ndarray:
-        """The rows of a global batch without the excluded ones, in order."""
         excluded = self.context.state.bad.excluded_rows
         return batch[~np.isin(batch, excluded)] if excluded else batch
 
@@ -105,7 +104,6 @@ class BadSteps:
         return {*count.excluded_rows, *count.suspects}
 
     def report_rollback(self, last: BadStep, path: str, rows: Collection[int]) -> None:
-        """Report a rollback from step ``last`` to the checkpoint ``path``."""
         self.context.say(
             f"Went back from step {last.step} to {path} after {self.budget + 1} bad steps in a row; from "
             f"here on {len(rows)} rows are left out: {_listed(sorted(rows))}"

@@ -13,13 +13,7 @@ from training.parallelism.distributed import Ranks, is_lost_rank
 
 @contextmanager
 def translate_errors(ranks: Ranks, step: int, shape: torch.Size | None = None) -> Iterator[None]:
-    """Turn known errors of a step into a :class:`TrainingFailure`.
-
-    Args:
-        ranks: this process's place.
-        step: the current optimizer step.
-        shape: of its micro-batches, (rows, tokens).
-    """
+    """Turn known errors of a step into a :class:`TrainingFailure`; ``shape``: of its micro-batches, (rows, tokens)."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -44,7 +44,6 @@ class Missing:
 
 
 def describe_position(phase: str, step: int) -> str:
-    """Where a rank is, in words; ``step`` steps are done."""
     return f"in phase {phase} of step {step + 1}" if phase != "start" else f"between steps, after step {step}"
 
 
@@ -110,13 +109,9 @@ def record_path(run_dir: Path, rank: int) -> Path:
 
 
 def write_hang_record(run_dir: Path, status: RankStatus, phases: Phases, seconds: float) -> bool:
-    """Write all threads' stacks and the last collectives of this rank; returns whether it waits in a collective.
+    """Write all threads' stacks and the last collectives of this rank, which has not moved for ``seconds``.
 
-    Args:
-        run_dir: the run folder.
-        status: this rank's.
-        phases: where it is.
-        seconds: how long it has not moved.
+    Returns whether it waits in a collective.
     """
     # Without a record nobody can be blamed, except a process that is alone.
     records, waits = [], status.world_size > 1

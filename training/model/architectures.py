@@ -155,7 +155,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(network: nn.Module) -> Architecture | None:
-    """The architecture of a network, or None if its family is not known."""
     return ARCHITECTURES.get(type(network).__name__)
 
 

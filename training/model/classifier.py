@@ -39,12 +39,12 @@ class NewsClassifier(nn.Module):
     """A sequence classifier over any encoder that ``transformers`` can load.
 
     Args:
-        num_labels: number of classes.
         pretrained_model: a hub name, a local folder, or ``tiny`` for a small DistilBERT with random weights.
-        label_names: a name for each class; those of AG News by default, if there are four classes.
-        vocab_size: size of the vocabulary; used for ``tiny`` only.
-        as_stored: keep weights that are stored in half precision memory-mapped from their file. A strategy converts to
-            fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole model.
+        label_names: those of AG News by default, if there are four classes.
+        vocab_size: used for ``tiny`` only.
+        as_stored: keep weights that are stored in half precision memory-mapped from their file. A strategy converts
+            to fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole
+            model.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -127,7 +127,6 @@ class NewsClassifier(nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """The longest text that the encoder has positions for, in tokens."""
         return max_positions(self.network.config.to_dict()) or 2**31
 
 
@@ -237,7 +236,6 @@ def widen(module: nn.Module) -> None:
 
 
 def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """:func:`widen` everything but the blocks of a model."""
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside and any(True for _ in module.parameters(recurse=False)):

@@ -37,7 +37,6 @@ class DropoutStream:
         self.tensor_rank: int | None = None
 
     def move(self, seed: int, step: int, first_row: int) -> None:
-        """Move to the micro-batch that begins at ``first_row`` of the global batch of ``step``."""
         self.seed, self.step, self.first_row = seed, step, first_row
 
     @property
@@ -50,7 +49,6 @@ class DropoutStream:
         torch.manual_seed(hash((*self.place, *more, *split)) % 2**63)
 
     def draws(self, site: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Uniform 16-bit draws, int16 of ``shape``, whose first dimension is the rows."""
         if device.type != "cpu":
             return self.device_draws(site, shape, device)
         count = shape.numel()
@@ -81,7 +79,6 @@ _GAMMA = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def _signed(number: int) -> int:
-    """The int64 with the last 64 bits of ``number``."""
     number %= 1 << 64
     return number - (1 << 64) if number >> 63 else number
 
@@ -152,7 +149,6 @@ class _Masked(torch.autograd.Function):
 
 
 def use_row_dropout(model: nn.Module) -> DropoutStream:
-    """Replace every ``nn.Dropout`` in ``model`` by a :class:`RowDropout`."""
     stream = DropoutStream()
     places = [
         (parent, name, child.p)

@@ -71,7 +71,6 @@ def allow_tf32(*, wanted: bool, device: torch.device) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass in this precision; weights stay in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, DTYPES[precision])

@@ -29,12 +29,8 @@ KEPT = {
 
 
 def apply_activation_checkpointing(block: nn.Module, mode: str, stream: DropoutStream) -> None:
-    """Recompute the block's activations in the backward pass; parameter names do not change.
-
-    Args:
-        block: its ``forward`` is wrapped.
-        mode: ``selective`` or ``full``.
-        stream: the source of dropout masks; the second pass must draw the same ones.
+    """Recompute the block's activations in the backward pass, with the same dropout masks; parameter names do not
+    change.
     """
     forward = block.forward
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}

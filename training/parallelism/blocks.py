@@ -18,7 +18,7 @@ LENGTH_MULTIPLE = 16
 
 
 def length_multiple(config: TrainConfig, device: str) -> int:
-    """The multiple that lengths are rounded up to, in tokens; ``device``: ``cpu`` or ``cuda``."""
+    """The multiple that lengths are rounded up to, in tokens."""
     if config.compile or config.sequence_parallel:
         return LENGTH_MULTIPLE
     # GPUs multiply matrices with such sides fastest. On CPUs a row's dropout masks depend on its padded length.

@@ -37,7 +37,7 @@ class Traffic:
         self._uncompressed = self._sent = 0
 
     def count(self, bucket: GradBucket, sent: int) -> None:
-        """Add a bucket; the figures of a step are final once its last bucket is counted."""
+        """The figures of a step are final once its last bucket is counted."""
         buffer = bucket.buffer()
         self._uncompressed += buffer.numel() * buffer.element_size()
         self._sent += sent
@@ -64,13 +64,12 @@ class Compression(Protocol):
         """Register the hook. The buckets of ``replica`` must be in their final order."""
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Called with the factor on all gradients of the coming step; None without a loss scale."""
+        """``loss_scale``: the factor on all gradients of the coming step, if any."""
 
     def end_step(self, finite: torch.Tensor) -> None:
         """Called with whether the gradient norm is finite, (); a step that is not must leave no trace."""
 
-    def state_dict(self, ranks: Ranks) -> StrategyState:
-        """What this rank contributes to a checkpoint."""
+    def state_dict(self, ranks: Ranks) -> StrategyState: ...
 
     def load_state_dict(self, saved: SavedState, ranks: Ranks) -> None:
         """Restore on any number of ranks; if the checkpoint has no such state, start without."""
@@ -238,7 +237,7 @@ class PowerSGD:
 
 
 def _average_together(tensors: list[torch.Tensor]) -> int:
-    """Average tensors over the ranks in place with one all-reduce; returns its bytes."""
+    """One all-reduce, in place; returns its bytes."""
     if not tensors:
         return 0
     flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(dist.get_world_size())

@@ -79,7 +79,6 @@ class DDPStrategy(Strategy):
         return StrategyState(state.tensors | own.tensors, state.plain | own.plain)
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """As every strategy; compression starts without its state if the checkpoint has none."""
         super().load_state_dict(saved)
         if self.compression:
             self.compression.load_state_dict(saved, self.ranks)

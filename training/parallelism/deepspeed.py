@@ -28,7 +28,7 @@ from training.parallelism.strategy import Strategy
 
 
 class DeepSpeedStrategy(Strategy):
-    """A DeepSpeed engine over all ranks. Stage 0 is data parallelism; stage 3 also shards the weights."""
+    """An engine over all ranks. Stage 0 is data parallelism; stage 3 also shards the weights."""
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         deepspeed, settings = self.ranks.run_on_all_ranks(lambda: self._prepare(model))
@@ -128,7 +128,6 @@ class DeepSpeedStrategy(Strategy):
         return norm, self.precision == "fp16" and bool(self.engine.optimizer.overflow)
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits without dropout, in the precision that the engine trains in: (batch, num_labels)."""
         self.engine.eval()
         try:
             with torch.no_grad():
@@ -153,11 +152,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for this kind of device.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import DeepSpeed for this kind of device."""
     set_deepspeed_accelerator(device)
     # DeepSpeed still calls collectives by names that newer PyTorch warns about.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)

@@ -54,13 +54,7 @@ REFUSED = (
 
 
 def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num_parameters: int) -> Settings:
-    """All settings for DeepSpeed.
-
-    Args:
-        config: the run.
-        precision: the resolved ``--precision``: ``fp32``, ``bf16`` or ``fp16``.
-        world_size: number of ranks.
-        num_parameters: of the whole model; no bucket is larger.
+    """All settings for DeepSpeed; ``num_parameters`` is that of the whole model: no bucket is larger.
 
     Raises:
         UserError: the file cannot be read or contradicts a flag, or the stage does not support offload or fp16.

@@ -17,12 +17,7 @@ from training.parallelism.state import SavedState
 
 
 class ShardedState:
-    """The state that the ranks of an engine hold together; every method is a collective call.
-
-    Args:
-        engine: of any ZeRO stage.
-        model: the module in it, as it was before.
-    """
+    """The state that the ranks of an engine hold together; every method is a collective call."""
 
     def __init__(self, engine: Any, model: nn.Module) -> None:
         from deepspeed import utils, zero
@@ -126,11 +121,9 @@ class ShardedState:
             scaler.last_overflow_iter = scaler.cur_iter - int(state["good_steps"]) - 1
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers, under the names of a state."""
         return self.model.state_dict(keep_vars=True)
 
     def _whole(self, tensor: torch.Tensor, moment: str | None = None) -> torch.Tensor:
-        """The whole fp32 weight or moment of a parameter; a buffer as it is."""
         if self.stage == 0 or not isinstance(tensor, nn.Parameter):
             return (self.optimizer.state[tensor][moment] if moment else tensor).detach()
         if moment:

@@ -71,7 +71,6 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """The number of data-parallel shares, each with its own rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -80,11 +79,9 @@ class ParallelDims:
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:
-        """In the order of :data:`MESH_DIMS`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
     def data_rank(self, rank: int) -> int:
-        """Which share of each global batch a rank works on."""
         return rank // self.tp % self.dp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:

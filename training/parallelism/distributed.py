@@ -65,26 +65,21 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that speaks and writes."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a process group exists."""
         return self.backend != "none"
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
         if self.is_distributed:
             # With NCCL a collective only queues work on the device: reading the result makes the host wait for it.
             self.sum_(torch.zeros(1, device=self.device)).item()
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on any rank."""
         return self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place."""
         if self.is_distributed:
             dist.all_reduce(tensor)
         return tensor
@@ -98,7 +93,6 @@ class Ranks:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value on every rank."""
         if not self.is_distributed:
             return value
         box: list[Any] = [value]
@@ -244,14 +238,13 @@ def join_ranks(
     one, so a rank that fails must end its process instead (:func:`training.fault_tolerance.interruption.run_rank`).
 
     Args:
-        device: ``auto`` (GPUs where there are any), ``cpu`` or ``cuda``.
-        use_process_group: join the group that torchrun's variables describe, or take the one that stands already
-            (Ray Train forms it); without the variables, or when false, the process is alone.
+        use_process_group: join the group that torchrun's variables describe, or one that exists already (Ray Train
+            forms it); without the variables, or when false, the process is alone.
         also_on_cpu: on GPUs, let tensors in the machine's memory be reduced too.
         collective_timeout: seconds to wait for other ranks; at least an hour before :func:`limit_collective_time`.
 
     Raises:
-        UserError: more processes than GPUs, or ``cuda`` where there is none.
+        UserError: more processes than GPUs, or ``cuda`` without one.
     """
     milestones = {"imported": time.time()}
     launched = use_process_group and "RANK" in os.environ and "WORLD_SIZE" in os.environ

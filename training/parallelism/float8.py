@@ -49,11 +49,11 @@ def check_float8(config: TrainConfig, device: torch.device, precision: str) -> N
 
 
 def apply_float8(block: nn.Module, *, emulate: bool = False) -> None:
-    """Compute a block's linear layers in float8, in place; parameter names do not change.
+    """Compute a block's linear layers in float8, in place, before it is compiled or sharded; parameter names do not
+    change.
 
-    Args:
-        block: not yet compiled or sharded. Layers with a side that is not a multiple of 16 are left alone.
-        emulate: the same rounding in fp32 arithmetic, on any device.
+    Layers with a side that is not a multiple of 16 are left alone. ``emulate`` rounds the same way in fp32 arithmetic,
+    on any device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -30,12 +30,10 @@ def apply_fsdp(
     """Shard the parameters of a model or a stage in place; build the optimizer afterwards.
 
     Args:
-        part: the module that is called; its own parameters outside the blocks form one more group.
-        blocks: each is gathered when its turn comes.
+        blocks: each is gathered when its turn comes; parameters outside the blocks form one more group.
         mesh: (shard) or (replicate, shard).
         reshard_after_forward: free the gathered weights after the forward pass (ZeRO-3) or keep them (ZeRO-2).
         precision: in which weights are gathered and multiplied; gradients are summed in fp32, shards stay in fp32.
-        cpu_offload: keep the shards in host memory.
     """
     dtype = None if precision == "fp32" else DTYPES[precision]
     settings = {
@@ -52,12 +50,9 @@ def apply_fsdp(
 
 
 def set_gradient_sync(parts: Sequence[nn.Module], *, wanted: bool, between_copies_only: bool = False) -> None:
-    """Turn gradient communication on or off; only a step's last micro-batch needs it.
+    """Turn gradient communication on or off for the next backward passes; only a step's last micro-batch needs it.
 
-    Args:
-        parts: as sharded by :func:`apply_fsdp`.
-        wanted: for the next backward passes.
-        between_copies_only: only skip the all-reduce between replicas, and keep reduce-scattering inside each.
+    ``between_copies_only``: only skip the all-reduce between replicas, and keep reduce-scattering inside each.
     """
     for part in parts:
         if wanted or between_copies_only:

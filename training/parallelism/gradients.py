@@ -48,13 +48,8 @@ def global_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | 
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float, scale: float = 1.0) -> None:
-    """Divide gradients by the loss ``scale``, and scale them down if their norm exceeds ``limit``.
-
-    Args:
-        parameters: their gradients are changed in place.
-        norm: of the gradients without the loss scale, ().
-        limit: infinity for no clipping.
-        scale: what the loss was multiplied by.
+    """Divide gradients in place by the loss ``scale``, and scale them down if their norm (without the scale) exceeds
+    ``limit``.
     """
     if math.isinf(limit) and scale == 1:
         return

@@ -32,11 +32,7 @@ Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
-    """Check that the flags work with a pipeline of ``num_ranks``.
-
-    Raises:
-        UserError: the schedule cannot run so many micro-batches, or splits a backward pass that cannot be split.
-    """
+    """Check that the flags work with a pipeline of ``num_ranks``."""
     schedule = config.pp_schedule
     check_micro_batches(schedule, num_ranks, config.gradient_accumulation, "--gradient_accumulation")
     if not SCHEDULES[schedule].splits_backward:
@@ -58,8 +54,6 @@ class Pipeline:
 
     Args:
         stages: from ``split_stages``, possibly wrapped for other kinds of parallelism.
-        group: the ranks of one pipeline.
-        schedule: a key of ``SCHEDULES``.
         loss: from logits and their micro-batch to the scalar that the backward pass starts from, (), and each row's
             loss.
         sequence_parts: over how many ranks the hidden states between stages are split (sequence parallelism).

@@ -66,10 +66,7 @@ def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int | N
 
 
 def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag: str) -> None:
-    """Check that a schedule can run this many micro-batches.
-
-    Args:
-        flag: what sets the number, for the error message.
+    """Check that a schedule can run this many micro-batches, the number that ``flag`` sets.
 
     Raises:
         UserError: there are too few of them, or not a multiple of the ranks.
@@ -90,11 +87,7 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
 def order_of_actions(
     schedule: str, num_ranks: int, micro_batches: int, stages_per_rank: int | None = None
 ) -> list[list[Action]]:
-    """What each rank computes, in order.
-
-    Raises:
-        UserError: as :func:`check_micro_batches`.
-    """
+    """What each rank computes, in order."""
     check_micro_batches(schedule, num_ranks, micro_batches, "--micro_batches")
     kind = SCHEDULES[schedule]
     if not kind.is_looped:

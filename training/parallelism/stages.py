@@ -14,16 +14,7 @@ from training.model.precision import autocast
 
 
 class Stage(nn.Module):
-    """Consecutive blocks of a model, with the embeddings in the first stage and the head in the last.
-
-    Parameters keep their names in the whole model, and are the model's own, not copies.
-
-    Args:
-        model: the whole model.
-        blocks: indices of this stage's blocks.
-        index: its number in the pipeline.
-        num_stages: how many there are.
-    """
+    """Consecutive blocks of a model, with the embeddings in the first stage and the head in the last."""
 
     def __init__(self, model: NewsClassifier, blocks: range, index: int, num_stages: int) -> None:
         super().__init__()
@@ -76,14 +67,10 @@ class Stage(nn.Module):
 
 
 def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int, where: str) -> list[Stage]:
-    """This rank's stages of a model, cut so that all cost about the same.
+    """This rank's stages of a model, cut so that all cost about the same; ``where`` names the flags that asked for
+    them.
 
     The rest of the model is freed once the caller drops ``model``.
-
-    Args:
-        indices: numbers of the stages wanted.
-        num_stages: how many there are.
-        where: the flags that asked for them, for the error message.
 
     Raises:
         UserError: the network family is not known, or has fewer blocks than there are stages.

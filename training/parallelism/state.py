@@ -68,12 +68,9 @@ def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.opti
 
 
 def full_model(parts: Sequence[nn.Module], *, keep: bool, stages: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Whole tensors on the CPU by name.
+    """Whole tensors on the CPU by name, on the ranks that ``keep`` them; a collective call.
 
-    Args:
-        parts: this rank's parts of the model; a collective call.
-        keep: whether this rank wants the result; if not, its memory is spared.
-        stages: the ranks that hold the other stages of a pipeline; the first of them gets everything.
+    In a pipeline, the first rank of ``stages`` gets the tensors of all of them.
     """
     tensors = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
     return _collect({name: _whole(tensor, keep=keep) for name, tensor in tensors.items()}, keep, stages)

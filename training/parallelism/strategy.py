@@ -102,7 +102,6 @@ class Strategy:
         return optimizer
 
     def describe(self) -> str:
-        """How the model is distributed, in a few words."""
         raise NotImplementedError
 
     # What a step asks for
@@ -142,8 +141,7 @@ class Strategy:
         """Clip and update by ``engine``; returns the gradient norm, (), and whether its loss scale skipped the step."""
         raise NotImplementedError
 
-    def end_step(self, norm: torch.Tensor) -> None:
-        """Called with the global gradient norm, ()."""
+    def end_step(self, norm: torch.Tensor) -> None: ...
 
     # Evaluation
 
@@ -159,7 +157,7 @@ class Strategy:
                 part.train()
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits without dropout, on every rank: (batch, num_labels).
+        """Logits without dropout, (batch, num_labels), on every rank.
 
         All ranks call it equally often; ranks of the same replica give the same batch.
         """
@@ -195,7 +193,6 @@ class Strategy:
 
     @property
     def local_parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that this rank updates."""
         return self.parameters
 
     def state_dict(self) -> StrategyState:
@@ -210,7 +207,6 @@ class Strategy:
         self.loss_scale.load_state_dict(saved.plain["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The whole model's weights on the CPU of rank 0."""
         return full_model(self.parts, keep=self.holds_full_weights, stages=self.stage_group)
 
     def load_weights(self, saved: SavedState) -> None:

@@ -94,7 +94,6 @@ class Timeline:
         return f"{name}: {stages}{ranks} ranks, {self.micro_batches} micro-batches, bubble {self.bubble_share:.1%}"
 
     def turn(self, box: Box) -> int:
-        """Which of its rank's stages a box belongs to: 0 for the first one in the model."""
         return box.action.stage // len(self.ranks)
 
 
@@ -167,7 +166,6 @@ def rows_of_text(timeline: Timeline) -> list[Text]:
 
 
 def show(timeline: Timeline, console: Console) -> None:
-    """Print a timeline, in several pieces if the terminal is narrow."""
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     rows = rows_of_text(timeline)
     columns = max(20, console.width - margin) if console.is_terminal else len(rows[0])
@@ -191,11 +189,6 @@ def _legend(timelines: Sequence[Timeline]) -> Text:
 
 
 def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank: int | None) -> list[Timeline]:
-    """The timelines that a command asks for.
-
-    Raises:
-        UserError: the stages do not divide evenly over the ranks, or the schedule cannot run.
-    """
     if schedule == ALL:
         return [simulate(name, stages, micro_batches) for name in SCHEDULES]
     needed = SCHEDULES[schedule].stages_per_rank
@@ -210,11 +203,7 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Draw timelines on top of each other with the same scale, so that the shortest is the fastest.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Draw timelines on top of each other with the same scale, so that the shortest is the fastest."""
     import matplotlib as mpl  # which takes a second to import
     from matplotlib.figure import Figure
 

@@ -24,7 +24,6 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Be in phase ``name``."""
         outer = self.now
         self._enter(name)
         try:

@@ -23,7 +23,6 @@ class AverageMeter:
 
     @property
     def average(self) -> float:
-        """The mean so far; 0 before the first value."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -76,16 +75,13 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """Time spent on this run so far, including earlier processes."""
         return self.seconds_before + time.perf_counter() - self.started
 
     @property
     def best(self) -> EpochMetrics | None:
-        """The epoch with the best validation accuracy so far."""
         return next((epoch for epoch in reversed(self.epochs) if epoch.is_best), None)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
         return {
             "step": self.step,
             "epochs": [asdict(epoch) for epoch in self.epochs],

@@ -178,11 +178,7 @@ class SyncedSteps:
 
 
 class StepLog:
-    """Collects steps and turns them into metrics with one read from the device and one all-reduce.
-
-    Args:
-        ranks: all of them synchronize after the same steps.
-    """
+    """Collects steps and turns them into metrics with one read from the device and one all-reduce."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -200,9 +196,8 @@ class StepLog:
     def sync(self, seconds: float, flags: Mapping[str, int]) -> SyncedSteps:
         """Exchange the steps since the last call with all ranks.
 
-        Args:
-            seconds: since the run began.
-            flags: what only this rank knows, as integers under the same names on all ranks.
+        ``seconds``: since the run began; ``flags``: what only this rank knows, as integers under the same names on all
+        ranks.
         """
         records, self.records = self.records, []
 

@@ -67,11 +67,6 @@ SYNC_SECONDS = 1.0
 class Trainer:
     """Trains, evaluates and writes one model; every rank creates one and calls :meth:`fit`.
 
-    Args:
-        config: the run.
-        ranks: this process's place in it.
-        interruption: for callers that catch signals already.
-
     Raises:
         UserError: the run cannot start as asked; nothing has been written.
     """
@@ -325,7 +320,6 @@ class Trainer:
         self.step_log.restart_clock()
 
     def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
-        """Call the saver, and publish which checkpoints were completed and which failed."""
         step, failed = self.context.state.step, self.saver.num_failed
         with self.context.phases("save"), translate_errors(self.context.ranks, step + 1):
             saved = call()
@@ -335,7 +329,6 @@ class Trainer:
             self.context.events.publish(checkpoint)
 
     def restore(self, resumed: Resumed) -> None:
-        """Load weights, optimizer state and position from a checkpoint."""
         context = self.context
         context.state.take(resumed.state)
         context.phases.step = context.state.step
