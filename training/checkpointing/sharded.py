@@ -81,14 +81,14 @@ def writer_with_clear_errors(writer: StorageWriter) -> StorageWriter:
     """
 
     def with_clear_errors(work: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(*arguments: Any, **named: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
             try:
                 return work(*arguments, **named)
             except Exception as error:
                 hidden = error.__context__ if isinstance(error, RuntimeError) else None
                 raise OSError(error_reason(hidden if isinstance(hidden, OSError) else error)) from None
 
-        return tell
+        return wrapped
 
     for name in ("prepare_local_plan", "write_data", "finish"):
         setattr(writer, name, with_clear_errors(getattr(writer, name)))

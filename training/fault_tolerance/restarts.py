@@ -1,4 +1,4 @@
-"""What a rank and the launcher that may restart it (torchrun's --max_restarts) tell each other, through small files.
+"""What a rank and the launcher that may restart it (torchrun's --max_restarts) exchange through small files.
 
 Imports nothing slow: an attempt that must not be made ends before the rest is loaded.
 """

@@ -108,7 +108,7 @@ class Ranks:
         result, failure = None, None
         try:
             result = work()
-        except TrainingFailure:  # such as a lost rank, which would not come to hear of it
+        except TrainingFailure:  # such as a lost rank, which would never receive it
             raise
         except ForeseenError as error:
             failure = type(error), str(error), error.code
@@ -122,7 +122,7 @@ class Ranks:
         """Run ``work`` on the first rank of each machine, then on the others, who find its cached result.
 
         Raises:
-            UserError: as :meth:`together`, from the first ranks or from the others.
+            UserError: as :meth:`run_on_all_ranks`, from the first ranks or from the others.
         """
         first = self.run_on_all_ranks(lambda: work() if self.local_rank == 0 else None)
         rest = self.run_on_all_ranks(lambda: work() if self.local_rank != 0 else None)
@@ -181,9 +181,9 @@ def saving_group(timeout: float) -> dist.ProcessGroup:
 
 
 def limit_collective_time(seconds: float) -> None:
-    """Let no collective of any group that stands, those of meshes too, wait longer than a little over ``seconds``.
+    """Let no collective of any existing group, meshes included, wait much longer than ``seconds``.
 
-    Groups made later do not inherit it.
+    Groups created later do not inherit it.
     """
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
     for group in groups:
@@ -220,7 +220,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def set_deepspeed_accelerator(device: torch.device) -> None:
-    """Tell DeepSpeed, before it is imported, which kind of device to use; else it looks for one, and says so."""
+    """Choose the device for DeepSpeed before it is imported; otherwise it looks for one, and prints that it does."""
     os.environ["DS_ACCELERATOR"] = device.type
 
 
@@ -314,7 +314,7 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
 
 
 def _choose_gloo_interface() -> None:
-    """By itself gloo takes the address of the machine's own name, which other machines often do not reach."""
+    """By default gloo uses the address of the machine's own name, which other machines often cannot reach."""
     interface = interface_to(os.environ.get("MASTER_ADDR", ""))
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -25,7 +25,7 @@ ALL = "all"
 COLOURS = {"F": "#6baed6", "B": "#fdae6b", "I": "#fdae6b", "W": "#74c476"}
 PASTEL = {"F": "#c6dbef", "B": "#fdd9b5", "I": "#fdd9b5", "W": "#c7e9c0"}
 NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
-# Tell the kinds apart on terminals without colors.
+# Distinguishes the kinds on terminals without colors.
 FILL = {"F": " ", "B": "▒", "I": "▒", "W": "░"}
 IDLE = "·"
 # Colors in the figure.

@@ -30,7 +30,7 @@ def finish_run(context: RunContext) -> Path:
         context.console.rest_of_epochs(context.state.epochs)
     if config.compress != "none":
         context.say(f"Layout: {context.strategy.describe()}")
-    best = _take_best(context)
+    best = _load_best_or_fail(context)
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     console, data_shard = context.console, context.strategy.data_shard
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
@@ -91,7 +91,7 @@ def finish_run(context: RunContext) -> Path:
     return config.output_dir
 
 
-def _take_best(context: RunContext) -> EpochMetrics:
+def _load_best_or_fail(context: RunContext) -> EpochMetrics:
     try:
         return _load_best(context)
     except UserError as error:  # the flags were right until here: a launcher may try again
@@ -106,12 +106,12 @@ def _load_best(context: RunContext) -> EpochMetrics:
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)
-        damage = find_shared_damage(path, ranks) if path else "is gone"
+        damage = find_shared_damage(path, ranks) if path else "is missing"
         if damage is None:
             saved = open_checkpoint(path, ranks).tensors
             ranks.run_on_all_ranks(lambda saved=saved: context.strategy.load_weights(saved))
             break
-        context.say(f"Passing over epoch {epoch.epoch}, as good as it was: {path or 'its checkpoint'} {damage}")
+        context.say(f"Skipping epoch {epoch.epoch}, although it scored best: {path or 'its checkpoint'} {damage}")
     return epoch
 
 
@@ -120,7 +120,7 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     notes = [*tokens.notes, cut]
     if context.strategy.test_precision != "fp32":
-        notes.append(f"The test ran in {context.strategy.test_precision}, in which shared-out weights are gathered.")
+        notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")

@@ -350,7 +350,7 @@ class Trainer:
             path = newest_checkpoint(ranks, context.storage, context.say)
             if path is None:
                 self.bad_steps.fail(
-                    last, "There is no checkpoint yet to go back to; lower --learning_rate or mend the rows"
+                    last, "There is no checkpoint yet to return to; lower --learning_rate or fix the rows"
                 )
             with translate_errors(ranks, last.step):
                 self.restore(open_checkpoint(path, ranks))

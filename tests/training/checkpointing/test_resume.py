@@ -30,7 +30,7 @@ from training.data.batching import DataShard
 from training.fault_tolerance.restarts import begin
 from training.parallelism.distributed import Ranks
 from training.parallelism.state import StrategyState
-from training.run.finish import _take_best
+from training.run.finish import _load_best_or_fail
 
 # One process saves as one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -254,7 +254,7 @@ def _what_one_rank_knows(folder: Path) -> list[str]:
         said.append(str(error))
     trainer = SimpleNamespace(ranks=ranks, state=None, storage=GoneStorage(folder / "model.run/checkpoints"))
     try:
-        _take_best(trainer)
+        _load_best_or_fail(trainer)
     except TrainingFailure as error:
         said.append(str(error))
     return said
