@@ -34,6 +34,7 @@ def check_output(model_folder: Path) -> None:
             f"--output_dir {model_folder}: holds files that are not a model; name a new or empty folder",
             code="output-not-empty",
         )
+    # The folder may not exist yet, so try to write where it would be created.
     nearest = nearest_folder(model_folder.absolute().parent)  # all is written beside it, and renamed
     probe = nearest / ".distrinews-write-test"
     try:
@@ -87,6 +88,7 @@ def write_model(
     aside = model_folder.with_name(f".{model_folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    # The network is only needed for its names and its configuration; on the meta device it takes no memory.
     with torch.device("meta"):  # the trained one may lie in parts on many ranks
         network = AutoModelForSequenceClassification.from_config(architecture)
     setattr(network.config, CLEANING_KEY, cleaning)
@@ -97,6 +99,7 @@ def write_model(
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name, cleaning), encoding="utf-8")
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
+    # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
     one_file = {
         "epoch": metrics["best_epoch"],
         "model_state_dict": weights,
@@ -114,6 +117,7 @@ def write_model(
     }
     with writing_whole(checkpoint_file) as file, _system_errors():
         torch.save(one_file, file)
+    # Last, and by renaming: a reader sees the old model or the new one.
     replace_folder(aside, model_folder)
 
 

@@ -53,6 +53,8 @@ class LocalStorage(Storage):
 
     def commit(self, step: int, files: dict[str, dict[str, Any]]) -> str:
         aside = self._aside(step)
+        # Order matters if the power fails: every file is on disk before the manifest names it, the manifest before the
+        # rename, and the rename before `latest` points to it.
         write_json(aside / MANIFEST, manifest_of(step, files, self._sizes(str(aside))))
         target = self.folder / free_name(step, self._folders())
         aside.rename(target)
@@ -103,6 +105,8 @@ class LocalStorage(Storage):
         return Path(path, name).read_bytes()
 
     def _remove(self, name: str) -> None:
+        # Without its manifest the folder is no checkpoint anymore, so a removal that is interrupted leaves no half of
+        # one.
         (self.folder / name / MANIFEST).unlink(missing_ok=True)
         sync_folder(self.folder / name)
         shutil.rmtree(self.folder / name)

@@ -69,11 +69,14 @@ def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
 
     ``held`` is what each rank holds; the result is what each rank writes.
     """
+    # Equal chunks on several ranks are the same numbers: under DDP every rank holds everything, under FSDP only its shard,
+    # and with hybrid sharding one rank per replica.
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
             if chunk.num_bytes:  # an uneven split leaves the last ranks nothing
                 holders.setdefault(chunk, []).append(rank)
+    # Greedy, largest first, which comes close to the best balance. The order is fixed, so all ranks agree without asking.
     loads, owned = [0] * len(held), [[] for _ in held]
     for chunk in sorted(holders, key=lambda chunk: _write_order(chunk, len(holders[chunk]))):
         for piece in chunk.pieces():
@@ -99,6 +102,7 @@ class Ownership:
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> list[Chunk]:
         """What this rank writes of ``tensors``; a collective call."""
         held = [chunk_of(name, tensor) for name, tensor in tensors.items()]
+        # What the ranks hold never changes in most runs, so the assignment is computed at the first save only.
         if self.ranks.any(held != self._held):
             self._held = held
             self._owned = assign_pieces(self.ranks.gather(held))[self.ranks.rank]

@@ -114,6 +114,8 @@ class Storage(ABC):
         later.
         """
         with contextlib.suppress(OSError):
+            # Only complete checkpoints count. If none of them is kept, nothing is removed: a wrong setting must not
+            # delete the last good checkpoint.
             folders = self._folders()
             whole = _newest_names({name: True for name, is_whole in folders.items() if is_whole})
             kept = {whole[step] for step in steps_to_keep(whole, keep_last, keep_every, best_step)}
@@ -140,6 +142,7 @@ class Storage(ABC):
             return f"{MANIFEST} cannot be read ({error})"
 
     def _find_damage(self, path: str, part: int, parts: int) -> str | None:
+        # Cheap checks first: manifest, names, sizes. Only a checkpoint that passes them is hashed.
         manifest = self.read_json(path, MANIFEST)
         files, sizes = manifest["files"], self._sizes(path)
         if manifest["format"] != FORMAT:
@@ -154,6 +157,7 @@ class Storage(ABC):
                 return f"{name} is missing"
             if sizes[name] != expected["bytes"]:
                 return f"{name} has {sizes[name]:,} bytes, not {expected['bytes']:,}"
+        # Hashing reads every byte, so the ranks share it: rank r of n takes the files r, r + n, ...
         for name in sorted(files)[part::parts]:
             if damage := self._find_wrong_content(path, name, files[name]["sha256"]):
                 return damage

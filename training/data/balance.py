@@ -76,8 +76,11 @@ class Balance:
             cells: rows times padded length that this rank computed; the padded length is the same on all ranks.
             seconds: time in its forward passes.
         """
+        # Every rank measures itself; all of them compute the new shares from the same numbers.
         measured = self.ranks.gather((cells, seconds))
         paces = [cells / max(seconds, 1e-9) for cells, seconds in measured]
+        # If the work were divided by pace, all ranks would take this long. Only a clear gain is worth a change, because
+        # new shares mean new shapes.
         even_time = sum(cells for cells, _ in measured) / sum(paces)
         if max(seconds for _, seconds in measured) * (1 - LEAST_GAIN) <= even_time:
             return

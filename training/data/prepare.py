@@ -64,6 +64,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
 
     def read() -> tuple[str, str]:
         nonlocal loaded
+        # The texts of a large dataset fit into memory once per machine, not once per rank.
         if ranks.local_rank != 0:
             return "", ""
         check_model_name(config.model)
@@ -75,6 +76,8 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
         tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say, cleaning)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
+        # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
+        # source.
         key = cache_key(data, tokenizer_json, config.max_length, cleaning)
         write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
         loaded = data, tokenizer
@@ -83,6 +86,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
     key, cleaning = ranks.broadcast(download_once(ranks, read, shared=shared))
+    # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
@@ -100,6 +104,8 @@ def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple
     labels = tokens.train.labels
     chosen = np.arange(len(labels))
     if 0 < config.max_train_rows < len(labels):
+        # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
+        # seed.
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
     if tokens.validation:
         train, validation = chosen, np.arange(len(tokens.validation))

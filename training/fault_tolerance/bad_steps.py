@@ -81,6 +81,7 @@ class BadSteps:
                 count.add(bad[metrics.step].suspects)
                 if count.in_a_row > self.budget:
                     return bad[metrics.step]
+            # A step that only the loss scale skipped (fp16) is neither good nor bad.
             elif not metrics.skipped:
                 count.end_row(last_good=metrics.step)
         return None
@@ -95,6 +96,7 @@ class BadSteps:
         count = self.context.state.bad
         if not self.budget:
             self.fail(last, "The last checkpoint is good and is kept; lower --learning_rate or fix the rows")
+        # No step has succeeded beyond the one that caused the last rollback: the rows were not to blame.
         if count.last_good < count.went_back_from:
             self.fail(
                 last,

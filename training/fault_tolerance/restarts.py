@@ -56,6 +56,7 @@ def finalize_exit_code() -> Iterator[None]:
         yield
     except UserError as error:
         _report_to_launcher(error)
+        # Only the first attempt can say that the flags themselves are wrong: later ones ran with the same flags.
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():
             _write_exit_code(error.exit_code)
         raise

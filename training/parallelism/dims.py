@@ -38,6 +38,8 @@ class ParallelDims:
             UserError: the product is not the number of ranks, ``dp_shard`` does not divide ``dp``, a tensor-parallel
                 group would span machines, or a flag belongs to a kind of parallelism that is not used.
         """
+        # What was not asked for follows from the strategy: `tp` alone fills a machine, `pp` alone takes all ranks, and
+        # whatever is left over is data parallelism.
         tp, pp, dp = config.tp or 1, config.pp or 1, config.dp
         if config.strategy == "tp" and not config.tp:
             tp = world_size // dp if dp else ranks_per_machine
@@ -62,6 +64,7 @@ class ParallelDims:
             raise UserError(
                 f"--pp_schedule {config.pp_schedule}: does nothing without --pp of 2 or more", code="flags-conflict"
             )
+        # ZeRO-2 and ZeRO-3 shard over all data ranks unless told otherwise; a smaller --dp_shard gives hybrid sharding.
         shard = config.dp_shard or (dp if config.strategy in ("zero2", "zero3", "3d") else 1)
         if dp % shard:
             raise UserError(
@@ -82,6 +85,8 @@ class ParallelDims:
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
     def data_rank(self, rank: int) -> int:
+        # Ranks are numbered (pp, dp_replicate, dp_shard, tp) with tp innermost: tensor-parallel neighbors, and the
+        # stages of a pipeline, work on the same rows.
         return rank // self.tp % self.dp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:

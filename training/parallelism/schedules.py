@@ -61,7 +61,10 @@ def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int | N
     """The numbers of the stages that a rank holds, in model order."""
     count = stages_per_rank or SCHEDULES[schedule].stages_per_rank
     if SCHEDULES[schedule].is_v:
+        # A V: down the ranks with the first half of the stages, and back up with the second. So the first and last
+        # stage are on rank 0, and a micro-batch turns around on the last rank without a transfer.
         return [rank, 2 * num_ranks - 1 - rank]
+    # Round-robin: with 2 ranks and 4 stages, rank 0 holds 0 and 2, rank 1 holds 1 and 3.
     return [rank + turn * num_ranks for turn in range(count)]
 
 
@@ -104,6 +107,8 @@ def order_of_actions(
 
 def _one_stage_order(schedule: str, rank: int, num_ranks: int, micro_batches: int) -> list[Action]:
     # The order in which torch's single-stage schedules run; the one they print numbers the last rank's forwards from 1.
+    # 1F1B: a rank runs just enough forward passes ahead to fill the pipeline behind it, then one backward per forward.
+    # So it keeps the activations of `ahead` micro-batches; gpipe keeps all of them.
     ahead = micro_batches if schedule == "gpipe" else num_ranks - rank
     forward = [Action(rank, "F", i) for i in range(micro_batches)]
     backward = [Action(rank, "B", i) for i in range(micro_batches)]

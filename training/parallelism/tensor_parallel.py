@@ -120,6 +120,9 @@ def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
 
 def _block_plan(names: EncoderFamily, layout: Placement) -> Plan:
     """The styles of a block's modules; ``layout`` is that of the hidden states between its halves."""
+    # Megatron's split (Shoeybi et al., section 3): the first layer of each half by columns, so by heads or features,
+    # and the second by rows. The activations between the two are never communicated; each half ends in one all-reduce,
+    # or in one reduce-scatter with sequence parallelism.
     plan = {
         names.attention: ShareInput(layout),
         names.query: ColwiseParallel(),

@@ -30,8 +30,10 @@ def finish_run(context: RunContext) -> Path:
         context.console.rest_of_epochs(context.state.epochs)
     if config.compress != "none":
         context.say(f"Layout: {context.strategy.describe()}")
+    # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
+    # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
     counting = console.counting("testing", len(tokens.test)) if console else nullcontext(lambda rows: None)
     with counting as count, context.phases("evaluate"):
@@ -44,6 +46,7 @@ def finish_run(context: RunContext) -> Path:
             on_batch=lambda rows: count(rows * data_shard.size),
             stops=context.stop_agreed,
         )
+    # 3. Gather the whole weights on rank 0 (a collective call, so every rank is here), which writes everything.
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
     if context.console:
@@ -87,6 +90,7 @@ def finish_run(context: RunContext) -> Path:
             checkpoint_file=config.checkpoint_file,
             report=report,
         )
+    # The other ranks wait: if they left first, a launcher could take the run for finished.
     context.ranks.barrier()
     return config.output_dir
 
@@ -102,6 +106,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
     """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
+    # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
     for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
         if epoch.step == state.step:
             break
