@@ -12,9 +12,9 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.harness import HERE, Parser, fact_list, markdown_table, measurement_facts, read_results, write_page
 from benchmarks.processes import ROOT
 from benchmarks.published_training import published_section, states_section
-from benchmarks.tables import HERE, Parser, circumstances, fact_list, markdown_table, read_results, write_table
 from common.errors import UserError, run_command
 from common.files import write_json
 from common.hardware import usable_cpus
@@ -65,7 +65,7 @@ def measure() -> dict[str, Any]:
             if layout.ranks <= usable_cpus():
                 found["step"] = _real("seconds", shape, layout)
             rows.append({"model": model, "layout": asdict(layout), "real": found})
-    return {"facts": circumstances("benchmarks.planner_accuracy"), "rows": rows}
+    return {"facts": measurement_facts("benchmarks.planner_accuracy"), "rows": rows}
 
 
 def _real(what: str, shape: ModelShape, layout: Layout) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="measure the real steps again")
     if parser.parse_args().real:
         write_json(RESULTS, measure())
-    write_table(HERE / "planner_accuracy.md", page(read_results(RESULTS)))
+    write_page(HERE / "planner_accuracy.md", page(read_results(RESULTS)))
     print(HERE / "planner_accuracy.md")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.tables import HERE, markdown_table
+from benchmarks.harness import HERE, markdown_table
 from training.planning.hardware import GIB, GPUS, Calibration, Cluster
 from training.planning.layouts import Layout
 from training.planning.memory import GRADIENT, MOMENTS, WEIGHT, zero_states

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from benchmarks.tables import Parser
+from benchmarks.harness import Parser
 from common.errors import run_command
 from training.config import TrainConfig
 from training.data.batching import MicroBatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+
+# From linux/fcntl.h and linux/fs.h; Python has no function for it.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def nearest_folder(path: Path) -> Path:
@@ -64,11 +68,25 @@ def replace_folder(aside: Path, target: Path) -> None:
                 os.fsync(file.fileno())
     sync_folder(aside)
     old = target.with_name(f".{target.name}.old")
-    if old.exists() and target.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
+    # Swapping the two folders in one step means that a reader finds one or the other. If the file system cannot do
+    # that, there is no target for the moment between two renames.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (
+        target.exists()
+        and hasattr(libc, "renameat2")
+        and libc.renameat2(_AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
+    ):
+        shutil.rmtree(aside, ignore_errors=True)  # the older folder has this name now
+    else:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        try:
+            aside.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 

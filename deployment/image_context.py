@@ -14,12 +14,12 @@ DOCKERFILE = ROOT / "deployment" / "Dockerfile"
 TORCH_DOCKERFILE = ROOT / "deployment" / "Dockerfile.torch"
 # The engines whose runtime the image has, fastest first.
 ENGINES = ("native", "onnx")
-# Where the model lies in the context.
+# The model's folder in the context.
 MODEL_FOLDER = "model"
 # The builds of PyTorch that there is a lock for.
 TORCH_BUILDS = ("cuda", "cpu")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
-# Named, so that what tools and people leave among the sources stays behind.
+# An allowlist, so that files which tools and people leave among the sources are not copied.
 _SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt", ".yaml", ".json"}
 
 
@@ -104,7 +104,6 @@ def exported_artefacts(model: Path) -> dict[str, Manifest]:
 
 
 def version() -> str:
-    """Return the project's version."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -17,12 +17,12 @@ from training.publishing.hub_upload import PublishFailure
 
 BUILD_SECONDS = 30 * 60
 START_SECONDS = 120
-# After a commit the hub may go on telling the stage of what ran before.
+# For a while after a commit the hub may still report the stage of the previous build.
 SETTLE_SECONDS = 120
 LONGEST_PAUSE = 10
 LOG_LINES = 20
 TEXT = "Oil prices climb to a record as refiners report falling stocks"
-# Asleep for want of visitors, who wake it: /health is the next.
+# A Space sleeps when it has no visitors, and the next request wakes it: here, the one to /health.
 _ANSWERS = {"RUNNING", "SLEEPING"}
 _BUILDING = {"BUILDING", "RUNNING_BUILDING", "APP_STARTING", "RUNNING_APP_STARTING"}
 _WHAT_TO_DO = {
@@ -109,7 +109,7 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
 
 
 def _runtime(api: HfApi, name: str) -> SpaceRuntime | None:
-    """The stage, or None where one question of many got no answer."""
+    """Return the stage, or None if this one poll failed: the caller polls again."""
     with suppress(HTTPError, OSError):
         return api.get_space_runtime(name)
     return None

@@ -1,4 +1,4 @@
-"""What a Space is made of: the image's build context, with the Dockerfile and the Space card at its root."""
+"""The files of a Space: the image's build context, with the Dockerfile and the Space card at its root."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def linked(files: Files, published: str) -> Files:
 
 
 def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | None:
-    """Find the account's model repository that has just these weights, and that whoever sees the Space may see."""
+    """Find the account's model repository with exactly these weights that every viewer of the Space may see."""
     with suppress(HTTPError):  # a Space without a link is as good
         for model in api.list_models(author=target.name.split("/")[0], filter=TAG):
             if model.private and not target.private:
@@ -55,7 +55,7 @@ def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | No
 
 
 def _dockerfile(arguments: dict[str, str]) -> bytes:
-    # A Space is built without build arguments: their defaults are what it is built with.
+    # The hub passes no build arguments, so their values become the defaults.
     text = DOCKERFILE.read_text(encoding="utf-8")
     for name, value in arguments.items():
         text = re.sub(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
 import tempfile
 import time
@@ -22,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_json
+from common.files import replace_folder, write_json
 from common.hardware import cpu_name, usable_cpus
 from common.model_folder import (
     CLEANING_KEY,
@@ -65,8 +63,6 @@ _PACKAGES = {
     "openvino": ("torch", "transformers", "openvino", "nncf"),
     "onnx": ("torch", "transformers", "onnx", "onnxruntime"),
 }
-# From linux/fcntl.h and linux/fs.h; Python has no function for it.
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,28 +193,12 @@ def replaced_whole(target: Path) -> Iterator[Path]:
     if target.exists() and not is_artefact(target):
         raise UserError(f"{target}: is in the way and not an artefact; move it elsewhere", code="export-failed")
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    previous = aside.with_name(f"{aside.name}.previous")
     try:
         yield aside
         aside.chmod(0o755)  # a temporary folder is private, but servers often run as another user
-        # Swapping the two folders in one step means that a server which loads now finds one or the other. If the file
-        # system cannot do that, there is no artefact for the moment between two renames.
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not (
-            target.exists()
-            and hasattr(libc, "renameat2")
-            and libc.renameat2(_AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
-        ):
-            if target.exists():
-                target.rename(previous)
-            aside.rename(target)
-    except BaseException:
-        if previous.exists() and not target.exists():
-            previous.rename(target)
-        raise
+        replace_folder(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(previous, ignore_errors=True)
 
 
 def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Puts files into a repository of the Hugging Face hub in one commit, and says in one line what went wrong."""
+"""Uploads files to a Hugging Face Hub repository in one commit, and explains failures in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from common.files import replace_folder
 from training.publishing.model_card import TAG
 
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
-# What the hub itself puts into a new repository.
+# The files that the hub creates in a new repository.
 _OF_A_NEW_REPOSITORY = {".gitattributes", "README.md"}
 _REASONS = {
     401: f"the hub does not accept the token; make one with write access at {TOKENS_PAGE}, then set HF_TOKEN",
@@ -38,7 +38,7 @@ Files = Mapping[str, Path | bytes]
 
 
 class PublishFailure(ForeseenError):
-    """The hub took the files, and yet the outcome is not what was meant."""
+    """The upload succeeded, but the repository or the Space is not in the expected state."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ def full_name(name: str, account: str) -> str:
 
 
 def show(files: Files) -> None:
-    """Print the files with their sizes, and the total."""
     sizes = {name: _size(source) for name, source in sorted(files.items())}
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
@@ -262,5 +261,4 @@ def _size(source: Path | bytes) -> int:
 
 
 def content_of(source: Path | bytes) -> bytes:
-    """Return the bytes of what is uploaded."""
     return source if isinstance(source, bytes) else source.read_bytes()
