@@ -69,14 +69,14 @@ def assign_pieces(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
 
     ``held`` is what each rank holds; the result is what each rank writes.
     """
-    # Equal chunks on several ranks are the same numbers: under DDP every rank holds everything, under FSDP only its shard,
-    # and with hybrid sharding one rank per replica.
+    # Equal chunks on several ranks are the same numbers: under DDP every rank holds everything, under FSDP only its
+    # shard, and with hybrid sharding one rank per replica.
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
             if chunk.num_bytes:  # an uneven split leaves the last ranks nothing
                 holders.setdefault(chunk, []).append(rank)
-    # Greedy, largest first, which comes close to the best balance. The order is fixed, so all ranks agree without asking.
+    # Greedy, largest first, which comes close to the best balance. The order is fixed, so that all ranks agree.
     loads, owned = [0] * len(held), [[] for _ in held]
     for chunk in sorted(holders, key=lambda chunk: _write_order(chunk, len(holders[chunk]))):
         for piece in chunk.pieces():
