@@ -1,4 +1,4 @@
-"""Card 1: read a table and tell which of its columns is to be predicted."""
+"""Cards 1 to 3: read a table, split and normalize its rows, and decide which rank trains on which of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field
 
 from common.errors import UserError
 from learn.cards.base import BaseCard, CardConfig, Preview, Values
-from learn.cards.data.tables import Table, is_number, read_table
 from learn.cards.storage import Storage
+from learn.cards.tables import Table, is_number, read_table
 
 MOST_CLASSES = 100
 PREVIEW_ROWS = 10
@@ -100,3 +100,171 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
 def _ordered(names: set[str]) -> list[str]:
     """Classes in the order of numbers where all of them are numbers, else of letters."""
     return sorted(names, key=lambda name: (float(name), name)) if all(map(is_number, names)) else sorted(names)
+
+
+class PrepareDataConfig(CardConfig):
+    """How the rows are divided."""
+
+    test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for the test")
+    normalize: bool = Field(True, description="bring every feature to mean 0 and deviation 1")
+    batch_size: int = Field(16, ge=1, description="rows of a global batch, that is, over all ranks together")
+    seed: int = Field(42, ge=0, le=2**32, description="of the division and of the order in which rows are trained on")
+
+
+class PrepareData(BaseCard[PrepareDataConfig]):
+    """Divides the rows class by class, and normalises with what the training rows alone say."""
+
+    card_type = "dist_prepare_data"
+    display_name = "Prepare data"
+    description = "Keeps a share of every class for the test, and brings the features to one scale."
+    look_at = "Mean and deviation are those of the training rows: the test rows must not be known before the test."
+    category = "data"
+    execution_mode = "local"
+    output_view_type = "table"
+    config_schema = PrepareDataConfig
+    input_schema: ClassVar = {"dataset": "dataset"}
+    output_schema: ClassVar = {"prepared_data": "prepared_data"}
+
+    def execute(self, config: PrepareDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Divide and normalise; every tensor's rows are those of ``train_rows`` or ``test_rows`` in the data set."""
+        dataset = inputs["dataset"]
+        tensors = storage.tensors(dataset["tensors"])
+        features, labels = tensors["features"], tensors["labels"]
+        train, test = stratified_split(labels, dataset["classes"], config.test_ratio, config.seed)
+        mean, deviation = torch.zeros(features.shape[1]), torch.ones(features.shape[1])
+        if config.normalize:
+            mean, deviation = mean_and_deviation(features[train])
+            features = (features - mean) / deviation
+        prepared = {"train_rows": train, "train_features": features[train], "train_labels": labels[train]}
+        prepared |= {"test_rows": test, "test_features": features[test], "test_labels": labels[test]}
+        key = storage.save_tensors("prepared", prepared | {"mean": mean, "deviation": deviation})
+        facts = {"tensors": key, "train_rows": len(train), "test_rows": len(test)}
+        facts |= {"batch_size": config.batch_size, "seed": config.seed}
+        return {"prepared_data": facts | {name: dataset[name] for name in ("features", "classes")}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The scale of each feature before, and of its training rows afterwards."""
+        prepared = outputs["prepared_data"]
+        tensors = storage.tensors(prepared["tensors"])
+        found = (tensors["mean"], tensors["deviation"], tensors["train_features"].mean(0))
+        columns = [[round(value, 4) for value in column.double().tolist()] for column in found]
+        return self.preview(
+            ["feature", "mean", "deviation", "mean afterwards"],
+            [list(row) for row in zip(prepared["features"], *columns, strict=True)],
+            training_rows=prepared["train_rows"],
+            test_rows=prepared["test_rows"],
+            global_batch=prepared["batch_size"],
+        )
+
+
+def stratified_split(
+    labels: torch.Tensor, classes: list[str], test_ratio: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for training and rows for the test, each in ascending order, with the same share of every class.
+
+    Args:
+        labels: class numbers, (rows,).
+        classes: their names.
+        test_ratio: share of each class for the test; at least one row goes to either side.
+        seed: of the random choice.
+
+    Raises:
+        UserError: a class has a single row.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    test = []
+    for number, name in enumerate(classes):
+        rows = (labels == number).nonzero().flatten()
+        if len(rows) < 2:
+            raise UserError(f"class {name}: has one row; training and test need one each", code="table-unusable")
+        count = min(max(1, round(test_ratio * len(rows))), len(rows) - 1)
+        test.append(rows[torch.randperm(len(rows), generator=generator)[:count]])
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    is_test[torch.cat(test)] = True
+    return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
+
+
+def mean_and_deviation(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each column, (features,) both; a column that is the same in every row has the deviation 1."""
+    deviation = features.std(0, unbiased=False)
+    return features.mean(0), torch.where(deviation > 0, deviation, 1.0)
+
+
+MOST_WORKERS = 16
+
+
+class ShardDataConfig(CardConfig):
+    """How many ranks there are."""
+
+    num_workers: int = Field(4, ge=1, le=MOST_WORKERS, description="ranks, each a process with a shard of its own")
+
+
+class ShardData(BaseCard[ShardDataConfig]):
+    """Shuffles the training rows and deals them out like cards."""
+
+    card_type = "dist_shard_data"
+    display_name = "Shard data"
+    description = "Shuffles the training rows anew for every epoch, and deals them out to the ranks like cards."
+    look_at = "No row goes to two ranks, and none to nobody: together the ranks see what one process would see."
+    category = "sharding"
+    execution_mode = "local"
+    output_view_type = "table"
+    config_schema = ShardDataConfig
+    input_schema: ClassVar = {"prepared_data": "prepared_data"}
+    output_schema: ClassVar = {"sharded_data": "sharded_data"}
+
+    def execute(self, config: ShardDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Count the batches, and write down whose the rows of the first epoch are."""
+        prepared = inputs["prepared_data"]
+        rows, batch_size = prepared["train_rows"], prepared["batch_size"]
+        if config.num_workers > min(batch_size, rows):
+            raise UserError(
+                f"num_workers {config.num_workers}: more ranks than rows in a global batch ({min(batch_size, rows)}); "
+                "take fewer workers or a larger batch_size",
+                code="rows-too-few",
+            )
+        data, batches = storage.tensors(prepared["tensors"]), global_batches(prepared, epoch=0)
+        shards = {}
+        for rank in range(config.num_workers):
+            own = torch.cat([rows_of(batch, rank, config.num_workers) for batch in batches])
+            shards[f"rank_{rank}"] = data["train_rows"][own]
+        storage.save_tensors("shards", shards)
+        sharded = {"prepared": prepared, "num_workers": config.num_workers, "batches_per_epoch": len(batches)}
+        return {"sharded_data": sharded}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The first rows of every rank's shard."""
+        sharded = outputs["sharded_data"]
+        shards = storage.tensors(storage.key("shards"))
+        rows = []
+        for rank in range(sharded["num_workers"]):
+            shard = shards[f"rank_{rank}"]
+            rows.append([rank, len(shard), ", ".join(map(str, shard[:8].tolist())) + ", ..."])
+        return self.preview(
+            ["rank", "rows", "rows of the data set, in the order of the first epoch"],
+            rows,
+            workers=sharded["num_workers"],
+            batches_per_epoch=sharded["batches_per_epoch"],
+        )
+
+
+def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
+    """The batches of an epoch, each over all ranks, as row numbers of the training rows.
+
+    Their order follows from seed and epoch alone: on any number of ranks the same rows make up the same batches.
+
+    Args:
+        prepared: what card 2 puts out.
+        epoch: from 0.
+    """
+    generator = torch.Generator().manual_seed(prepared["seed"] + epoch)
+    return torch.randperm(prepared["train_rows"], generator=generator).split(prepared["batch_size"])
+
+
+def rows_of(batch: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's part of a global batch, a view of it: every ``world_size``-th row, from ``rank`` on.
+
+    torch's DistributedSampler deals rows out like this too, but pads them so that all ranks get as many; here one rank
+    may get a row more than another.
+    """
+    return batch[rank::world_size]

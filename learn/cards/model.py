@@ -1,14 +1,19 @@
-"""The model of the cards: a multi-layer perceptron, small enough to see every number of it."""
+"""The model of the cards, a small multi-layer perceptron, and what a rank holds of it at a moment."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
+from learn.cards.storage import Storage
 
 MOST_PARAMETERS = 1_000_000
 
@@ -65,3 +70,42 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
 def num_parameters(layers: Sequence[int]) -> int:
     """Weights and biases of all layers."""
     return sum((inputs + 1) * outputs for inputs, outputs in pairwise(layers))
+
+
+def record_held(moment: Literal["before", "broadcast", "after"], storage: Storage) -> None:
+    """Keep what the rank's model looks like at this moment; nothing before there is a model.
+
+    ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME``, those that there are; ``before.json`` their
+    shapes and checksums.
+    """
+    model = storage.live.get("model")
+    if model is None or not storage.recording:
+        return
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"parameters/{name}"] = own_part(parameter)
+        if parameter.grad is not None:
+            tensors[f"gradients/{name}"] = own_part(parameter.grad)
+    storage.save_tensors(moment, tensors)
+    storage.save(moment, {name: describe(tensor) for name, tensor in tensors.items()})
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what of a tensor lies on this rank: its shard, or all of it."""
+    # A copy, since memory that numpy has looked at cannot be freed by FSDP any more.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
+    """A tensor's shape, and a checksum of its bytes: equal when the tensors are equal bit for bit."""
+    data = tensor.detach().cpu().contiguous().numpy().tobytes()
+    return {"shape": list(tensor.shape), "checksum": hashlib.sha256(data).hexdigest()[:12]}
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """The length of all gradients together; of sharded ones over all ranks, so that all must ask."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    squares = torch.stack([own_part(gradient).square().sum() for gradient in gradients]).sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(squares)
+    return squares.sqrt().item()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from learn.cards.distributed.forward import MOST_ROWS
+from learn.cards.data import global_batches, rows_of
 from learn.cards.history import writable
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.runner import Runner, workers_of
-from learn.cards.sharding.shard_data import global_batches, rows_of
 from learn.cards.storage import Storage
+from learn.cards.training_step import MOST_ROWS
 
 MOST_SHARDED_ROWS = 1000
 MOST_CELLS = 32  # of a tensor, along each of its dimensions

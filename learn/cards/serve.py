@@ -17,11 +17,11 @@ from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
+from learn.cards.data import MOST_WORKERS
 from learn.cards.picture import pipeline_picture
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.report import render_page
 from learn.cards.session import Refused, Session
-from learn.cards.sharding.shard_data import MOST_WORKERS
 
 HOST = "127.0.0.1"
 # Nobody sees more than this; a run has thousands of events a second.

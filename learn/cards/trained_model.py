@@ -1,4 +1,4 @@
-"""Card 11: make one model of what the ranks have saved."""
+"""Cards 10 to 12: save what each rank holds, make one model of it, and test that model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,78 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pydantic import Field
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from learn.cards.base import BaseCard, CardConfig, Preview, Values
-from learn.cards.held import describe
+from learn.cards.model import build_mlp, describe, layer_sizes, own_part
 from learn.cards.storage import Storage
+
+
+class SaveCheckpointConfig(CardConfig):
+    """What is saved, and when."""
+
+    epoch: int = Field(30, ge=1, le=10_000, description="the epoch after which it is saved: how long training goes on")
+    save_all_ranks: bool = Field(True, description="every rank saves what it holds; else rank 0 alone, the whole model")
+
+
+class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
+    """Writes weights as safetensors, and the architecture as JSON beside them."""
+
+    card_type = "dist_save_checkpoint"
+    display_name = "Save checkpoint"
+    description = "Every rank writes what it holds of the model, or rank 0 the whole, and the architecture beside it."
+    look_at = "Under DDP every file holds the same model; under FSDP each holds a slice of it."
+    category = "checkpointing"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = SaveCheckpointConfig
+    input_schema: ClassVar = {"updated_model": "updated_model"}
+    output_schema: ClassVar = {"checkpoint": "checkpoint"}
+
+    def execute(self, config: SaveCheckpointConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Write ``model.safetensors`` and ``model.json``; the output says under which key this rank finds its own."""
+        model = storage.live["model"]
+        sharded = isinstance(model, FSDPModule) and config.save_all_ranks
+        weights = own_weights(model) if config.save_all_ranks else whole_weights(model)
+        facts = {
+            "layers": layer_sizes(model),
+            "sharded": sharded,
+            "shapes": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
+            **inputs["updated_model"],
+        }
+        if config.save_all_ranks or storage.rank == 0:
+            storage.save_tensors("model", weights)
+            storage.save("model", facts)
+        return {"checkpoint": {"model": storage.key("model", None if config.save_all_ranks else 0)} | facts}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The files, and the checksum of the first weights in each."""
+        checkpoint = outputs["checkpoint"]
+        first = next(iter(checkpoint["shapes"]))  # as on the other cards; a file has the names sorted
+        rows = []
+        for key in dict.fromkeys(found["checkpoint"]["model"] for found in storage.of_ranks("outputs")):
+            weights = storage.tensors(key)
+            count = sum(tensor.numel() for tensor in weights.values())
+            rows.append([f"{key}.safetensors", count, describe(weights[first])["checksum"]])
+        layers = ",".join(map(str, checkpoint["layers"]))
+        return self.preview(["file", "numbers", "first weights"], rows, epoch=checkpoint["epoch"], layers=layers)
+
+
+def own_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What lies on this rank: the model, or its slice of every tensor."""
+    return {name: own_part(parameter) for name, parameter in model.named_parameters()}
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole model; where it is sharded an all-gather, which all ranks must join."""
+    if not isinstance(model, FSDPModule):
+        return own_weights(model)
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
 class AggregateModelConfig(CardConfig):
@@ -103,3 +168,67 @@ def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: t
         stride = torch.empty(shape, device="meta").stride()
         whole[name] = DTensor.from_local(tensor, mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
     return whole
+
+
+class Evaluate(BaseCard[CardConfig]):
+    """Counts what the saved model gets right; each rank takes some of the test rows."""
+
+    card_type = "dist_evaluate"
+    display_name = "Evaluate"
+    description = "Reads the model from its file, shares the test rows out, and adds up what the ranks have counted."
+    look_at = "Every test row is counted once, on one rank; the totals are summed, never the ranks' accuracies."
+    category = "evaluation"
+    execution_mode = "distributed"
+    output_view_type = "metrics"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"aggregated_model": "aggregated_model", "prepared_data": "prepared_data"}
+    output_schema: ClassVar = {"eval_metrics": "eval_metrics"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Put this rank's test rows through the model; counts and losses are summed over the ranks."""
+        prepared, key = inputs["prepared_data"], inputs["aggregated_model"]["model"]
+        device = next(storage.live["model"].parameters()).device
+        model = build_mlp(storage.load(key)["layers"])
+        model.load_state_dict(storage.tensors(key))
+        model.to(device).eval()
+
+        data = storage.tensors(prepared["tensors"])
+        own = slice(dist.get_rank(), None, dist.get_world_size())
+        labels = data["test_labels"][own].to(device)
+        with torch.no_grad():
+            logits = model(data["test_features"][own].to(device))
+        loss = F.cross_entropy(logits, labels, reduction="sum").double()
+        counts = confusion(labels, logits.argmax(1), len(prepared["classes"]))
+        own_counts = {"rows": len(labels), "correct": int(counts.trace())}
+        dist.all_reduce(loss)
+        dist.all_reduce(counts)
+
+        rows = int(counts.sum())
+        metrics = {"rows": rows, "accuracy": int(counts.trace()) / rows, "loss": loss.item() / rows}
+        metrics |= {"classes": prepared["classes"], "confusion": counts.tolist(), "own": own_counts}
+        return {"eval_metrics": metrics}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """Accuracy and loss; of each class its rows, by the class that they were taken for."""
+        metrics = outputs["eval_metrics"]
+        rows = [
+            [name, *counts, f"{counts[number] / max(1, sum(counts)):.1%}"]
+            for number, (name, counts) in enumerate(zip(metrics["classes"], metrics["confusion"], strict=True))
+        ]
+        return self.preview(
+            ["class", *(f"taken for {name}" for name in metrics["classes"]), "right"],
+            rows,
+            accuracy=f"{metrics['accuracy']:.2%}",
+            loss=round(metrics["loss"], 4),
+            test_rows=metrics["rows"],
+        )
+
+    def metrics(self, outputs: Values) -> dict[str, float]:
+        """Accuracy and loss."""
+        return {name: outputs["eval_metrics"][name] for name in ("accuracy", "loss")}
+
+
+def confusion(labels: torch.Tensor, predictions: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """How many rows of each class were taken for each class, (classes, classes)."""
+    pairs = labels * num_classes + predictions
+    return pairs.bincount(minlength=num_classes**2).reshape(num_classes, num_classes)

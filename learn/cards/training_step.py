@@ -1,7 +1,7 @@
-"""Card 8: the ranks exchange their gradients, so that each has the one of the whole global batch.
+"""Cards 6 to 9, the training loop: forward, backward, all-reduce of the gradients, optimizer step.
 
-Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704; for the sharded one ZeRO, arXiv 1910.02054, section 5, and
-PyTorch FSDP, arXiv 2304.11277.
+Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704; for the sharded all-reduce ZeRO, arXiv 1910.02054, section
+5, and PyTorch FSDP, arXiv 2304.11277.
 """
 
 from __future__ import annotations
@@ -10,23 +10,99 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from learn.cards.base import BaseCard, CardConfig, Preview, Values
-from learn.cards.held import gradient_norm
+from learn.cards.data import global_batches, rows_of
+from learn.cards.model import gradient_norm
 from learn.cards.storage import Storage
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-
-class AllReduceConfig(CardConfig):
-    """Nothing to set."""
+MOST_ROWS = 32  # of a batch that are kept to be looked at
 
 
-class AllReduce(BaseCard[AllReduceConfig]):
+class Forward(BaseCard[CardConfig]):
+    """Takes the next batch, and computes the loss."""
+
+    card_type = "dist_forward"
+    display_name = "Forward"
+    description = "Every rank puts its own rows through its model, and computes the mean of their losses."
+    look_at = "Other rows on every rank, so another loss on every rank, though the weights are the same."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"sharded_data": "sharded_data", "process_group": "process_group"}
+    output_schema: ClassVar = {"forward_output": "forward_output"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Run the next batch of the epoch; the graph that leads to the loss stays in ``storage.live``."""
+        sharded, group, live = inputs["sharded_data"], inputs["process_group"], storage.live
+        epoch, batch = divmod(live.setdefault("batches_done", 0), sharded["batches_per_epoch"])
+        if "data" not in live:
+            data = storage.tensors(sharded["prepared"]["tensors"])
+            live["data"] = {name: data[name] for name in ("train_rows", "train_features", "train_labels")}
+        if batch == 0:
+            live["batches"] = global_batches(sharded["prepared"], epoch)
+        everyones = live["batches"][batch]
+        own = rows_of(everyones, group["rank"], group["world_size"])
+        features, labels = (live["data"][name][own].to(group["device"]) for name in ("train_features", "train_labels"))
+
+        model = live.get("engine", live["model"])
+        losses = F.cross_entropy(model(features), labels, reduction="none")
+        # Their mean; the last batch of an epoch may leave a rank without a row.
+        live["loss"] = losses.sum() / max(1, len(own))
+
+        live["batches_done"] += 1
+        live["rows_done"] = live.get("rows_done", 0) + len(own)
+        shown = {"row": live["data"]["train_rows"][own], "features": features, "label": labels, "loss": losses}
+        storage.save("batch", {name: values[:MOST_ROWS].tolist() for name, values in shown.items()})
+        facts = {"epoch": epoch + 1, "batch": batch + 1, "rows": len(own), "share": len(own) / len(everyones)}
+        return {"forward_output": facts | {"loss": live["loss"].item()}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """Rows and loss of every rank."""
+        ranks = [found["forward_output"] for found in storage.of_ranks("outputs")]
+        rows = [[rank, found["rows"], round(found["loss"], 4)] for rank, found in enumerate(ranks)]
+        return self.preview(["rank", "rows", "loss"], rows, epoch=ranks[0]["epoch"], batch=ranks[0]["batch"])
+
+
+class Backward(BaseCard[CardConfig]):
+    """Goes back through the graph of the forward pass."""
+
+    card_type = "dist_backward"
+    display_name = "Backward"
+    description = "Every rank goes back from its loss to the gradient of every weight; nothing is sent."
+    look_at = "The gradients differ from rank to rank, as the rows did: stepping now would drive the models apart."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"forward_output": "forward_output"}
+    output_schema: ClassVar = {"gradients": "gradients"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Fill ``.grad`` of every parameter with this rank's gradient, and let the graph go."""
+        live, loss = storage.live, storage.live.pop("loss")
+        if "engine" in live:
+            live["engine"].backward(loss)
+        else:
+            loss.backward()
+        facts = {name: inputs["forward_output"][name] for name in ("epoch", "batch", "loss", "share")}
+        return {"gradients": facts | {"norm": gradient_norm(live["model"])}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The length of every rank's gradient."""
+        norms = [found["gradients"]["norm"] for found in storage.of_ranks("outputs")]
+        return self.preview(["rank", "gradient norm"], [[rank, round(norm, 6)] for rank, norm in enumerate(norms)])
+
+
+class AllReduce(BaseCard[CardConfig]):
     """Averages the gradients over the ranks, each weighted by its share of the rows."""
 
     card_type = "dist_allreduce"
@@ -36,11 +112,11 @@ class AllReduce(BaseCard[AllReduceConfig]):
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"
-    config_schema = AllReduceConfig
+    config_schema = CardConfig
     input_schema: ClassVar = {"gradients": "gradients"}
     output_schema: ClassVar = {"synced_gradients": "synced_gradients"}
 
-    def execute(self, config: AllReduceConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
         """Average the gradients in place, and the loss beside them."""
         live, gradients = storage.live, inputs["gradients"]
         if "engine" in live:
@@ -116,3 +192,35 @@ def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
         # Every rank holds a summand of the gradient. To get from there to slices of the sum is a reduce-scatter.
         summand = DTensor.from_local(whole[name], parameter.device_mesh, [Partial("sum")])
         parameter.grad = summand.redistribute(placements=parameter.placements)
+
+
+class OptimizerStep(BaseCard[CardConfig]):
+    """Steps, and lets go of the gradients."""
+
+    card_type = "dist_optimizer_step"
+    display_name = "Optimizer step"
+    description = "Every rank moves its weights by the same gradients, and needs to tell nobody; FSDP moves slices."
+    look_at = "The weights were equal on all ranks, and after the step are equal again, bit for bit."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"synced_gradients": "synced_gradients"}
+    output_schema: ClassVar = {"updated_model": "updated_model"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Step the optimizer over what this rank keeps of the model."""
+        live = storage.live
+        stepper = live.get("engine", live["optimizer"])
+        stepper.step()
+        stepper.zero_grad()
+        place = {name: inputs["synced_gradients"][name] for name in ("epoch", "batch")}
+        return {"updated_model": place | {"steps": live["batches_done"], "rows": live["rows_done"]}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        """The checksum of every rank's first weights before and after the step."""
+        moments = zip(storage.of_ranks("before"), storage.of_ranks("after"), strict=True)
+        rows = [[rank, *(next(iter(held.values()))["checksum"] for held in both)] for rank, both in enumerate(moments)]
+        return self.preview(
+            ["rank", "first weights before", "after the step"], rows, steps=outputs["updated_model"]["steps"]
+        )

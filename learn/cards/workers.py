@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingFailure, UserError, first_line
-from learn.cards.held import record_held
+from learn.cards.model import record_held
 from learn.cards.registry import CARDS
 from learn.cards.storage import Storage
 from training.parallelism.distributed import is_lost_rank, use_loopback

@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import ForeseenError, UserError, run_command
 from learn.cards.__main__ import main
+from learn.cards.pipeline import DEFAULT_PIPELINE
 from learn.cards.storage import Storage
-from learn.cards.wiring import DEFAULT_PIPELINE
 
 CARDS = [sys.executable, "-m", "learn.cards"]
 

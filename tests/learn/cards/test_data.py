@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from learn.cards.data import tables
-from learn.cards.data.load_dataset import LoadDataset, _ordered
-from learn.cards.data.prepare_data import PrepareData, stratified_split
-from learn.cards.sharding.shard_data import ShardData, global_batches
+from learn.cards import tables
+from learn.cards.data import LoadDataset, PrepareData, ShardData, _ordered, global_batches, stratified_split
 from learn.cards.storage import Storage
 
 FLOWERS = "width,kind,height\n" + "".join(f"{i},{'rose' if i % 2 else 'tulip'},{i / 2}\n" for i in range(20))

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from learn.cards.drawing import as_mermaid
+from learn.cards.console import as_mermaid
+from learn.cards.pipeline import DEFAULT_PIPELINE, build_pipeline, read_pipeline
 from learn.cards.registry import CARDS
-from learn.cards.wiring import DEFAULT_PIPELINE, build_pipeline, read_pipeline
 
 IRIS = yaml.safe_load(DEFAULT_PIPELINE.read_text())
 PATH = Path("mine.yaml")

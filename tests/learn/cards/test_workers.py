@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure, UserError
+from learn.cards.pipeline import DEFAULT_PIPELINE, read_pipeline
 from learn.cards.runner import Event, Runner
-from learn.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 from learn.cards.workers import Job, Workers
 
 WAIT_SECONDS = 60
