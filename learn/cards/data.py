@@ -12,24 +12,23 @@ from learn.cards.base import BaseCard, CardConfig, Preview, Values
 from learn.cards.storage import Storage
 from learn.cards.tables import Table, is_number, read_table
 
-MOST_CLASSES = 100
+MAX_CLASSES = 100
+MAX_RANKS = 16
 PREVIEW_ROWS = 10
 
 
 class LoadDatasetConfig(CardConfig):
-    """Where the rows come from."""
-
     source_url: str = Field("iris", min_length=1, description="iris, a CSV file, or the http(s) or file address of one")
     target_column: str = Field("species", description="the column to predict, by its name or its number from 0")
 
 
 class LoadDataset(BaseCard[LoadDatasetConfig]):
-    """Reads features and labels into two tensors."""
+    """Card 1: read a table into two tensors, features and labels."""
 
     card_type = "dist_load_dataset"
     display_name = "Load dataset"
-    description = "Reads a table of numbers, one row an example, and numbers the classes of the column to predict."
-    look_at = "The rows as they are in the file: features in units of their own, classes one after another."
+    description = "Reads a table of numbers, one example per row, and numbers the classes of the column to predict."
+    look_at = "The rows as they are in the file: each feature in its own unit, one class after another."
     category = "data"
     execution_mode = "local"
     output_view_type = "table"
@@ -38,7 +37,7 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
     output_schema: ClassVar = {"dataset": "dataset"}
 
     def execute(self, config: LoadDatasetConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Read the table; features (rows, features) in fp32, labels (rows,) as class numbers."""
+        # Saved tensors: features (rows, features) in fp32, labels (rows,) as class numbers.
         table = read_table(config.source_url)
         target = _column(config.target_column, table)
         features, classes, labels = split_target(table, target)
@@ -47,7 +46,6 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
         return {"dataset": {"tensors": key, "rows": len(labels), "features": names, "classes": classes}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The first rows."""
         dataset = outputs["dataset"]
         tensors = storage.tensors(dataset["tensors"])
         classes = [dataset["classes"][label] for label in tensors["labels"][:PREVIEW_ROWS].tolist()]
@@ -78,7 +76,7 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
     """A table's features as numbers, the names of its classes, and each row's class.
 
     Raises:
-        UserError: a feature is no number, a label is empty, or there are too few or too many classes.
+        UserError: a feature is not a number, a label is empty, or there are too few or too many classes.
     """
     names = [row.cells[target].strip() for row in table.rows]
     for row, name in zip(table.rows, names, strict=True):
@@ -87,10 +85,10 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
                 f"{table.name} line {row.line}: column {table.columns[target]} is empty", code="table-unusable"
             )
     classes = _ordered(set(names))
-    if not 2 <= len(classes) <= MOST_CLASSES:
+    if not 2 <= len(classes) <= MAX_CLASSES:
         raise UserError(
             f"target_column {table.columns[target]}: {len(classes)} different values in {len(names)} rows of "
-            f"{table.name}; a column of 2 to {MOST_CLASSES} classes is needed",
+            f"{table.name}; a column of 2 to {MAX_CLASSES} classes is needed",
             code="table-unusable",
         )
     numbers = {name: number for number, name in enumerate(classes)}
@@ -98,26 +96,24 @@ def split_target(table: Table, target: int) -> tuple[list[list[float]], list[str
 
 
 def _ordered(names: set[str]) -> list[str]:
-    """Classes in the order of numbers where all of them are numbers, else of letters."""
+    """Classes in numeric order if all of them are numbers, otherwise in alphabetical order."""
     return sorted(names, key=lambda name: (float(name), name)) if all(map(is_number, names)) else sorted(names)
 
 
 class PrepareDataConfig(CardConfig):
-    """How the rows are divided."""
-
-    test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for the test")
-    normalize: bool = Field(True, description="bring every feature to mean 0 and deviation 1")
-    batch_size: int = Field(16, ge=1, description="rows of a global batch, that is, over all ranks together")
-    seed: int = Field(42, ge=0, le=2**32, description="of the division and of the order in which rows are trained on")
+    test_ratio: float = Field(0.2, gt=0, lt=1, description="share of each class that is kept for testing")
+    normalize: bool = Field(True, description="scale every feature to mean 0 and standard deviation 1")
+    batch_size: int = Field(16, ge=1, description="rows per global batch, that is, over all ranks together")
+    seed: int = Field(42, ge=0, le=2**32, description="of the split and of the order of the training rows")
 
 
 class PrepareData(BaseCard[PrepareDataConfig]):
-    """Divides the rows class by class, and normalises with what the training rows alone say."""
+    """Card 2: split the rows class by class, and normalize with the training rows' mean and deviation only."""
 
     card_type = "dist_prepare_data"
     display_name = "Prepare data"
-    description = "Keeps a share of every class for the test, and brings the features to one scale."
-    look_at = "Mean and deviation are those of the training rows: the test rows must not be known before the test."
+    description = "Keeps a share of every class for testing, and brings the features to one scale."
+    look_at = "Mean and deviation are those of the training rows only: the test rows must not influence training."
     category = "data"
     execution_mode = "local"
     output_view_type = "table"
@@ -126,7 +122,6 @@ class PrepareData(BaseCard[PrepareDataConfig]):
     output_schema: ClassVar = {"prepared_data": "prepared_data"}
 
     def execute(self, config: PrepareDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Divide and normalise; every tensor's rows are those of ``train_rows`` or ``test_rows`` in the data set."""
         dataset = inputs["dataset"]
         tensors = storage.tensors(dataset["tensors"])
         features, labels = tensors["features"], tensors["labels"]
@@ -143,7 +138,6 @@ class PrepareData(BaseCard[PrepareDataConfig]):
         return {"prepared_data": facts | {name: dataset[name] for name in ("features", "classes")}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The scale of each feature before, and of its training rows afterwards."""
         prepared = outputs["prepared_data"]
         tensors = storage.tensors(prepared["tensors"])
         found = (tensors["mean"], tensors["deviation"], tensors["train_features"].mean(0))
@@ -190,22 +184,17 @@ def mean_and_deviation(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return features.mean(0), torch.where(deviation > 0, deviation, 1.0)
 
 
-MOST_WORKERS = 16
-
-
 class ShardDataConfig(CardConfig):
-    """How many ranks there are."""
-
-    num_workers: int = Field(4, ge=1, le=MOST_WORKERS, description="ranks, each a process with a shard of its own")
+    num_workers: int = Field(4, ge=1, le=MAX_RANKS, description="ranks, each a process with a shard of its own")
 
 
 class ShardData(BaseCard[ShardDataConfig]):
-    """Shuffles the training rows and deals them out like cards."""
+    """Card 3: shuffle the training rows and deal them out like cards."""
 
     card_type = "dist_shard_data"
     display_name = "Shard data"
-    description = "Shuffles the training rows anew for every epoch, and deals them out to the ranks like cards."
-    look_at = "No row goes to two ranks, and none to nobody: together the ranks see what one process would see."
+    description = "Shuffles the training rows again for every epoch, and deals them out to the ranks like cards."
+    look_at = "Every row goes to exactly one rank: together the ranks see what one process would see."
     category = "sharding"
     execution_mode = "local"
     output_view_type = "table"
@@ -214,7 +203,6 @@ class ShardData(BaseCard[ShardDataConfig]):
     output_schema: ClassVar = {"sharded_data": "sharded_data"}
 
     def execute(self, config: ShardDataConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Count the batches, and write down whose the rows of the first epoch are."""
         prepared = inputs["prepared_data"]
         rows, batch_size = prepared["train_rows"], prepared["batch_size"]
         if config.num_workers > min(batch_size, rows):
@@ -233,7 +221,6 @@ class ShardData(BaseCard[ShardDataConfig]):
         return {"sharded_data": sharded}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The first rows of every rank's shard."""
         sharded = outputs["sharded_data"]
         shards = storage.tensors(storage.key("shards"))
         rows = []

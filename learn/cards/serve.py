@@ -17,7 +17,7 @@ from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from learn.cards.data import MOST_WORKERS
+from learn.cards.data import MAX_RANKS
 from learn.cards.picture import pipeline_picture
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.report import render_page
@@ -52,7 +52,7 @@ ThisNode = Annotated[Node, Depends(get_node)]
 class Reset(BaseModel):
     """What to start over with."""
 
-    workers: int | None = Field(None, ge=1, le=MOST_WORKERS, description="ranks; as many as before when not given")
+    workers: int | None = Field(None, ge=1, le=MAX_RANKS, description="ranks; as many as before when not given")
 
 
 @router.get("/")

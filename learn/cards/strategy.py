@@ -25,29 +25,27 @@ from learn.cards.base import BaseCard, CardConfig, Preview, Values
 from learn.cards.model import build_mlp, num_parameters, read_architecture, record_held
 from learn.cards.storage import Storage
 
-WAYS = {  # a new one is named in the help of --strategy too
+STRATEGIES = {  # a new one is named in the help of --strategy too
     "ddp": "every rank keeps the whole model; gradients are all-reduced",
-    "fsdp": "every rank keeps a slice of each tensor; whole ones are gathered while they are needed",
+    "fsdp": "every rank keeps a shard of each tensor; whole tensors are gathered while they are needed",
     "deepspeed": "every rank keeps the whole model; DeepSpeed's engine all-reduces the gradients (ZeRO stage 0)",
 }
 
 
 class InitStrategyConfig(CardConfig):
-    """What is trained, and how."""
-
-    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field("ddp", description="how the model lies over the ranks")
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = Field("ddp", description="how ranks share the model")
     model_arch: str = Field("4,16,8,3", description="sizes of the layers: features, hidden ones, classes")
     learning_rate: float = Field(0.01, gt=0, description="of the optimizer")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam, or plain stochastic gradient descent")
-    seed: int = Field(0, ge=0, le=2**32, description="of rank 0's weights; every other rank adds its number")
+    seed: int = Field(0, ge=0, le=2**32, description="of rank 0's weights; every other rank adds its rank")
 
 
 class InitStrategy(BaseCard[InitStrategyConfig]):
-    """Checks the architecture against the data."""
+    """Card 4: choose strategy, architecture and optimizer, and check the architecture against the data."""
 
     card_type = "dist_init_strategy"
     display_name = "Initialise strategy"
-    description = "Decides what is trained and how it lies over the ranks: copied (DDP, DeepSpeed) or sliced (FSDP)."
+    description = "Decides what is trained, and whether it is replicated (DDP, DeepSpeed) or sharded (FSDP)."
     look_at = "The parameters of each layer: what the ranks will exchange for every batch."
     category = "distributed"
     execution_mode = "local"
@@ -57,13 +55,11 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
     output_schema: ClassVar = {"strategy_config": "strategy_config"}
 
     def execute(self, config: InitStrategyConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Read the layers' sizes, the first and last of which the data gives."""
         prepared = inputs["prepared_data"]
         layers = read_architecture(config.model_arch, len(prepared["features"]), len(prepared["classes"]))
         return {"strategy_config": config.model_dump(exclude={"model_arch"}) | {"layers": layers}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The layers."""
         strategy = outputs["strategy_config"]
         layers = strategy["layers"]
         rows = [
@@ -73,20 +69,18 @@ class InitStrategy(BaseCard[InitStrategyConfig]):
         return self.preview(
             ["layer", "inputs", "outputs", "parameters"],
             rows,
-            strategy=f"{strategy['strategy']}: {WAYS[strategy['strategy']]}",
+            strategy=f"{strategy['strategy']}: {STRATEGIES[strategy['strategy']]}",
             optimizer=strategy["optimizer"],
             learning_rate=strategy["learning_rate"],
         )
 
 
-TIMEOUT = timedelta(minutes=5)  # that a rank waits for the others
+TIMEOUT = timedelta(minutes=5)  # for a rank to wait for the others
 
 
 class SetupProcessGroupConfig(CardConfig):
-    """How the processes talk."""
-
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="gloo between CPUs, nccl between GPUs; auto takes nccl where every rank has a GPU"
+        "auto", description="gloo between CPUs, nccl between GPUs; auto takes nccl if every rank has a GPU"
     )
     init_method: str = Field(
         "env://",
@@ -96,11 +90,11 @@ class SetupProcessGroupConfig(CardConfig):
 
 
 class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
-    """Forms the group, makes a model on each rank, and broadcasts that of rank 0."""
+    """Card 5: form the process group, build a model on each rank, and broadcast rank 0's weights."""
 
     card_type = "dist_setup_process_group"
     display_name = "Set up process group"
-    description = "Joins the processes to a group, makes a model on each, and broadcasts the weights of rank 0."
+    description = "Joins the processes to a group, builds a model on each, and broadcasts the weights of rank 0."
     look_at = "Before the broadcast every rank has random weights of its own; after it the checksums are equal."
     category = "distributed"
     execution_mode = "distributed"
@@ -110,7 +104,6 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
     output_schema: ClassVar = {"process_group": "process_group"}
 
     def execute(self, config: SetupProcessGroupConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Form the group; from here on the rank keeps model and optimizer in ``storage.live``."""
         rank, world_size = storage.rank, inputs["sharded_data"]["num_workers"]
         backend = choose_backend(config.backend, world_size)
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -122,11 +115,11 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
         record_held("before", storage)
         broadcast_parameters(model)
         record_held("broadcast", storage)
-        storage.live |= LAY_OUT[strategy["strategy"]](model, strategy, device)
+        # From here on the rank keeps model and optimizer from card to card.
+        storage.live |= DISTRIBUTE[strategy["strategy"]](model, strategy, device)
         return {"process_group": {"rank": rank, "world_size": world_size, "backend": backend, "device": str(device)}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The checksum of every rank's first weights before and after the broadcast, and how much it then keeps."""
         moments = (storage.of_ranks(moment) for moment in ("before", "broadcast", "after"))
         rows = []
         for rank, (before, broadcast, after) in enumerate(zip(*moments, strict=True)):
@@ -142,7 +135,7 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
 
 
 def choose_backend(asked: str, world_size: int) -> str:
-    """The library that the ranks talk through: NCCL where each has a GPU of its own.
+    """The library that the ranks communicate through: NCCL if each has its own GPU.
 
     Raises:
         UserError: NCCL is asked for, and there are fewer GPUs than ranks.
@@ -159,16 +152,16 @@ def choose_backend(asked: str, world_size: int) -> str:
 
 
 def join_group(backend: str, init_method: str, rank: int, world_size: int, device: torch.device) -> None:
-    """Meet the other ranks; returns when all are there.
+    """Form the process group; returns when all ranks have joined.
 
     Raises:
-        UserError: they do not meet.
+        UserError: they did not all join.
     """
     bound = device if backend == "nccl" else None
     if bound:
         torch.cuda.set_device(bound)
     if init_method != "env://":
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store there is rank 0's, not their parent's
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # then rank 0 holds the store, not the parent
     try:
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size, timeout=TIMEOUT, device_id=bound
@@ -191,11 +184,11 @@ def copy_to_all(model: nn.Sequential, strategy: Mapping[str, Any], device: torch
 
 
 def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
-    """Fully sharded: every rank keeps a slice of each tensor's first dimension, and an optimizer for its slices.
+    """Fully sharded: every rank keeps a shard of each tensor's first dimension, and an optimizer for its shards.
 
-    PyTorch's own ``fully_shard``, its life of a parameter taken apart so that each part can be looked at. A layer is
-    gathered for its forward pass, freed, gathered again for its backward pass; there this one stops, keeping the whole
-    gradients, which ``fully_shard`` would reduce-scatter and free at once. The card after it does that.
+    PyTorch's own ``fully_shard``, with the life of a parameter taken apart so that each part can be looked at: a layer
+    is gathered for its forward pass, freed, and gathered again for its backward pass. Normally ``fully_shard`` would
+    then reduce-scatter the gradients and free them at once; here they stay whole until the all-reduce card does that.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
@@ -209,29 +202,28 @@ def shard(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.devic
 
 def hand_to_deepspeed(model: nn.Sequential, strategy: Mapping[str, Any], device: torch.device) -> Live:
     """DeepSpeed's engine around model and optimizer, at ZeRO stage 0, where every rank keeps all of both."""
-    # Here, since it brings the whole trainer along.
+    # Imported here because it imports the whole trainer.
     from training.parallelism.deepspeed import import_deepspeed
     from training.run.quiet import quiet_libraries
 
     quiet_libraries()
     deepspeed = import_deepspeed(device)
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    # Rows may differ from rank to rank: the engine needs a number of them, and does nothing with it. Unless told not
-    # to, it clips gradients longer than 1.
+    # The engine requires a batch size, but uses it for nothing here; the number of rows may differ from rank to rank.
+    # Without the setting it would clip gradients whose norm is above 1.
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 0}}
     optimizer = build_optimizer(model, strategy)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
-    # Else its backward pass would reduce the gradients, which is the next card's to do.
+    # Otherwise its backward pass would already reduce the gradients, which is what the all-reduce card does.
     engine.enable_backward_allreduce = False
     return {"model": model, "optimizer": optimizer, "engine": engine}
 
 
 def build_optimizer(model: nn.Module, strategy: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer over what this rank keeps of the parameters."""
     return OPTIMIZERS[strategy["optimizer"]](model.parameters(), lr=strategy["learning_rate"])
 
 
-LAY_OUT: dict[str, Callable[[nn.Sequential, Mapping[str, Any], torch.device], Live]] = {
+DISTRIBUTE: dict[str, Callable[[nn.Sequential, Mapping[str, Any], torch.device], Live]] = {
     "ddp": copy_to_all,
     "fsdp": shard,
     "deepspeed": hand_to_deepspeed,

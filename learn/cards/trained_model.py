@@ -19,19 +19,17 @@ from learn.cards.storage import Storage
 
 
 class SaveCheckpointConfig(CardConfig):
-    """What is saved, and when."""
-
-    epoch: int = Field(30, ge=1, le=10_000, description="the epoch after which it is saved: how long training goes on")
-    save_all_ranks: bool = Field(True, description="every rank saves what it holds; else rank 0 alone, the whole model")
+    epoch: int = Field(30, ge=1, le=10_000, description="the epoch that is saved, which is where training ends")
+    save_all_ranks: bool = Field(True, description="every rank saves its part; otherwise rank 0 saves the whole model")
 
 
 class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
-    """Writes weights as safetensors, and the architecture as JSON beside them."""
+    """Card 10: write the weights as safetensors, and the architecture as JSON next to them."""
 
     card_type = "dist_save_checkpoint"
     display_name = "Save checkpoint"
-    description = "Every rank writes what it holds of the model, or rank 0 the whole, and the architecture beside it."
-    look_at = "Under DDP every file holds the same model; under FSDP each holds a slice of it."
+    description = "Every rank writes its part of the model, or rank 0 writes all of it, together with the architecture."
+    look_at = "Under DDP every file holds the same model; under FSDP each holds a shard of it."
     category = "checkpointing"
     execution_mode = "distributed"
     output_view_type = "table"
@@ -40,7 +38,6 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
     output_schema: ClassVar = {"checkpoint": "checkpoint"}
 
     def execute(self, config: SaveCheckpointConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Write ``model.safetensors`` and ``model.json``; the output says under which key this rank finds its own."""
         model = storage.live["model"]
         sharded = isinstance(model, FSDPModule) and config.save_all_ranks
         weights = own_weights(model) if config.save_all_ranks else whole_weights(model)
@@ -56,7 +53,6 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
         return {"checkpoint": {"model": storage.key("model", None if config.save_all_ranks else 0)} | facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The files, and the checksum of the first weights in each."""
         checkpoint = outputs["checkpoint"]
         first = next(iter(checkpoint["shapes"]))  # as on the other cards; a file has the names sorted
         rows = []
@@ -69,32 +65,30 @@ class SaveCheckpoint(BaseCard[SaveCheckpointConfig]):
 
 
 def own_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What lies on this rank: the model, or its slice of every tensor."""
+    """This rank's part: the model, or its shard of every tensor."""
     return {name: own_part(parameter) for name, parameter in model.named_parameters()}
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole model; where it is sharded an all-gather, which all ranks must join."""
+    """The whole model; if it is sharded this is an all-gather, which all ranks must call."""
     if not isinstance(model, FSDPModule):
         return own_weights(model)
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 
 class AggregateModelConfig(CardConfig):
-    """How several models become one."""
-
     method: Literal["average", "weighted"] = Field(
         "average", description="every rank's model counts the same, or by the rows that it was trained on"
     )
 
 
 class AggregateModel(BaseCard[AggregateModelConfig]):
-    """Averages whole models, and puts slices of one together."""
+    """Card 11: average the ranks' models, or put the shards of one model together."""
 
     card_type = "dist_aggregate_model"
     display_name = "Aggregate model"
-    description = "Averages the models of the ranks; slices of one model (FSDP) are gathered instead."
-    look_at = "The ranks' models are equal, or a step went without the all-reduce; the mean differs by rounding alone."
+    description = "Averages the models of the ranks; the shards of one model (FSDP) are gathered instead."
+    look_at = "The ranks' models are equal, or a step missed its all-reduce; the mean differs only by rounding."
     category = "aggregation"
     execution_mode = "distributed"
     output_view_type = "model_summary"
@@ -103,7 +97,6 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
     output_schema: ClassVar = {"aggregated_model": "aggregated_model"}
 
     def execute(self, config: AggregateModelConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Read this rank's file, and make the whole model of all; rank 0 writes it."""
         checkpoint = inputs["checkpoint"]
         device = next(storage.live["model"].parameters()).device
         saved = storage.tensors(checkpoint["model"])
@@ -121,7 +114,6 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
         return {"aggregated_model": {"model": storage.key("model", 0)} | facts}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The tensors of the one model, and their checksums beside those of what each rank had saved."""
         model, ranks = outputs["aggregated_model"], storage.of_ranks("own")
         whole = storage.tensors(model["model"])
         rows = []
@@ -134,7 +126,6 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
 
 
 def compare(checksums: list[str], is_sliced: bool) -> str:
-    """Whether the ranks had saved the same of a tensor, with the checksums that there are."""
     different = list(dict.fromkeys(checksums))
     verdict = "equal" if len(different) == 1 else "slices" if is_sliced else f"{len(different)} different"
     return f"{verdict}: {', '.join(different)}"
@@ -154,12 +145,12 @@ def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -
 
 
 def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole tensors of the ranks' slices of their first dimension: an all-gather each.
+    """Whole tensors from the ranks' shards of their first dimension: one all-gather per tensor.
 
     Args:
-        own: this rank's slices; the last ranks' may be shorter, or empty.
+        own: this rank's shards; those of the last ranks may be shorter, or empty.
         shapes: of the whole tensors.
-        device: that they lie on.
+        device: of the shards.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = {}
@@ -171,11 +162,11 @@ def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: t
 
 
 class Evaluate(BaseCard[CardConfig]):
-    """Counts what the saved model gets right; each rank takes some of the test rows."""
+    """Card 12: count what the saved model gets right; each rank takes some of the test rows."""
 
     card_type = "dist_evaluate"
     display_name = "Evaluate"
-    description = "Reads the model from its file, shares the test rows out, and adds up what the ranks have counted."
+    description = "Reads the model from its file, divides the test rows over the ranks, and sums their counts."
     look_at = "Every test row is counted once, on one rank; the totals are summed, never the ranks' accuracies."
     category = "evaluation"
     execution_mode = "distributed"
@@ -185,7 +176,6 @@ class Evaluate(BaseCard[CardConfig]):
     output_schema: ClassVar = {"eval_metrics": "eval_metrics"}
 
     def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Put this rank's test rows through the model; counts and losses are summed over the ranks."""
         prepared, key = inputs["prepared_data"], inputs["aggregated_model"]["model"]
         device = next(storage.live["model"].parameters()).device
         model = build_mlp(storage.load(key)["layers"])
@@ -209,14 +199,13 @@ class Evaluate(BaseCard[CardConfig]):
         return {"eval_metrics": metrics}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """Accuracy and loss; of each class its rows, by the class that they were taken for."""
         metrics = outputs["eval_metrics"]
         rows = [
             [name, *counts, f"{counts[number] / max(1, sum(counts)):.1%}"]
             for number, (name, counts) in enumerate(zip(metrics["classes"], metrics["confusion"], strict=True))
         ]
         return self.preview(
-            ["class", *(f"taken for {name}" for name in metrics["classes"]), "right"],
+            ["class", *(f"predicted {name}" for name in metrics["classes"]), "correct"],
             rows,
             accuracy=f"{metrics['accuracy']:.2%}",
             loss=round(metrics["loss"], 4),
@@ -224,11 +213,10 @@ class Evaluate(BaseCard[CardConfig]):
         )
 
     def metrics(self, outputs: Values) -> dict[str, float]:
-        """Accuracy and loss."""
         return {name: outputs["eval_metrics"][name] for name in ("accuracy", "loss")}
 
 
 def confusion(labels: torch.Tensor, predictions: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """How many rows of each class were taken for each class, (classes, classes)."""
+    """Rows by true class and predicted class, (classes, classes)."""
     pairs = labels * num_classes + predictions
     return pairs.bincount(minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -23,16 +23,16 @@ from learn.cards.storage import Storage
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-MOST_ROWS = 32  # of a batch that are kept to be looked at
+MAX_ROWS = 32  # of a batch that are saved for the page
 
 
 class Forward(BaseCard[CardConfig]):
-    """Takes the next batch, and computes the loss."""
+    """Card 6: take the next batch, and compute the loss."""
 
     card_type = "dist_forward"
     display_name = "Forward"
-    description = "Every rank puts its own rows through its model, and computes the mean of their losses."
-    look_at = "Other rows on every rank, so another loss on every rank, though the weights are the same."
+    description = "Every rank runs its own rows through its model, and computes the mean of their losses."
+    look_at = "Different rows on every rank, so a different loss on every rank, although the weights are the same."
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"
@@ -41,7 +41,6 @@ class Forward(BaseCard[CardConfig]):
     output_schema: ClassVar = {"forward_output": "forward_output"}
 
     def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Run the next batch of the epoch; the graph that leads to the loss stays in ``storage.live``."""
         sharded, group, live = inputs["sharded_data"], inputs["process_group"], storage.live
         epoch, batch = divmod(live.setdefault("batches_done", 0), sharded["batches_per_epoch"])
         if "data" not in live:
@@ -49,36 +48,36 @@ class Forward(BaseCard[CardConfig]):
             live["data"] = {name: data[name] for name in ("train_rows", "train_features", "train_labels")}
         if batch == 0:
             live["batches"] = global_batches(sharded["prepared"], epoch)
-        everyones = live["batches"][batch]
-        own = rows_of(everyones, group["rank"], group["world_size"])
+        global_batch = live["batches"][batch]
+        own = rows_of(global_batch, group["rank"], group["world_size"])
         features, labels = (live["data"][name][own].to(group["device"]) for name in ("train_features", "train_labels"))
 
         model = live.get("engine", live["model"])
         losses = F.cross_entropy(model(features), labels, reduction="none")
-        # Their mean; the last batch of an epoch may leave a rank without a row.
+        # The mean, not NaN if this rank has no row, which can happen in the last batch of an epoch. The graph behind it
+        # stays in storage.live for the backward card.
         live["loss"] = losses.sum() / max(1, len(own))
 
         live["batches_done"] += 1
         live["rows_done"] = live.get("rows_done", 0) + len(own)
         shown = {"row": live["data"]["train_rows"][own], "features": features, "label": labels, "loss": losses}
-        storage.save("batch", {name: values[:MOST_ROWS].tolist() for name, values in shown.items()})
-        facts = {"epoch": epoch + 1, "batch": batch + 1, "rows": len(own), "share": len(own) / len(everyones)}
+        storage.save("batch", {name: values[:MAX_ROWS].tolist() for name, values in shown.items()})
+        facts = {"epoch": epoch + 1, "batch": batch + 1, "rows": len(own), "share": len(own) / len(global_batch)}
         return {"forward_output": facts | {"loss": live["loss"].item()}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """Rows and loss of every rank."""
         ranks = [found["forward_output"] for found in storage.of_ranks("outputs")]
         rows = [[rank, found["rows"], round(found["loss"], 4)] for rank, found in enumerate(ranks)]
         return self.preview(["rank", "rows", "loss"], rows, epoch=ranks[0]["epoch"], batch=ranks[0]["batch"])
 
 
 class Backward(BaseCard[CardConfig]):
-    """Goes back through the graph of the forward pass."""
+    """Card 7: go back through the graph of the forward pass, and fill ``.grad`` with this rank's gradients."""
 
     card_type = "dist_backward"
     display_name = "Backward"
-    description = "Every rank goes back from its loss to the gradient of every weight; nothing is sent."
-    look_at = "The gradients differ from rank to rank, as the rows did: stepping now would drive the models apart."
+    description = "Every rank computes the gradient of every weight from its own loss, without communication."
+    look_at = "The gradients differ from rank to rank, as the rows did: a step now would make the models diverge."
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"
@@ -87,7 +86,6 @@ class Backward(BaseCard[CardConfig]):
     output_schema: ClassVar = {"gradients": "gradients"}
 
     def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Fill ``.grad`` of every parameter with this rank's gradient, and let the graph go."""
         live, loss = storage.live, storage.live.pop("loss")
         if "engine" in live:
             live["engine"].backward(loss)
@@ -97,18 +95,17 @@ class Backward(BaseCard[CardConfig]):
         return {"gradients": facts | {"norm": gradient_norm(live["model"])}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The length of every rank's gradient."""
         norms = [found["gradients"]["norm"] for found in storage.of_ranks("outputs")]
         return self.preview(["rank", "gradient norm"], [[rank, round(norm, 6)] for rank, norm in enumerate(norms)])
 
 
 class AllReduce(BaseCard[CardConfig]):
-    """Averages the gradients over the ranks, each weighted by its share of the rows."""
+    """Card 8: average the gradients over the ranks, each weighted by its share of the rows."""
 
     card_type = "dist_allreduce"
     display_name = "All-reduce gradients"
-    description = "The ranks average their gradients; under FSDP each keeps its slice of the average only."
-    look_at = "Different on every rank before, and equal after: the gradient that one process would have found."
+    description = "The ranks average their gradients; under FSDP each keeps only its shard of the average."
+    look_at = "Different on every rank before, and equal after: the gradient that one process would have computed."
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"
@@ -117,10 +114,9 @@ class AllReduce(BaseCard[CardConfig]):
     output_schema: ClassVar = {"synced_gradients": "synced_gradients"}
 
     def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Average the gradients in place, and the loss beside them."""
         live, gradients = storage.live, inputs["gradients"]
         if "engine" in live:
-            let_engine_all_reduce(live["engine"], gradients["share"])
+            all_reduce_with_deepspeed(live["engine"], gradients["share"])
         elif isinstance(live["model"], FSDPModule):
             reduce_scatter_gradients(live["model"], gradients["share"])
         else:
@@ -132,7 +128,6 @@ class AllReduce(BaseCard[CardConfig]):
         return {"synced_gradients": place | norms | {"loss": loss.item()}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The length of every rank's gradient before and after, and the checksum of its first one."""
         ranks = zip(storage.of_ranks("outputs"), storage.of_ranks("after"), strict=True)
         rows = []
         for rank, (found, held) in enumerate(ranks):
@@ -143,7 +138,6 @@ class AllReduce(BaseCard[CardConfig]):
         return self.preview(["rank", "norm before", "norm after", "first gradients"], rows, loss_of_the_batch=loss)
 
     def metrics(self, outputs: Values) -> dict[str, float]:
-        """The mean loss of the global batch."""
         return {"loss": outputs["synced_gradients"]["loss"]}
 
 
@@ -152,10 +146,11 @@ def all_reduce_gradients(model: nn.Module, share: float) -> None:
 
     Args:
         model: the same on every rank, with the gradients of the mean loss of the rank's own rows.
-        share: those rows as a part of the global batch's, 1 / N where all ranks have as many.
+        share: those rows as a part of the global batch's, 1 / N if all N ranks have equally many.
     """
     gradients = [parameter.grad for parameter in model.parameters()]
-    # All in one bucket, as DDP does with several MB at a time: a collective costs its ranks' waiting for each other.
+    # All gradients in one bucket (DDP uses buckets of 25 MB): every collective makes the ranks wait for each other, so
+    # one call for all of them is cheaper than one per tensor.
     bucket = torch.cat([gradient.flatten() for gradient in gradients]) * share
     dist.all_reduce(bucket, op=dist.ReduceOp.SUM)
     means = bucket.split([gradient.numel() for gradient in gradients])
@@ -163,8 +158,8 @@ def all_reduce_gradients(model: nn.Module, share: float) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def let_engine_all_reduce(engine: DeepSpeedEngine, share: float) -> None:
-    """Average each gradient over the ranks by DeepSpeed, which counts all ranks alike.
+def all_reduce_with_deepspeed(engine: DeepSpeedEngine, share: float) -> None:
+    """Average each gradient over the ranks with DeepSpeed, which gives all ranks the same weight.
 
     Args:
         engine: around the same model on every rank, with the gradients of the mean loss of the rank's own rows.
@@ -187,19 +182,20 @@ def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
         whole[name], parameter.grad = parameter.grad * share, None
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # frees the gathered weights; from here on parameters are slices
+            module.reshard()  # frees the gathered weights; from here on parameters are shards
     for name, parameter in model.named_parameters():
-        # Every rank holds a summand of the gradient. To get from there to slices of the sum is a reduce-scatter.
+        # Every rank holds one summand of the gradient, which is what Partial("sum") declares. Going from summands to
+        # shards of their sum is a reduce-scatter.
         summand = DTensor.from_local(whole[name], parameter.device_mesh, [Partial("sum")])
         parameter.grad = summand.redistribute(placements=parameter.placements)
 
 
 class OptimizerStep(BaseCard[CardConfig]):
-    """Steps, and lets go of the gradients."""
+    """Card 9, the last of the training loop: each rank updates its weights, and frees the gradients."""
 
     card_type = "dist_optimizer_step"
     display_name = "Optimizer step"
-    description = "Every rank moves its weights by the same gradients, and needs to tell nobody; FSDP moves slices."
+    description = "Every rank updates its weights with the same gradients, without communication; FSDP updates shards."
     look_at = "The weights were equal on all ranks, and after the step are equal again, bit for bit."
     category = "distributed"
     execution_mode = "distributed"
@@ -209,7 +205,6 @@ class OptimizerStep(BaseCard[CardConfig]):
     output_schema: ClassVar = {"updated_model": "updated_model"}
 
     def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
-        """Step the optimizer over what this rank keeps of the model."""
         live = storage.live
         stepper = live.get("engine", live["optimizer"])
         stepper.step()
@@ -218,7 +213,6 @@ class OptimizerStep(BaseCard[CardConfig]):
         return {"updated_model": place | {"steps": live["batches_done"], "rows": live["rows_done"]}}
 
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """The checksum of every rank's first weights before and after the step."""
         moments = zip(storage.of_ranks("before"), storage.of_ranks("after"), strict=True)
         rows = [[rank, *(next(iter(held.values()))["checksum"] for held in both)] for rank, both in enumerate(moments)]
         return self.preview(

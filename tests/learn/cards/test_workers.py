@@ -75,7 +75,7 @@ def test_a_card_that_raises_is_named_with_its_rank_and_its_traceback(tmp_path: P
 
     assert str(lost) in str(raised.value)
     traceback = Path(str(raised.value).rpartition("traceback in ")[2])
-    assert "forward.py" in traceback.read_text()
+    assert "training_step.py" in traceback.read_text()
     assert not any(map(is_there, pids))
 
 
