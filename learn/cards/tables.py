@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,9 +12,10 @@ from urllib.request import urlopen
 import torch
 
 from common.errors import UserError, first_line
+from common.rows import TEXT_AND_LABEL, Reading, check_utf8, csv_records, text_lines
 
-SECONDS_TO_READ = 30.0
-MOST_BYTES = 20 * 10**6
+READ_TIMEOUT = 30.0  # seconds
+MAX_BYTES = 20 * 10**6
 
 
 @dataclass(frozen=True)
@@ -39,33 +38,36 @@ class Table:
         """A row's numbers without the target's column.
 
         Raises:
-            UserError: a cell is no finite number; it is named by line and column.
+            UserError: a cell is not a finite number (with line and column).
         """
-        cells = zip(self.columns, row.cells, strict=True)
-        return [self._number(row, name, cell) for i, (name, cell) in enumerate(cells) if i != target]
+        numbers = []
+        for column, (name, cell) in enumerate(zip(self.columns, row.cells, strict=True)):
+            if column == target:
+                continue
+            if not is_number(cell):
+                raise UserError(
+                    f"{self.name} line {row.line}, column {name}: {cell!r} is not a finite number in fp32",
+                    code="table-unusable",
+                )
+            numbers.append(float(cell))
+        return numbers
 
-    def _number(self, row: Row, column: str, cell: str) -> float:
-        if not is_number(cell):
-            raise UserError(
-                f"{self.name} line {row.line}, column {column}: {cell!r} is not a finite number in fp32",
-                code="table-unusable",
-            )
-        return float(cell)
 
-
-def read_table(source: str) -> Table:
+def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_BYTES) -> Table:
     """Read a table.
 
     Args:
-        source: ``iris``, a path, or an http, https or file address of a CSV. Where every cell but one of its first
-            line is a number, as in UCI's files, there is no header, and the columns are numbered.
+        source: ``iris``, a path, or an http, https or file address of a CSV. If all cells but one of its first line are
+            numbers, as in UCI's files, there is no header, and the columns are numbered.
+        seconds: to read all of it.
+        max_bytes: of its size.
 
     Raises:
-        UserError: it cannot be had, or is no table; the line is named.
+        UserError: it cannot be read, or is not a table (with the line).
     """
     if source == "iris":
         return _iris()
-    rows = _read_csv(source, _text_of(source))
+    rows = _read_csv(source, _fetch(source, seconds, max_bytes))
     header, width = rows[0].cells, len(rows[0].cells)
     if sum(is_number(cell) for cell in header) >= max(1, width - 1):
         header = [f"column {number}" for number in range(width)]
@@ -74,7 +76,7 @@ def read_table(source: str) -> Table:
     for row in rows:
         if len(row.cells) != width:
             raise UserError(
-                f"{source} line {row.line}: {len(row.cells)} cells, where the first line has {width}",
+                f"{source} line {row.line}: {len(row.cells)} cells, but the first line has {width}",
                 code="table-unusable",
             )
     if not rows:
@@ -100,45 +102,45 @@ def _iris() -> Table:
     return Table("iris", [*iris.feature_names, "species"], rows)
 
 
-def _text_of(source: str) -> str:
+def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
     reading: Future[bytes] = Future()
-    # A pipe that nobody writes to, or a server that sends a byte now and then, has no end: the thread is left behind.
-    threading.Thread(target=_read, args=(source, reading), daemon=True).start()
+
+    def read() -> None:
+        try:
+            is_address = source.startswith(("http://", "https://", "file://"))
+            with urlopen(source, timeout=seconds) if is_address else Path(source).open("rb") as file:
+                reading.set_result(file.read(max_bytes + 1))
+        except Exception as error:
+            reading.set_exception(error)
+
+    # A pipe that nothing is written to, or a server that sends a byte now and then, never ends, and a timeout of the
+    # socket does not notice the latter. So the read has its own thread, which is left behind when the time is up.
+    threading.Thread(target=read, daemon=True).start()
     try:
-        data = reading.result(SECONDS_TO_READ)
-        if len(data) > MOST_BYTES:
-            raise UserError(
-                f"source_url {source}: has more than {MOST_BYTES // 10**6} MB; take some of its rows",
-                code="table-unusable",
-            )
-        return data.decode("utf-8-sig")
+        data = reading.result(seconds)
     except TimeoutError as error:
         raise UserError(
-            f"source_url {source}: cannot be read (no end within {SECONDS_TO_READ:g} s)", code="data-unreadable"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"source_url {source}: is not UTF-8 text (byte {error.start})", code="table-unusable"
+            f"source_url {source}: cannot be read (no end within {seconds:g} s)", code="data-unreadable"
         ) from error
     except (OSError, HTTPException, ValueError) as error:
         raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error
+    if len(data) > max_bytes:
+        raise UserError(
+            f"source_url {source}: has more than {max_bytes // 10**6} MB; take some of its rows", code="table-unusable"
+        )
+    return data
 
 
-def _read(source: str, reading: Future[bytes]) -> None:
-    try:
-        is_address = source.startswith(("http://", "https://", "file://"))
-        with urlopen(source, timeout=SECONDS_TO_READ) if is_address else Path(source).open("rb") as file:
-            reading.set_result(file.read(MOST_BYTES + 1))
-    except Exception as error:
-        reading.set_exception(error)
-
-
-def _read_csv(source: str, text: str) -> list[Row]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)  # Unicode knows more ends of lines than CSV
-    try:
-        rows = [Row(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
-    except csv.Error as error:
-        raise UserError(f"{source} line {reader.line_num}: not valid CSV ({error})", code="table-unusable") from error
+def _read_csv(source: str, data: bytes) -> list[Row]:
+    reading = Reading(TEXT_AND_LABEL, skip=False, flag="source_url")
+    rows = []
+    for line, cells in csv_records(source, text_lines(source, data), 0, ",", reading):
+        try:
+            check_utf8("".join(cells))
+        except ValueError as error:
+            raise UserError(f"{source} line {line}: {error}", code="table-unusable") from error
+        if any(cell.strip() for cell in cells):
+            rows.append(Row(line, cells))
     if not rows:
         raise UserError(f"{source}: is empty", code="table-unusable")
     return rows
