@@ -42,7 +42,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """The order of 1F1B: as many forwards as there are stages behind, then forward and backward by turns."""
+    """The order of 1F1B: one forward per later stage, then forward and backward alternate."""
     warm_up = min(num_stages - 1 - stage, num_micro_batches)
     forwards, backwards = ([(kind, index) for index in range(num_micro_batches)] for kind in "FB")
     pairs = zip(forwards[warm_up:], backwards, strict=False)
@@ -50,10 +50,10 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
 
 
 class Stage:
-    """This rank's part of the model, at work on one batch; gradients add up in the module's parameters.
+    """This rank's part of the model during one batch; gradients accumulate in the module's parameters.
 
     Args:
-        module: keeps the shape of what it is given.
+        module: its output has the shape of its input.
         inputs: the micro-batches, all alike in size; ranks but the first read only their shapes.
         targets: of the same shapes, for the mean square error on the last rank.
     """
@@ -65,7 +65,8 @@ class Stage:
 
     def run(self, actions: Sequence[Action]) -> list[Event]:
         """Work through the actions in their order; returns when each was done."""
-        # Nobody waits to send: with 1F1B two neighbours would wait for each other, each sending, none receiving.
+        # No rank waits for a send to finish before its next action: with 1F1B two neighbours would both be sending and
+        # neither receiving, a deadlock.
         events, sends = [], []
         for kind, index in actions:
             message, receiver = self._forward(index) if kind == "F" else self._backward(index)
@@ -81,7 +82,7 @@ class Stage:
         if self.rank > 0:
             x = torch.empty_like(x)
             dist.recv(x, self.rank - 1)
-            x.requires_grad_()  # its gradient is what the stage before waits for
+            x.requires_grad_()  # the previous stage waits for its gradient
         y = self.module(x)
         if self.rank == self.last:
             y = F.mse_loss(y, self.targets[index]) / len(self.targets)

@@ -222,7 +222,7 @@ def test_a_file_too_large_to_be_an_image_or_a_batch_is_named_and_not_read(
 ) -> None:
     folder = write_images(tmp_path / "pets")
     (folder / "train/dog/1.png").write_bytes(bytes(5000))
-    monkeypatch.setattr(image_files, "MOST_BYTES", 4999)
+    monkeypatch.setattr(image_files, "MAX_BYTES", 4999)
 
     for place, inside in ((folder, ""), (packed(folder), "pets/")):
         assert complaint(place) == f"{inside}train/dog/1.png: 5,000 bytes; files of more than 4,999 are not read"
