@@ -88,13 +88,13 @@ def show(flags: argparse.Namespace) -> None:
     from rich.console import Console
 
     from learn.cards.console import as_mermaid, as_table
-    from learn.cards.runner import epochs_of, workers_of
+    from learn.cards.runner import num_epochs, num_workers
 
     pipeline = configured(flags)
     if flags.mermaid:
         print(as_mermaid(pipeline))
     else:
-        Console(highlight=False, markup=False).print(as_table(pipeline, workers_of(pipeline), epochs_of(pipeline)))
+        Console(highlight=False, markup=False).print(as_table(pipeline, num_workers(pipeline), num_epochs(pipeline)))
 
 
 def serve(flags: argparse.Namespace) -> None:

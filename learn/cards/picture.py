@@ -10,7 +10,7 @@ import torch
 from learn.cards.data import global_batches, rows_of
 from learn.cards.history import writable
 from learn.cards.pipeline import Node, Pipeline
-from learn.cards.runner import Runner, workers_of
+from learn.cards.runner import Runner, num_workers
 from learn.cards.storage import Storage
 from learn.cards.training_step import MAX_ROWS
 
@@ -35,7 +35,7 @@ def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
     """The wiring, and what every card says of itself and how it is set."""
     return {
         "name": pipeline.name,
-        "workers": workers_of(pipeline),
+        "workers": num_workers(pipeline),
         "loop": [node.id for node in pipeline.loop],
         "nodes": [_node_picture(node) for node in pipeline.nodes],
     }
