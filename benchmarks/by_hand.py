@@ -38,7 +38,7 @@ from learn.by_hand.cnn import CNN
 from learn.by_hand.data_parallel import average_gradients
 from learn.by_hand.demonstration import largest_gap
 from learn.by_hand.shapes import draw_shapes
-from learn.cards.distributed.allreduce import all_reduce_gradients
+from learn.cards.training_step import all_reduce_gradients
 from training.monitoring.profiler import communication
 from training.parallelism.distributed import Ranks, join_ranks
 

@@ -245,12 +245,16 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
         raise UserError(f"{reading.flag} {path}: {error.strerror or error}", code="data-unreadable") from error
 
 
-def _lines(path: Path) -> list[str]:
-    """A file's lines with their ends; bytes that are not UTF-8 become surrogates."""
+def text_lines(name: Path | str, data: bytes) -> list[str]:
+    """A file's lines with their ends; bytes that are not UTF-8 become surrogates.
+
+    Raises:
+        UserError: it is UTF-16 without a mark, or truncated UTF-16.
+    """
     try:
-        data = utf8_bytes(path.read_bytes())
+        data = utf8_bytes(data)
     except ValueError as error:
-        raise UserError(f"{path}: {error}", code="data-unreadable") from error
+        raise UserError(f"{name}: {error}", code="data-unreadable") from error
     return [line.decode(errors="surrogateescape") for line in data.splitlines(keepends=True)]
 
 
@@ -262,7 +266,7 @@ def _check_encoding(text: str) -> None:
 
 
 def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
-    lines = _lines(path)
+    lines = text_lines(path, path.read_bytes())
     first = next((i for i, line in enumerate(lines) if line.strip()), None)
     if first is None:
         return
@@ -273,7 +277,7 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
     reading.unused |= dict.fromkeys(layout.unused)
     if layout.places:
         first += 1
-    for line, fields in _records(path, lines, first, layout.separator, reading):
+    for line, fields in csv_records(path, lines, first, layout.separator, reading):
         if not fields:
             continue
         where = f"{path} line {line}"
@@ -286,8 +290,8 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
             yield where, text, label
 
 
-def _records(
-    path: Path, lines: Sequence[str], start: int, separator: str, reading: Reading
+def csv_records(
+    name: Path | str, lines: Sequence[str], start: int, separator: str, reading: Reading
 ) -> Iterator[tuple[int, list[str]]]:
     """The line number at which each record ends, and its fields.
 
@@ -304,7 +308,7 @@ def _records(
             return
         except csv.Error as error:
             start += done + 1
-            reading.reject(f"{path} line {start}", f"not valid CSV ({error})")
+            reading.reject(f"{name} line {start}", f"not valid CSV ({error})")
 
 
 def in_ag_news_layout(path: Path) -> bool:
@@ -339,7 +343,7 @@ def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _read_json_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(text_lines(path, path.read_bytes()), start=1):
         if not line.strip():
             continue
         where = f"{path} line {number}"

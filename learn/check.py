@@ -10,14 +10,14 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common.errors import OneLineParser, UserError, positive, run_command
-from learn.checking.finding import MOST_RANKS, NOT_WRITTEN
+from learn.checking.finding import MAX_RANKS, NOT_WRITTEN
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from learn.checking.verdict import Verdict
 
-MOST_LINES = 5  # of what a rank printed
+MAX_LINES = 5  # of what a rank printed
 
 
 def main() -> int:
@@ -29,12 +29,12 @@ def main() -> int:
         type=positive,
         default=2,
         metavar="N",
-        help="ranks to check on; one more is tried too, so that no number can be built in (default: 2)",
+        help="ranks to check on; one more is tried too, so that the number cannot be hard-coded (default: 2)",
     )
     options = parser.parse_args()
-    if not 2 <= options.workers < MOST_RANKS:
-        raise UserError(f"--workers {options.workers}: must be 2 to {MOST_RANKS - 1}", code="flag-value")
-    # Here, since they bring PyTorch along: --help and a wrong flag take no seconds.
+    if not 2 <= options.workers < MAX_RANKS:
+        raise UserError(f"--workers {options.workers}: must be 2 to {MAX_RANKS - 1}", code="flag-value")
+    # Imported here because they import PyTorch, which --help and a wrong flag need not wait for.
     from rich.console import Console
 
     from learn.checking.exercises import EXERCISES
@@ -53,14 +53,14 @@ def main() -> int:
             verdicts.append(check_function(options.solution, name, world_sizes))
         console.print(describe(verdicts[-1], EXERCISES[name].promise))
     num_right = sum(verdict.finding is None for verdict in verdicts)
-    whole = num_right == len(verdicts)
-    end = ". This is data parallelism; DDP does the same, sooner." if whole else ""
+    all_right = num_right == len(verdicts)
+    end = ". This is data parallelism; DDP does the same, sooner." if all_right else ""
     console.print(f"{num_right} of {len(verdicts)} right{end}")
-    return 0 if whole else 1
+    return 0 if all_right else 1
 
 
 def describe(verdict: Verdict, promise: str) -> Text:
-    """A verdict as it is shown: one line if all is well, which says what the function is held to."""
+    """A verdict as it is printed; if the function is right, one line that says what it guarantees."""
     from rich.text import Text
 
     finding = verdict.finding
@@ -77,9 +77,9 @@ def describe(verdict: Verdict, promise: str) -> Text:
     text.append(f"       hint: {finding.hint}\n", "cyan")
     for rank, printed in verdict.printed.items():
         lines = printed.splitlines()
-        for line in lines[:MOST_LINES]:
+        for line in lines[:MAX_LINES]:
             text.append(f"       rank {rank} printed: {line}\n", "dim")
-        if len(lines) > MOST_LINES:
+        if len(lines) > MAX_LINES:
             text.append(f"       rank {rank} printed more\n", "dim")
     return text
 

@@ -23,7 +23,7 @@ Rows = tuple[np.ndarray, np.ndarray]  # images, uint8, (rows, 32, 32, 3); labels
 
 
 def is_batch(name: PurePosixPath) -> bool:
-    """Whether a file is called as a batch of CIFAR-10 is."""
+    """Whether a file has the name of a CIFAR-10 batch."""
     return name.name.removesuffix(".bin") in [*BATCHES["train"], *BATCHES["test"]]
 
 
@@ -79,7 +79,7 @@ def _read_pickle(name: str, data: bytes) -> Rows:
 
 
 class _PickledDtype:
-    """Stands for ``numpy.dtype``; the only one that CIFAR-10 needs is that of bytes."""
+    """Stand-in for ``numpy.dtype``; CIFAR-10 needs only bytes."""
 
     def __init__(self, code: bytes | str, *_: Any) -> None:
         if code not in (b"u1", "u1"):
@@ -90,7 +90,7 @@ class _PickledDtype:
 
 
 class _PickledArray:
-    """Stands for an array of numpy: keeps what was written of it."""
+    """Stand-in for a numpy array: keeps its pickled state."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -115,7 +115,7 @@ _STAND_INS = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain containers, and arrays by stand-ins; whatever else a pickle asks for is refused, and does not run."""
+    """Reads plain containers, and arrays as stand-ins; refuses everything else, so no code of a pickle runs."""
 
     def find_class(self, module: str, name: str) -> type:
         """The stand-in for what a pickle wants to call.

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 learn/by_hand/collectives.py
 
-A collective is a call that every rank of a group makes, in the same order. All of distributed training is sent by the
-few below. Rank r holds 1 to N, times 10^r, so that the digits of a sum tell which ranks are in it.
+A collective is a call that every rank of a group makes, in the same order. Distributed training
+uses only the few below. Rank r holds 1 to N, times 10^r, so that the digits of a sum tell which ranks are in it.
 
 Source: the MPI standard, chapter "Collective Communication".
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from learn.by_hand.demonstration import demonstrate
 from training.parallelism.distributed import Ranks
 
-Held = Iterator[torch.Tensor]  # what this rank holds: at first, and at the end
+Held = Iterator[torch.Tensor]  # what this rank holds before, and then after
 NOTHING = torch.empty(0)
 
 
@@ -58,18 +58,18 @@ def scatter(row: torch.Tensor) -> Held:
 
 def gather(row: torch.Tensor) -> Held:
     """Rank 0 collects one number of each. The whole model, to be written to a file."""
-    is_first, own, everyones = dist.get_rank() == 0, row[:1], torch.empty_like(row)
+    is_first, own, gathered = dist.get_rank() == 0, row[:1], torch.empty_like(row)
     yield own
-    dist.gather(own, list(everyones.chunk(len(row))) if is_first else None, dst=0)
-    yield everyones if is_first else NOTHING
+    dist.gather(own, list(gathered.chunk(len(row))) if is_first else None, dst=0)
+    yield gathered if is_first else NOTHING
 
 
 def all_gather(row: torch.Tensor) -> Held:
     """All collect one number of each. This is how FSDP puts a block's weights together before their turn."""
-    own, everyones = row[:1], torch.empty_like(row)
+    own, gathered = row[:1], torch.empty_like(row)
     yield own
-    dist.all_gather(list(everyones.chunk(len(row))), own)
-    yield everyones
+    dist.all_gather(list(gathered.chunk(len(row))), own)
+    yield gathered
 
 
 def reduce_scatter(row: torch.Tensor) -> Held:
@@ -101,7 +101,7 @@ COLLECTIVES = (broadcast, reduce, all_reduce, scatter, gather, all_gather, reduc
 
 
 def show(ranks: Ranks) -> None:
-    """Run each and print what the ranks held; rank 0 asks the others only to print it."""
+    """Run each and print what the ranks held; the gather is only for printing."""
     size, width = ranks.world_size, ranks.world_size + 1
     for collective in COLLECTIVES:
         row = torch.arange(1, size + 1) * 10**ranks.rank

@@ -1,9 +1,9 @@
-"""Data parallelism by hand beside DDP: the same weights after every step.
+"""Data parallelism by hand next to DDP: the same weights after every step.
 
     torchrun --standalone --nproc_per_node=2 learn/by_hand/compare_with_ddp.py
 
 Two copies of a model take the same steps on the same images, one by :mod:`learn.by_hand.data_parallel`, the other in
-``DistributedDataParallel``. After each step their losses, gradients and weights are held against each other. On two
+``DistributedDataParallel``. After each step their losses, gradients and weights are compared. On two
 ranks they are equal to the bit. On more they may differ in their last bits: DDP sums many gradients in one call, and so
 adds the ranks' numbers up in another order; and where this divides by N, it multiplies by 1/N. All is in float64: in
 float32 such a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
@@ -36,7 +36,7 @@ from training.parallelism.distributed import Ranks
 
 STEPS = 10
 ROWS_PER_RANK = 16
-TOLERANCE = 1e-12  # what rounding can do
+TOLERANCE = 1e-12  # of rounding
 Row = tuple[float, float, float, float]  # loss by hand, loss in DDP, largest difference of a gradient, of a weight
 
 
@@ -46,24 +46,24 @@ def show(ranks: Ranks) -> None:
     Raises:
         TrainingFailure: they differ by more than rounding.
     """
-    say: Callable[[str], None] = print if ranks.is_first else lambda _: None
-    say("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
-    widest = 0.0
+    print_once: Callable[[str], None] = print if ranks.is_first else lambda _: None
+    print_once("step  loss by hand   loss in DDP  gradients differ by  weights differ by")
+    largest = 0.0
     for step, row in enumerate(compare(ranks), start=1):
         rows = ranks.gather(row)
         gradients, weights = max(row[2] for row in rows), max(row[3] for row in rows)
-        say(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
-        widest = max(widest, weights)
-    if widest > TOLERANCE:
+        print_once(f"{step:4}  {row[0]:12.8f}  {row[1]:12.8f}  {gradients:19.1e}  {weights:17.1e}")
+        largest = max(largest, weights)
+    if largest > TOLERANCE:
         raise TrainingFailure(
-            f"the weights by hand and in DDP differ by {widest:.1e}", quiet=not ranks.is_first, code="replicas-differ"
+            f"the weights by hand and in DDP differ by {largest:.1e}", quiet=not ranks.is_first, code="replicas-differ"
         )
-    say("weights: " + ("equal to the bit" if widest == 0 else f"equal but for rounding, {widest:.1e} at most"))
+    print_once("weights: " + ("equal to the bit" if largest == 0 else f"equal but for rounding, {largest:.1e} at most"))
 
 
 def compare(ranks: Ranks) -> Iterator[Row]:
-    """Take a step in both ways, and say what came of it."""
-    torch.manual_seed(ranks.rank)  # the ranks start apart: both ways must bring them together
+    """Take every step in both ways; yields how they differ."""
+    torch.manual_seed(ranks.rank)  # the ranks start with different weights; both ways must make them equal
     by_hand = CNN(width=8).double()
     in_ddp = copy.deepcopy(by_hand)
     broadcast_parameters(by_hand)

@@ -9,20 +9,17 @@ import torch
 from common.errors import UserError, run_command
 from training.parallelism.distributed import Ranks, join_ranks
 
-MOST_RANKS = 16  # a wider table is no longer read
+MAX_RANKS = 16  # a wider table is unreadable
 
 
 def demonstrate(script: str, show: Callable[[Ranks], None]) -> None:
-    """Call ``show`` on every rank that torchrun started, on the CPU, and exit with its code.
-
-    Foreseen errors are one line: ``script`` was started without torchrun, or on more than ``MOST_RANKS`` ranks.
-    """
+    """Call ``show`` on every rank that torchrun started, on the CPU, and exit with its code."""
 
     def main() -> None:
         with join_ranks("cpu") as ranks:
-            if not 2 <= ranks.world_size <= MOST_RANKS:
+            if not 2 <= ranks.world_size <= MAX_RANKS:
                 raise UserError(
-                    f"{script} on {ranks.world_size} rank{'s' * (ranks.world_size > 1)}: it shows 2 to {MOST_RANKS}; "
+                    f"{script} on {ranks.world_size} rank{'s' * (ranks.world_size > 1)}: it shows 2 to {MAX_RANKS}; "
                     f"start it with torchrun --standalone --nproc_per_node=4 {script}",
                     quiet=not ranks.is_first,
                     code="torchrun-needed",

@@ -18,13 +18,13 @@ from common.errors import UserError, first_line
 SPLITS = ("train", "test")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 SIDE = 32  # pixels
-MOST_BYTES = 64 * 2**20  # of a file; a batch of CIFAR-10 has 30 million
-# No **: it would leave out linked folders, and never end where one is a link to a folder around it.
+MAX_BYTES = 64 * 2**20  # of a file; a batch of CIFAR-10 has 30 million
+# Not **: it skips linked folders, and would never end if one is a link to a folder that contains it.
 IN_A_FOLDER = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 
 def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Files of a folder or of an archive, by name within it, one at a time: all may be more than memory holds.
+    """Files of a folder or an archive with their names in it, one at a time, because all may not fit into memory.
 
     Args:
         path: a folder, of which four levels are searched, or a ``.tar``, packed or not, which is not unpacked onto the
@@ -32,7 +32,7 @@ def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
         wanted: whether a file is to be read, by its name.
 
     Raises:
-        UserError: something cannot be read, or a file is larger than ``MOST_BYTES``.
+        UserError: something cannot be read, or a file is larger than ``MAX_BYTES``.
     """
     try:
         if path.is_dir():
@@ -52,9 +52,9 @@ def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
 
 
 def _check_size(name: PurePosixPath, num_bytes: int) -> None:
-    if num_bytes > MOST_BYTES:
+    if num_bytes > MAX_BYTES:
         raise UserError(
-            f"{name}: {num_bytes:,} bytes; files of more than {MOST_BYTES:,} are not read", code="images-unreadable"
+            f"{name}: {num_bytes:,} bytes; files of more than {MAX_BYTES:,} are not read", code="images-unreadable"
         )
 
 

@@ -16,7 +16,6 @@ Source: Huang et al., "GPipe", arXiv 1811.06965, section 2; for 1F1B Narayanan e
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,22 +26,23 @@ if not __package__:  # started by path: the imports below need the folder above 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 
 from learn.by_hand.demonstration import demonstrate, largest_gap
-from learn.by_hand.pipeline_timeline import Event, describe
+from training.parallelism import timeline
 from training.parallelism.distributed import Ranks
+from training.parallelism.schedules import Action
 
-Action = tuple[str, int]  # "F" or "B", and the micro-batch
+Order = list[tuple[str, int]]  # "F" or "B", and the micro-batch
 
 
-def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """The order of GPipe, the same for every stage: all forwards, then all backwards."""
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Order:
     return [(kind, index) for kind in "FB" for index in range(num_micro_batches)]
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """The order of 1F1B: as many forwards as there are stages behind, then forward and backward by turns."""
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> Order:
+    """The order of 1F1B: one forward per later stage, then forward and backward alternate."""
     warm_up = min(num_stages - 1 - stage, num_micro_batches)
     forwards, backwards = ([(kind, index) for index in range(num_micro_batches)] for kind in "FB")
     pairs = zip(forwards[warm_up:], backwards, strict=False)
@@ -50,10 +50,10 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
 
 
 class Stage:
-    """This rank's part of the model, at work on one batch; gradients add up in the module's parameters.
+    """This rank's part of the model during one batch; gradients accumulate in the module's parameters.
 
     Args:
-        module: keeps the shape of what it is given.
+        module: its output has the shape of its input.
         inputs: the micro-batches, all alike in size; ranks but the first read only their shapes.
         targets: of the same shapes, for the mean square error on the last rank.
     """
@@ -63,13 +63,13 @@ class Stage:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what a backward needs of its forward
 
-    def run(self, actions: Sequence[Action]) -> list[Event]:
-        """Work through the actions in their order; returns when each was done."""
-        # Nobody waits to send: with 1F1B two neighbours would wait for each other, each sending, none receiving.
+    def run(self, order: Order) -> list[tuple[Action, int]]:
+        """Returns each action with the number of micro-batches whose activations the stage then kept."""
+        # Sends are not waited for here: with 1F1B two neighbours would both wait to send, and neither receive.
         events, sends = [], []
-        for kind, index in actions:
+        for kind, index in order:
             message, receiver = self._forward(index) if kind == "F" else self._backward(index)
-            events.append(Event(self.rank, kind, index, time.monotonic(), len(self.kept)))
+            events.append((Action(self.rank, kind, index), len(self.kept)))
             if 0 <= receiver <= self.last:
                 sends.append(dist.isend(message, receiver))
         for send in sends:
@@ -81,7 +81,7 @@ class Stage:
         if self.rank > 0:
             x = torch.empty_like(x)
             dist.recv(x, self.rank - 1)
-            x.requires_grad_()  # its gradient is what the stage before waits for
+            x.requires_grad_()  # the previous stage waits for its gradient
         y = self.module(x)
         if self.rank == self.last:
             y = F.mse_loss(y, self.targets[index]) / len(self.targets)
@@ -98,21 +98,21 @@ class Stage:
 
 
 def show(ranks: Ranks, num_micro_batches: int = 8) -> None:
-    """Run both orders on the same batch, compare each with one process, and print what ran when."""
+    """Compare both orders with one process, and draw what ran, with backward passes twice as long as forward ones."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(ranks.world_size))).double()
     inputs, targets = torch.randn(2, 64, 16, dtype=torch.float64)
     module = layers[ranks.rank]
     expected = torch.autograd.grad(F.mse_loss(layers(inputs), targets), list(module.parameters()))
-    for name, order in (("GPipe", gpipe), ("1F1B", one_forward_one_backward)):
+    for name, order in (("gpipe", gpipe), ("1f1b", one_forward_one_backward)):
         module.zero_grad()
         stage = Stage(module, inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches))
         events = ranks.gather(stage.run(order(ranks.rank, ranks.world_size, num_micro_batches)))
-        gap = f"{largest_gap([parameter.grad for parameter in module.parameters()], expected):.1e}"
-        gaps = ", ".join(ranks.gather(gap))
+        gaps = ranks.gather(f"{largest_gap((weight.grad for weight in module.parameters()), expected):.1e}")
         if ranks.is_first:
-            print(f"{name}: {ranks.world_size} stages, {num_micro_batches} micro-batches\n{describe(events)}")
-            print(f"largest difference to the gradients of one process, by stage: {gaps}\n")
+            ran = [[action for action, _ in stage] for stage in events]
+            timeline.show(timeline.place(ran, name), Console(highlight=False))
+            print(f"largest difference to the gradients of one process, by stage: {', '.join(gaps)}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=4 learn/by_hand/ring_all_reduce.py
 
-Every rank holds a tensor as large as the others' and wants the sum of all. Were each to send its whole tensor to every
+Every rank holds a tensor as large as the others' and wants the sum of all. If each sent its whole tensor to every
 other, N - 1 times the tensor would leave every rank. Instead the tensor is cut into N chunks, and every rank only ever
 sends to the next one, around the ring:
 
@@ -53,14 +53,14 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
 
 
 def ring_steps(tensor: torch.Tensor) -> Iterator[Step]:
-    """The same, one step for each value that is taken: 2 (N - 1) on N ranks."""
+    """The same as a generator that does one step per ``next``: 2 (N - 1) steps on N ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Views: what is written into a chunk is written into the tensor. The first ones are longer by 1 if N does not
-    # divide the tensor, and the last ones empty if it has fewer than N elements.
+    # Views: writing into a chunk writes into the tensor. If N does not divide the tensor, the first chunks have one
+    # element more; if it has fewer than N elements, the last chunks are empty.
     chunks = tensor.detach().view(-1).tensor_split(size)
     for step in range(size - 1):
         yield _pass_on(chunks, REDUCE_SCATTER, (rank - step) % size)
-    # Now this rank's chunk rank + 1 is the whole sum: the first to be shown around.
+    # Now chunk rank + 1 holds the whole sum on this rank, so that is the first one to pass on.
     for step in range(size - 1):
         yield _pass_on(chunks, ALL_GATHER, (rank + 1 - step) % size)
 
@@ -70,7 +70,7 @@ def _pass_on(chunks: Sequence[torch.Tensor], phase: str, sent: int) -> Step:
     rank, size = dist.get_rank(), len(chunks)
     received = (sent - 1) % size
     incoming = torch.empty_like(chunks[received])
-    # Both are begun before either is waited for: if every rank first waited to send, none would come to receive.
+    # Start both before waiting for either: if every rank first waited for its send, none would ever receive.
     for transfer in (dist.isend(chunks[sent], (rank + 1) % size), dist.irecv(incoming, (rank - 1) % size)):
         transfer.wait()
     if phase == REDUCE_SCATTER:
@@ -81,27 +81,27 @@ def _pass_on(chunks: Sequence[torch.Tensor], phase: str, sent: int) -> Step:
 
 
 def show(ranks: Ranks) -> None:
-    """Print what every rank holds after each step; rank 0 asks the others only to print it."""
+    """Print what every rank holds after each step; the gather is only for printing."""
     size, tensor = ranks.world_size, torch.arange(1, 10) * 10**ranks.rank
     expected = tensor.clone()
     dist.all_reduce(expected)
 
-    say = print if ranks.is_first else lambda *_: None
-    say(
+    print_once = print if ranks.is_first else lambda *_: None
+    print_once(
         f"Rank r holds 1 to 9, times 10^r: the digits of a sum tell which ranks are in it. {size} ranks, {size} chunks."
     )
-    say("\nbefore")
+    print_once("\nbefore")
     _print_rows(ranks, tensor, received=None)
     sent_bytes = 0
     for number, step in enumerate(ring_steps(tensor)):
         sent_bytes += step.num_bytes
         verb = "adds" if step.phase == REDUCE_SCATTER else "takes"
-        say(f"\n{step.phase}, step {number % (size - 1) + 1} of {size - 1}: each rank {verb} the chunk marked *")
+        print_once(f"\n{step.phase}, step {number % (size - 1) + 1} of {size - 1}: each rank {verb} the chunk marked *")
         _print_rows(ranks, tensor, step.received)
 
-    say(f"\nbytes sent by each rank: {ranks.gather(sent_bytes)}")
-    say(f"2 (N - 1) / N of the tensor's {tensor.nbytes} bytes: {2 * (size - 1) / size * tensor.nbytes:g}")
-    say(f"equal to dist.all_reduce, rank by rank: {ranks.gather(torch.equal(tensor, expected))}")
+    print_once(f"\nbytes sent by each rank: {ranks.gather(sent_bytes)}")
+    print_once(f"2 (N - 1) / N of the tensor's {tensor.nbytes} bytes: {2 * (size - 1) / size * tensor.nbytes:g}")
+    print_once(f"equal to dist.all_reduce, rank by rank: {ranks.gather(torch.equal(tensor, expected))}")
 
 
 def _print_rows(ranks: Ranks, tensor: torch.Tensor, received: int | None) -> None:

@@ -31,37 +31,36 @@ from training.fault_tolerance.interruption import run_rank
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks, join_ranks
 
-# Without torchrun: a group of one rank, so that nothing below need ask whether there is a group.
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+# Without torchrun there is a group of one rank, so nothing below has to check for a group.
+SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def main() -> None:
-    """Parse, join the process group, train."""
     with rank0_only_output():
         options = _parse()
     if "RANK" not in os.environ:
-        os.environ |= ALONE
+        os.environ |= SINGLE_RANK
     with join_ranks(options.device) as ranks:
         if options.batch_size % ranks.world_size:
-            complaint = f"--batch_size {options.batch_size}: must be a multiple of the {ranks.world_size} ranks"
-            raise UserError(complaint, quiet=not ranks.is_first, code="uneven-split")
+            message = f"--batch_size {options.batch_size}: must be a multiple of the {ranks.world_size} ranks"
+            raise UserError(message, quiet=not ranks.is_first, code="uneven-split")
         load = partial(load_images, options.data)
         data = ranks.local_rank0_first(load) if options.data == "cifar10" else ranks.run_on_all_ranks(load)
         train(data, options, ranks)
 
 
 def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
-    """Train for some epochs, of which rank 0 prints a line each; returns the model.
+    """Train; rank 0 prints one line per epoch. Returns the model.
 
     Raises:
         UserError: there are not enough rows for one batch.
     """
     steps = len(data.train) // options.batch_size
     if not steps:
-        complaint = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
-        raise UserError(complaint, quiet=not ranks.is_first, code="rows-too-few")
+        message = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
+        raise UserError(message, quiet=not ranks.is_first, code="rows-too-few")
     rows_per_rank = options.batch_size // ranks.world_size
-    # Every rank draws its own weights, as separate programs do: it is the broadcast that makes them equal.
+    # Every rank draws its own weights, as separate programs do: the broadcast makes them equal.
     torch.manual_seed(options.seed + ranks.rank)
     model = CNN(len(data.classes)).to(ranks.device)
     broadcast_parameters(model)
@@ -84,7 +83,7 @@ def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
 def train_epoch(
     model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, ranks: Ranks
 ) -> float:
-    """One step a batch; returns the mean loss of the global batches."""
+    """One step per batch; returns the mean loss of the global batches."""
     model.train()
     losses = []
     for images, labels in batches:

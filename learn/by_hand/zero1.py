@@ -1,16 +1,17 @@
-"""ZeRO stage 1 by hand: the optimizer's state, cut over the ranks.
+"""ZeRO stage 1 by hand: the optimizer's state, sharded over the ranks.
 
     torchrun --standalone --nproc_per_node=4 learn/by_hand/zero1.py
 
 Adam keeps two moments for every parameter, in fp32 twice the model's size, and data parallelism keeps them on every
-rank: N equal copies, though each weight needs only one. So let each rank own 1/N of the weights, as one flat vector:
+rank: N equal copies, though each weight needs only one. So each rank owns 1/N of the weights, as one flat vector:
 
-- reduce-scatter the gradients: each rank gets the sum for its own share only;
-- it steps its share, and so needs the moments of that share only;
+- reduce-scatter the gradients: each rank gets only the sum for its own share;
+- it steps its share, so it needs only the moments of that share;
 - all-gather the weights: each rank has the whole model again.
 
-Adam treats every weight by itself, so the cut changes nothing in the result. The two collectives are the halves of an
-all-reduce (see ``ring_all_reduce.py``): NCCL sends no more than before. Gloo makes its reduce-scatter of all-reduces.
+Adam updates every weight independently of the others, so sharding does not change the result. The two collectives are
+the halves of an all-reduce (see ``ring_all_reduce.py``): NCCL sends no more than before. Gloo builds its reduce-scatter
+from all-reduces.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1 (P_os) and 7.2.1 (what it sends).
 """
@@ -34,22 +35,22 @@ from training.parallelism.distributed import Ranks
 
 
 class Zero1Adam:
-    """Adam over all ranks' gradients, with its state cut over the ranks.
+    """Adam over all ranks' gradients, with its state sharded over the ranks.
 
     Args:
-        parameters: all alike in type, equal on all ranks, each with a gradient at every step.
+        parameters: of one dtype, equal on all ranks, each with a gradient at every step.
         learning_rate: of Adam; the rest is PyTorch's default.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
         self.parameters = list(parameters)
-        weights = self._whole([parameter.detach() for parameter in self.parameters])
+        weights = self._flatten([parameter.detach() for parameter in self.parameters])
         self.share = nn.Parameter(weights.chunk(dist.get_world_size())[dist.get_rank()].clone())
         self.optimizer = torch.optim.Adam([self.share], lr=learning_rate)
 
     def step(self) -> None:
         """Step by the mean of the ranks' gradients; afterwards every rank has all new weights."""
-        gradients = self._whole([parameter.grad for parameter in self.parameters])
+        gradients = self._flatten([parameter.grad for parameter in self.parameters])
         self.share.grad = torch.empty_like(self.share)
         dist.reduce_scatter(self.share.grad, list(gradients.chunk(dist.get_world_size())))
         self.share.grad /= dist.get_world_size()
@@ -61,14 +62,13 @@ class Zero1Adam:
         for parameter, values in zip(self.parameters, weights[: sum(sizes)].split(sizes), strict=True):
             parameter.detach().copy_(values.view_as(parameter))
 
-    def _whole(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """One flat vector, filled up with zeros to a length that the ranks divide."""
+    def _flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """One flat vector, padded with zeros to a multiple of the number of ranks."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
 
 
 def moment_bytes(optimizer: torch.optim.Adam) -> int:
-    """The bytes of both moments that an optimizer keeps on this rank."""
     return sum(state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
 
 
@@ -78,9 +78,9 @@ def show(ranks: Ranks, num_steps: int = 5) -> None:
     model, plain_model = (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)) for _ in range(2))
     plain_model.load_state_dict(model.state_dict())
     zero1, plain = Zero1Adam(model.parameters(), 0.01), torch.optim.Adam(plain_model.parameters(), lr=0.01)
-    say = print if ranks.is_first else lambda *_: None
+    print_once = print if ranks.is_first else lambda *_: None
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{num_weights} weights; each of {ranks.world_size} ranks owns {zero1.share.numel()}, padding included")
+    print_once(f"{num_weights} weights; each of {ranks.world_size} ranks owns {zero1.share.numel()}, padding included")
     for step in range(1, num_steps + 1):
         inputs, labels = torch.randn(16 * ranks.world_size, 8), torch.randint(3, (16 * ranks.world_size,))
         own = slice(16 * ranks.rank, 16 * (ranks.rank + 1))
@@ -90,9 +90,9 @@ def show(ranks: Ranks, num_steps: int = 5) -> None:
             loss.backward()
             optimizer.step()
         gap = max(ranks.gather(largest_gap(model.parameters(), plain_model.parameters())))
-        say(f"step {step}: loss {loss.item():.4f}, largest difference to the weights of plain Adam {gap:.1e}")
+        print_once(f"step {step}: loss {loss.item():.4f}, largest difference to the weights of plain Adam {gap:.1e}")
     sharded, whole = ranks.gather(moment_bytes(zero1.optimizer)), moment_bytes(plain)
-    say(f"bytes of moments on each rank: ZeRO-1 {sharded}, plain Adam {whole}")
+    print_once(f"bytes of moments on each rank: ZeRO-1 {sharded}, plain Adam {whole}")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,7 @@ def configured(flags: argparse.Namespace) -> Pipeline:
     Raises:
         UserError: it cannot be read or run, or has no card for a flag, or none that takes its value.
     """
-    from learn.cards.pipeline import SETTINGS
-    from learn.cards.wiring import DEFAULT_PIPELINE, read_pipeline
+    from learn.cards.pipeline import DEFAULT_PIPELINE, SETTINGS, read_pipeline
 
     pipeline = read_pipeline(flags.pipeline or DEFAULT_PIPELINE)
     for name in SETTINGS:
@@ -57,8 +56,8 @@ def configured(flags: argparse.Namespace) -> Pipeline:
 
 def run(flags: argparse.Namespace) -> None:
     """Run a pipeline to its end."""
+    from learn.cards.console import Progress
     from learn.cards.history import History
-    from learn.cards.progress import Progress
     from learn.cards.report import check_report, write_report
     from learn.cards.runner import Event, Runner
 
@@ -88,14 +87,14 @@ def show(flags: argparse.Namespace) -> None:
     """Draw the wiring of a pipeline."""
     from rich.console import Console
 
-    from learn.cards.drawing import as_mermaid, as_table
-    from learn.cards.runner import epochs_of, workers_of
+    from learn.cards.console import as_mermaid, as_table
+    from learn.cards.runner import num_epochs, num_workers
 
     pipeline = configured(flags)
     if flags.mermaid:
         print(as_mermaid(pipeline))
     else:
-        Console(highlight=False, markup=False).print(as_table(pipeline, workers_of(pipeline), epochs_of(pipeline)))
+        Console(highlight=False, markup=False).print(as_table(pipeline, num_workers(pipeline), num_epochs(pipeline)))
 
 
 def serve(flags: argparse.Namespace) -> None:

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from learn.cards.storage import Storage
 
-# By name; each value is of the type that its card's schema gives that name, and can be written as JSON: tensors stand
-# in the storage, and the value says under which key.
+# By name; each value has the type that its card's schema names, and can be written as JSON: tensors are in the storage,
+# and the value says under which key.
 Values = Mapping[str, Any]
 
 # How a preview is drawn: its facts above its table; the same, with the sum of the column "parameters" below the table;
@@ -20,7 +20,7 @@ ViewType = Literal["table", "model_summary", "metrics"]
 
 
 class CardConfig(BaseModel):
-    """What a person can set on a card; its JSON schema is the form on the page."""
+    """A card's settings, none by default; the JSON schema is the form on the page."""
 
     # YAML reads a column called 4 as a number, and .inf as one too.
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -30,7 +30,7 @@ Config = TypeVar("Config", bound=CardConfig)
 
 
 class Preview(TypedDict):
-    """What a card's outputs look like: a few facts and a table, either of which may be empty."""
+    """A card's outputs, shown as a few facts and a table; either may be empty."""
 
     view: ViewType
     summary: dict[str, str | int | float]
@@ -61,15 +61,15 @@ class BaseCard(ABC, Generic[Config]):
         """Do the step; returns the outputs that ``output_schema`` names.
 
         Raises:
-            UserError: the configuration does not go with the inputs.
+            UserError: the configuration does not fit the inputs.
         """
 
     @abstractmethod
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
-        """Show what :meth:`execute` returned: of a distributed card, what rank 0 did; the storage knows the others."""
+        """Show what :meth:`execute` returned. For a distributed card that is rank 0's; the storage has the others'."""
 
     def metrics(self, outputs: Values) -> dict[str, float]:
-        """The figures among the outputs that are worth following while the pipeline runs."""
+        """The figures to follow while the pipeline runs."""
         return {}
 
     def preview(
@@ -79,6 +79,6 @@ class BaseCard(ABC, Generic[Config]):
         /,
         **summary: str | int | float,
     ) -> Preview:
-        """Put a preview together; underscores in a fact's name read as spaces."""
+        # Keyword names are shown with spaces for underscores.
         facts = {name.replace("_", " "): value for name, value in summary.items()}
         return {"view": self.output_view_type, "summary": facts, "columns": columns, "rows": rows}

@@ -1,4 +1,4 @@
-"""What has become of every card so far; the page and the report draw it."""
+"""The state of every card so far, which the page and the report show."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import asdict
 from typing import Any
 
 from learn.cards.pipeline import Pipeline
-from learn.cards.runner import Event, epochs_of
+from learn.cards.runner import Event, num_epochs
 
 
 class History:
-    """Keeps of every card its latest event, and of the training loop the loss of every pass.
+    """Keeps every card's latest event, and the loss of every pass of the training loop.
 
     Args:
         pipeline: that runs.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.epochs = epochs_of(pipeline)
+        self.epochs = num_epochs(pipeline)
         self.losses: list[float] = []
         self.failure = ""  # why a card failed; empty as long as none has
         self.latest: dict[str, Event] = {}  # by node
@@ -26,7 +26,6 @@ class History:
         self._nodes = [node.id for node in pipeline.nodes]
 
     def record(self, event: Event) -> None:
-        """A card begins, is done, or failed."""
         self.latest[event.node] = event
         if event.state == "failed":
             self.failure = event.message
@@ -36,7 +35,7 @@ class History:
             self.losses.append(event.metrics["loss"])
 
     def has_run(self, node_id: str) -> bool:
-        """Whether a card has been done once: of one of the training loop also while it runs again."""
+        """Whether a card has finished at least once."""
         event = self.latest.get(node_id)
         return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
 
@@ -44,13 +43,13 @@ class History:
         """All of it as JSON.
 
         Args:
-            losses_from: number of the first loss to tell, from 0.
+            losses_from: index of the first loss to include.
         """
         cards = {}
         for node_id in self._nodes:
             event = self.latest.get(node_id)
-            told = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
-            cards[node_id] = told | {"metrics": self.metrics.get(node_id, {})}
+            latest = asdict(event) if event else {"node": node_id, "state": "waiting", "seconds": 0.0}
+            cards[node_id] = latest | {"metrics": self.metrics.get(node_id, {})}
         return writable(
             {
                 "cards": cards,
@@ -63,7 +62,7 @@ class History:
 
 
 def writable(value: Any) -> Any:
-    """The same value with its numbers that JSON does not know, infinities and NaN, as text."""
+    """The same value with infinities and NaN, which JSON does not have, as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

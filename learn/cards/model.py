@@ -1,16 +1,21 @@
-"""The model of the cards: a multi-layer perceptron, small enough to see every number of it."""
+"""The model of the cards, a small multi-layer perceptron, and what a rank holds of it at a moment."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
+from learn.cards.storage import Storage
 
-MOST_PARAMETERS = 1_000_000
+MAX_PARAMETERS = 1_000_000
 
 
 def build_mlp(layers: Sequence[int], seed: int = 0) -> nn.Sequential:
@@ -28,7 +33,6 @@ def build_mlp(layers: Sequence[int], seed: int = 0) -> nn.Sequential:
 
 
 def layer_sizes(model: nn.Sequential) -> list[int]:
-    """What :func:`build_mlp` was given."""
     linear = [module for module in model if isinstance(module, nn.Linear)]
     return [linear[0].in_features, *(layer.out_features for layer in linear)]
 
@@ -37,7 +41,7 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
     """Layer sizes from their text, such as ``4,16,8,3``.
 
     Raises:
-        UserError: it is no list of sizes, or does not go with the data.
+        UserError: it is not a list of sizes, or does not fit the data.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or not all(part.isdecimal() and int(part) for part in parts):
@@ -54,14 +58,52 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
         raise UserError(
             f"model_arch {text}: ends with {layers[-1]}, but the data has {num_classes} classes", code="card-network"
         )
-    if (count := num_parameters(layers)) > MOST_PARAMETERS:
+    if (count := num_parameters(layers)) > MAX_PARAMETERS:
         raise UserError(
-            f"model_arch {text}: {count:,} parameters; at most {MOST_PARAMETERS:,} can be looked at",
+            f"model_arch {text}: {count:,} parameters; at most {MAX_PARAMETERS:,} can be looked at",
             code="card-network",
         )
     return layers
 
 
 def num_parameters(layers: Sequence[int]) -> int:
-    """Weights and biases of all layers."""
     return sum((inputs + 1) * outputs for inputs, outputs in pairwise(layers))
+
+
+def record_held(moment: Literal["before", "broadcast", "after"], storage: Storage) -> None:
+    """Save the rank's model as it is at this moment; does nothing before there is a model.
+
+    ``before.safetensors`` holds ``parameters/NAME`` and ``gradients/NAME`` (if it has gradients); ``before.json`` their
+    shapes and checksums.
+    """
+    model = storage.live.get("model")
+    if model is None or not storage.recording:
+        return
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"parameters/{name}"] = own_part(parameter)
+        if parameter.grad is not None:
+            tensors[f"gradients/{name}"] = own_part(parameter.grad)
+    storage.save_tensors(moment, tensors)
+    storage.save(moment, {name: describe(tensor) for name, tensor in tensors.items()})
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's part of a tensor: its shard, or all of it."""
+    # A copy, because FSDP cannot free memory that numpy has a view of.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def describe(tensor: torch.Tensor) -> dict[str, list[int] | str]:
+    """A tensor's shape, and a checksum of its bytes: equal when the tensors are equal bit for bit."""
+    data = tensor.detach().cpu().contiguous().numpy().tobytes()
+    return {"shape": list(tensor.shape), "checksum": hashlib.sha256(data).hexdigest()[:12]}
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """The norm over all gradients. If they are sharded this is a collective, which all ranks must call."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    squares = torch.stack([own_part(gradient).square().sum() for gradient in gradients]).sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(squares)
+    return squares.sqrt().item()

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from learn.cards.distributed.forward import MOST_ROWS
+from learn.cards.data import global_batches, rows_of
 from learn.cards.history import writable
 from learn.cards.pipeline import Node, Pipeline
-from learn.cards.runner import Runner, workers_of
-from learn.cards.sharding.shard_data import global_batches, rows_of
+from learn.cards.runner import Runner, num_workers
 from learn.cards.storage import Storage
+from learn.cards.training_step import MAX_ROWS
 
-MOST_SHARDED_ROWS = 1000
-MOST_CELLS = 32  # of a tensor, along each of its dimensions
+MAX_SHARDED_ROWS = 1000
+MAX_CELLS = 32  # of a tensor, along each of its dimensions
 
 FIRST_PASS = "epoch 1, batch 1"
 LAID_OUT = "laid out"
@@ -35,7 +35,7 @@ def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
     """The wiring, and what every card says of itself and how it is set."""
     return {
         "name": pipeline.name,
-        "workers": workers_of(pipeline),
+        "workers": num_workers(pipeline),
         "loop": [node.id for node in pipeline.loop],
         "nodes": [_node_picture(node) for node in pipeline.nodes],
     }
@@ -85,7 +85,7 @@ def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: P
     if card_type == "dist_shard_data":
         return {"shards": _shards(outputs["sharded_data"], storage)}
     if card_type == "dist_forward":
-        return {"batch": storage.of_ranks("batch"), "most_rows": MOST_ROWS}
+        return {"batch": storage.of_ranks("batch"), "max_rows": MAX_ROWS}
     if card_type == "dist_evaluate":
         return {"counts": [found["eval_metrics"]["own"] for found in storage.of_ranks("outputs")]}
     if card_type in HELD:
@@ -104,9 +104,9 @@ def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
             rows_of(owner, rank, sharded["num_workers"]).fill_(rank)
         batches.append(train[batch].tolist())
         owners.append(owner.tolist())
-        if sum(map(len, batches)) >= MOST_SHARDED_ROWS:
+        if sum(map(len, batches)) >= MAX_SHARDED_ROWS:
             break
-    shown = {"batches": batches, "owners": owners, "test_rows": test[:MOST_SHARDED_ROWS].tolist()}
+    shown = {"batches": batches, "owners": owners, "test_rows": test[:MAX_SHARDED_ROWS].tolist()}
     return shown | {"rows": len(train) + len(test)}
 
 
@@ -150,4 +150,4 @@ def _place(slices: list[dict[str, Any]], whole: list[int]) -> None:
 def _values(tensor: torch.Tensor) -> list[list[float]]:
     """Its upper left corner, row by row, to the seven digits that an fp32 number has; a vector is a column."""
     matrix = tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
-    return [[float(f"{value:.7g}") for value in row] for row in matrix[:MOST_CELLS, :MOST_CELLS].tolist()]
+    return [[float(f"{value:.7g}") for value in row] for row in matrix[:MAX_CELLS, :MAX_CELLS].tolist()]

@@ -16,8 +16,6 @@ from learn.cards.workers import Job, Workers, keep_traceback
 
 @dataclass(frozen=True)
 class Event:
-    """A card begins, is done, or failed."""
-
     node: str
     state: Literal["running", "done", "failed"]
     epoch: int = 0  # from 1, of a card of the training loop; else 0
@@ -33,9 +31,8 @@ class Runner:
 
     Args:
         pipeline: a checked one.
-        folder: the values are kept in a folder of the pipeline's name in it; the first step removes those of an
-            earlier run.
-        on_event: told of every card as it begins and ends, in the thread that runs it.
+        folder: values are kept in its subfolder with the pipeline's name; the first step removes an earlier run's.
+        on_event: called when a card begins and ends, in the thread that runs it.
     """
 
     def __init__(
@@ -44,12 +41,12 @@ class Runner:
         self.pipeline = pipeline
         self.storage = Storage(folder / pipeline.name)
         self.on_event = on_event
-        # By node: what each rank put out; a local card counts as one.
+        # By node, one per rank; a local card has one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}
-        self._num_workers = workers_of(pipeline)
+        self._num_workers = num_workers(pipeline)
         self.passes_done = 0  # of the training loop
-        self._next = 0  # place in pipeline.nodes
+        self._next = 0  # position in pipeline.nodes
         self._workers: Workers | None = None
 
     @property
@@ -60,7 +57,7 @@ class Runner:
     @property
     def total_passes(self) -> int:
         """Passes of the training loop: global batches of all epochs; 0 before the rows are sharded."""
-        return epochs_of(self.pipeline) * self._batches_per_epoch
+        return num_epochs(self.pipeline) * self._batches_per_epoch
 
     @property
     def _batches_per_epoch(self) -> int:
@@ -69,16 +66,16 @@ class Runner:
         return outputs[0]["sharded_data"]["batches_per_epoch"] if outputs else 0
 
     def step(self) -> bool:
-        """Run the next card, and keep what each rank held before and after it; returns whether there was one.
+        """Run and record the next card; returns whether there was one.
 
         Raises:
-            UserError: a configuration does not go with the data, or the folder holds something else than a run.
+            UserError: a configuration does not fit the data, or the folder is not a run's.
             TrainingFailure: a rank died, or the card failed.
         """
         return self._step(recording=True)
 
     def run(self) -> None:
-        """Run all that is left; of the training loop the first and the last pass are kept.
+        """Run all remaining cards; the first and last pass of the training loop are recorded.
 
         Raises:
             UserError, TrainingFailure: as :meth:`step`.
@@ -122,9 +119,11 @@ class Runner:
             self._advance(node)
         except ForeseenError:
             raise
-        except Exception as error:  # of a local card, or of this program around the ranks; theirs are foreseen there
-            said = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
-            raise TrainingFailure(f"card {node.card.card_type} (node {node.id}): {said}", code="card-failed") from error
+        except Exception as error:  # from a local card or this program; those of ranks arrive as foreseen errors
+            message = f"{type(error).__name__}: {first_line(error)}{keep_traceback(self.storage.at(node.id))}"
+            raise TrainingFailure(
+                f"card {node.card.card_type} (node {node.id}): {message}", code="card-failed"
+            ) from error
 
     def _place(self, node: Node) -> tuple[int, int, bool]:
         """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""
@@ -134,7 +133,7 @@ class Runner:
         return epoch + 1, batch + 1, batch + 1 == self._batches_per_epoch
 
     def _advance(self, node: Node) -> None:
-        """Go on to the next node: after the last of the loop, to its first until all passes are done."""
+        """Move to the next node: from the last of the loop back to its first, until all passes are done."""
         self._next += 1
         loop = self.pipeline.loop
         if not loop or node != loop[-1]:
@@ -162,7 +161,7 @@ class Runner:
         )
 
     def _inputs(self, node: Node, rank: int) -> dict[str, Any]:
-        """What a rank takes: its own output of the card before, or the only one of a local card."""
+        # A rank takes its own output of a distributed card, or the only one of a local card.
         values = {}
         for name, source in node.inputs.items():
             outputs = self.outputs[source.node]
@@ -170,13 +169,12 @@ class Runner:
         return values
 
 
-def epochs_of(pipeline: Pipeline) -> int:
-    """How long the training loop runs: until the epoch that is saved."""
+def num_epochs(pipeline: Pipeline) -> int:
+    """Training ends with the epoch that is saved."""
     save = pipeline.of_type("dist_save_checkpoint")
     return 1 if save is None else save.config.epoch
 
 
-def workers_of(pipeline: Pipeline) -> int:
-    """Ranks that the distributed cards run on."""
+def num_workers(pipeline: Pipeline) -> int:
     shard = pipeline.of_type("dist_shard_data")
     return 1 if shard is None else shard.config.num_workers

@@ -17,21 +17,20 @@ from fastapi.sse import EventSourceResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
+from learn.cards.data import MAX_RANKS
 from learn.cards.picture import pipeline_picture
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.report import render_page
 from learn.cards.session import Refused, Session
-from learn.cards.sharding.shard_data import MOST_WORKERS
 
 HOST = "127.0.0.1"
-# Nobody sees more than this; a run has thousands of events a second.
-SECONDS_BETWEEN_STATES = 0.05
+# A run has thousands of events per second; the page needs no more updates than this.
+UPDATE_INTERVAL = 0.05
 
 router = APIRouter()
 
 
 def get_session(request: Request) -> Session:
-    """The session of this server."""
     return request.app.state.session
 
 
@@ -39,7 +38,6 @@ InSession = Annotated[Session, Depends(get_session)]
 
 
 def get_node(node_id: str, session: InSession) -> Node:
-    """The node that the address names."""
     try:
         return session.pipeline.node(node_id)
     except UserError as error:
@@ -50,15 +48,12 @@ ThisNode = Annotated[Node, Depends(get_node)]
 
 
 class Reset(BaseModel):
-    """What to start over with."""
-
-    workers: int | None = Field(None, ge=1, le=MOST_WORKERS, description="ranks; as many as before when not given")
+    workers: int | None = Field(None, ge=1, le=MAX_RANKS, description="ranks; by default as many as before")
 
 
 @router.get("/")
 def show_page() -> HTMLResponse:
-    """Answer with the page."""
-    # In a frame of another page, a click could be led here.
+    # Not in a frame of another page, which could trick users into clicking here.
     headers = {"Cache-Control": "no-cache", "Content-Security-Policy": "frame-ancestors 'none'"}
     return HTMLResponse(render_page(), headers=headers)
 
@@ -89,28 +84,25 @@ def configure(node: ThisNode, values: dict[str, Any], session: InSession) -> JSO
 
 @router.post("/api/step")
 def step(session: InSession) -> dict[str, Any]:
-    """Start to run the next card."""
     session.step()
     return session.state()
 
 
 @router.post("/api/run")
 def run(session: InSession) -> dict[str, Any]:
-    """Start to run all cards that are left."""
     session.run()
     return session.state()
 
 
 @router.post("/api/reset")
 def reset(asked: Reset, session: InSession) -> dict[str, Any]:
-    """Start over, on as many ranks as asked for."""
     session.reset(asked.workers)
     return session.state()
 
 
 @router.get("/api/events", response_class=EventSourceResponse)
 async def follow(session: InSession) -> AsyncIterator[dict[str, Any]]:
-    """Tell the state whenever it has changed, the losses only once."""
+    """Stream the state whenever it changes, and each loss only once."""
     run, losses = 0, 0
     with session.follow() as changed:
         while not session.is_over:
@@ -118,12 +110,12 @@ async def follow(session: InSession) -> AsyncIterator[dict[str, Any]]:
             state = session.state(run, losses)
             run, losses = state["run"], state["losses_from"] + len(state["losses"])
             yield state
-            await asyncio.sleep(SECONDS_BETWEEN_STATES)
+            await asyncio.sleep(UPDATE_INTERVAL)
             await changed.wait()
 
 
 def refuse_other_origins(request: Request) -> None:
-    """Refuse what a page from elsewhere asks for: it could start processes here.
+    """Refuse requests from other origins' pages, because requests start processes here.
 
     The Host header names this machine unless a foreign name was made to lead here (DNS rebinding); the Origin header
     comes with whatever a browser sends for a page.
@@ -137,7 +129,6 @@ def refuse_other_origins(request: Request) -> None:
 
 
 def create_app(session: Session) -> FastAPI:
-    """The server of one session."""
     app = FastAPI(dependencies=[Depends(refuse_other_origins)], docs_url=None, redoc_url=None, openapi_url=None)
     app.state.session = session
     app.include_router(router)
@@ -151,7 +142,7 @@ def create_app(session: Session) -> FastAPI:
 
 
 class _Server(uvicorn.Server):
-    """Lets those who follow go when it is told to end, instead of waiting for them."""
+    """Ends the event streams on shutdown instead of waiting for them."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(uvicorn.Config(create_app(session), log_level="warning"))
@@ -171,7 +162,7 @@ def serve_page(pipeline: Pipeline, folder: Path, port: int) -> None:
         port: to listen on; 0 for any that is free.
 
     Raises:
-        UserError: the port cannot be had, or the folder.
+        UserError: the port is not available.
     """
     try:
         listener = socket.create_server((HOST, port))

@@ -1,4 +1,4 @@
-"""One run at a time, in a thread of its own, and those who follow it."""
+"""One run at a time, in its own thread, and the clients that follow it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from learn.cards.picture import card_picture
 from learn.cards.pipeline import Pipeline
 from learn.cards.runner import Event, Runner
 
-SECONDS_BETWEEN_KILLS = 0.1
+KILL_RETRY_INTERVAL = 0.1
 
 
 class Refused(Exception):
-    """What is asked for cannot be done now; the message says why."""
+    """The request cannot be served now; the message says why."""
 
 
 class _Stopped(Exception):
-    """The run is given up."""
+    """Raised in the run's thread to end it."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What belongs together, so that nobody sees a part of one run and a part of the next."""
+    """Replaced as one, so that no reader sees a part of one run and a part of the next."""
 
     number: int
     runner: Runner
@@ -37,7 +37,7 @@ class _Run:
 
 
 class Session:
-    """A pipeline that can be stepped, run, set otherwise and reset; a context manager, after which no rank is left.
+    """A pipeline that can be stepped, run, configured and reset; a context manager that ends all ranks.
 
     Args:
         pipeline: a checked one.
@@ -58,22 +58,18 @@ class Session:
 
     @property
     def number(self) -> int:
-        """Of the run, from 1."""
         return self._now.number
 
     @property
     def runner(self) -> Runner:
-        """Of the run."""
         return self._now.runner
 
     @property
     def history(self) -> History:
-        """Of the run."""
         return self._now.history
 
     @property
     def pipeline(self) -> Pipeline:
-        """What is run, as it is set now."""
         return self.runner.pipeline
 
     def step(self) -> None:
@@ -101,11 +97,11 @@ class Session:
         """
         with self._lock:
             if self.busy:
-                raise Refused("the ranks are at work; wait until they are done, or reset")
+                raise Refused("a run is in progress; wait until it is done, or reset")
             self._start_over(self.pipeline.configured(node_id, **values))
 
     def reset(self, workers: int | None = None) -> None:
-        """Give up what runs, and start over, on another number of ranks if one is given.
+        """Abort the current run and start over, with another number of ranks if given.
 
         Raises:
             UserError: no card says how many ranks there are, or it does not take as many.
@@ -117,7 +113,7 @@ class Session:
             self._start_over(pipeline)
 
     def picture(self, node_id: str) -> list[dict[str, Any]]:
-        """What there is to see of a card; nothing before it has run.
+        """The card's picture; empty before it has run.
 
         Raises:
             UserError: there is no such card.
@@ -127,7 +123,7 @@ class Session:
             return card_picture(self.runner, node) if self.history.has_run(node_id) else []
 
     def state(self, run: int = 0, losses_from: int = 0) -> dict[str, Any]:
-        """How far the run is, as JSON; of the run of that number, the losses from one on that was not told."""
+        """Progress as JSON, with only the losses from ``losses_from`` on if ``run`` is still the current run."""
         now = self._now
         following = now.runner.next_node
         state = {"run": now.number, "busy": self.busy, "next": following and following.id}
@@ -135,27 +131,27 @@ class Session:
 
     @contextmanager
     def follow(self) -> Iterator[asyncio.Event]:
-        """An event, of the running loop, that is set whenever the state has changed."""
+        """An event of the running loop that is set when the state changes."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
+        def notify() -> None:
             loop.call_soon_threadsafe(changed.set)
 
-        self._followers.add(tell)
+        self._followers.add(notify)
         try:
             yield changed
         finally:
-            self._followers.discard(tell)
+            self._followers.discard(notify)
 
     def end(self) -> None:
-        """Let those who follow go."""
+        """End the streams of all followers."""
         self.is_over = True
-        self._tell()
+        self._notify()
 
     def _start(self, work: Callable[[Runner], Any]) -> None:
         with self._lock:
             if self.busy:
-                raise Refused("the ranks are at work already")
+                raise Refused("a run is already in progress")
             if self.history.failure:
                 raise Refused("a card has failed; reset to start over")
             if self.runner.next_node is None:
@@ -168,34 +164,34 @@ class Session:
         try:
             work(runner)
         except (ForeseenError, _Stopped):
-            pass  # the runner has told of the one; nobody waits for the other
+            pass  # a foreseen error is in the history already; a stopped run has no result
         finally:
             self.busy = False
-            self._tell()
+            self._notify()
 
     def _on_event(self, event: Event) -> None:
         if self._stopping:
             raise _Stopped
         self.history.record(event)
-        self._tell()
+        self._notify()
 
     def _start_over(self, pipeline: Pipeline) -> None:
         self._stop()
         self._begin(pipeline, self.number + 1)
-        self._tell()
+        self._notify()
 
     def _stop(self) -> None:
-        # A collective that never ends is ended with its ranks, as soon as there are any; between two cards the run ends
-        # by itself.
+        # Between two cards the run stops on its own. Inside a card, a collective may wait forever: then the ranks are
+        # killed, repeatedly, because they may just be starting.
         self._stopping = True
         while self._thread.is_alive():
             self.runner.close()
-            self._thread.join(SECONDS_BETWEEN_KILLS)
+            self._thread.join(KILL_RETRY_INTERVAL)
         self.runner.close()
 
-    def _tell(self) -> None:
-        for tell in list(self._followers):
-            tell()
+    def _notify(self) -> None:
+        for notify in list(self._followers):
+            notify()
 
     def __enter__(self) -> Session:
         return self

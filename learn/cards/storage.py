@@ -19,21 +19,21 @@ from safetensors.torch import load_file, save
 
 from common.errors import UserError
 
-# Of a folder that a run made, which a later run may therefore empty.
+# Marks a folder that a run made, so that a later run may empty it.
 MARK = ".cards"
 
 
 class Storage:
-    """One card's part of a run's folder; it reads everywhere, and writes in its own place.
+    """One card's part of a run's folder: reads from everywhere, writes only to its own place.
 
     What it saves has a key, the path without its ending, relative to the folder: ``forward/rank_0/batch``.
 
     Args:
         folder: of the pipeline.
         node: of the card.
-        rank: of the process that the card runs in; None for a local card, or to look at all ranks.
+        rank: of the process that the card runs in; None for a local card, or to read all ranks.
         live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward pass.
-        recording: when false, nothing is written: a pass of the training loop that nobody will look at.
+        recording: if false, nothing is written: most passes of the training loop are not looked at.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Storage:
         self.recording = recording
 
     def begin_run(self) -> None:
-        """Make the folder, without what an earlier run kept in it.
+        """Make an empty folder, deleting what an earlier run left in it.
 
         Raises:
-            UserError: it holds something else, or cannot be written.
+            UserError: the folder is not a run's, or cannot be written.
         """
         if self.folder.exists() and not (self.folder / MARK).exists():
             raise UserError(
@@ -71,28 +71,27 @@ class Storage:
             raise UserError(f"{self.folder}: cannot be written ({error.strerror})", code="not-writable") from error
 
     def at(self, node: str) -> Storage:
-        """Another card's part."""
         return Storage(self.folder, node)
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The key of something of this card.
 
         Args:
-            name: it was, or will be, saved under.
-            rank: whose; this storage's own when not given.
+            name: under which it is saved.
+            rank: of the owner; this storage's own by default.
         """
         rank = self.rank if rank is None else rank
         return "/".join([self.node, *([] if rank is None else [f"rank_{rank}"]), name])
 
     def save(self, name: str, value: Any) -> str:
-        """Write a value as JSON, whole or not at all; returns its key."""
+        """Write a value as JSON, atomically; returns its key."""
         key = self.key(name)
         if self.recording:
             self._write(f"{key}.json", json.dumps(value, indent=2, ensure_ascii=False).encode())
         return key
 
     def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Write tensors as safetensors, whole or not at all; returns their key."""
+        """Write tensors as safetensors, atomically; returns their key."""
         key = self.key(name)
         if self.recording:
             plain = {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
@@ -100,7 +99,7 @@ class Storage:
         return key
 
     def load(self, key: str) -> Any:
-        """The value under a key, of any card.
+        """The value under any card's key.
 
         Raises:
             FileNotFoundError: there is none.
@@ -108,9 +107,10 @@ class Storage:
         return json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors under a key, of any card, in the order of their names.
+        """The tensors under any card's key, sorted by name.
 
-        Empty ones come out of a file in any order, and ranks that go through theirs together must keep in step.
+        Sorted because a file may return empty tensors in any order, and ranks that run a collective per tensor must go
+        through them in the same order.
 
         Raises:
             FileNotFoundError: there are none.
@@ -118,11 +118,10 @@ class Storage:
         return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
 
     def of_ranks(self, name: str) -> list[Any]:
-        """What each rank of this card saved as JSON under a name, in the order of ranks."""
+        """What each rank of this card saved as JSON under a name."""
         return [self.load(self.key(name, rank)) for rank in self.ranks()]
 
     def ranks(self) -> range:
-        """The ranks that have saved something of this card."""
         return range(len(list((self.folder / self.node).glob("rank_*"))))
 
     def first_pass(self) -> Storage:
@@ -130,16 +129,16 @@ class Storage:
         return Storage(self.folder, f"{self.node}/first", self.rank)
 
     def keep_first_pass(self) -> None:
-        """Copy what the ranks have saved of this card, before a later pass writes over it."""
+        """Copy what the ranks saved, before a later pass overwrites it."""
         for rank in self.ranks():
             source = self.folder / self.node / f"rank_{rank}"
             shutil.copytree(source, self.folder / self.node / "first" / source.name, dirs_exist_ok=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Put a file in its place by a rename: who looks while a card runs sees the old one or the new one.
+        """Write a file and rename it into place, so a reader sees either the old one or the new one.
 
-        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and no run goes on
-        after a power cut.
+        Unlike ``write_whole`` it does not wait for the disk: a pass writes hundreds of files, and a run is not
+        resumed after a power cut.
         """
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The ranks: long-lived processes that each run the card they are told to, and keep their model from card to card."""
+"""The ranks: long-lived processes that run one card after another, and keep their model in between."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingFailure, UserError, first_line
-from learn.cards.held import record_held
+from learn.cards.model import record_held
 from learn.cards.registry import CARDS
 from learn.cards.storage import Storage
 from training.parallelism.distributed import is_lost_rank, use_loopback
 
-# Once a rank says that another is gone, that other one has this long to say why.
-SECONDS_FOR_THE_CAUSE = 5.0
+# When a rank reports that it lost another, the other one's own error, which is the cause, may take this long to come.
+CAUSE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A card to run on a rank."""
-
     card_type: str
     node: str
     config: Mapping[str, Any]
@@ -41,8 +39,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job."""
-
     kind: Literal["done", "user error", "failed", "lost a rank"]
     outputs: Mapping[str, Any]
     message: str = ""
@@ -50,9 +46,9 @@ class Answer:
 
 
 class Workers:
-    """As many processes as there are ranks, until :meth:`close` leaves none.
+    """The processes of all ranks, until :meth:`close` ends them.
 
-    They find each other as under torchrun: by its environment variables, and a store that their parent holds.
+    They find each other as under torchrun: by its environment variables, and a store in the parent.
 
     Args:
         count: of ranks.
@@ -60,20 +56,20 @@ class Workers:
     """
 
     def __init__(self, count: int, folder: Path) -> None:
-        # A fork of a server that has imported torch starts in no time, and holds none of this program's files.
+        # A fork of a server that has imported torch starts fast, and does not inherit this program's open files.
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer imports when it is made
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer would import
         _start_fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._pipes = [], []
         for rank in range(count):
-            ours, theirs = context.Pipe()
-            place = (theirs, folder, rank, count, self._store.port)
+            own_end, child_end = context.Pipe()
+            place = (child_end, folder, rank, count, self._store.port)
             process = context.Process(target=_run_rank, args=place, name=f"rank {rank}", daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(own_end)
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         """Run a card on all ranks, one job each; returns their outputs in the order of ranks.
@@ -86,7 +82,7 @@ class Workers:
             for pipe, job in zip(self._pipes, jobs, strict=True):
                 pipe.send(job)
             answers = self._answers()
-        except ConnectionError:  # a rank is gone; its answer says how
+        except ConnectionError:  # a rank ended; its answer says how
             answers = self._answers()
         bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
         if not bad:
@@ -100,7 +96,7 @@ class Workers:
         )
 
     def _answers(self) -> dict[int, Answer]:
-        """Every rank's answer; fewer once one has failed, since the others may wait for it for ever."""
+        """Every rank's answer; fewer once one has failed, because the others may wait for it forever."""
         answers: dict[int, Answer] = {}
         deadline = None
         while len(answers) < len(self._pipes):
@@ -112,7 +108,7 @@ class Workers:
             if kinds & {"user error", "failed"} or (deadline and not ready):
                 break
             if "lost a rank" in kinds and deadline is None:
-                deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
+                deadline = time.monotonic() + CAUSE_TIMEOUT
         return answers
 
     def _answer(self, pipe: Connection, rank: int) -> Answer:
@@ -134,11 +130,11 @@ class Workers:
 
 
 def _start_fork_server() -> None:
-    """Start the server, deaf to Ctrl-C, which reaches the whole terminal: the parent ends its ranks itself.
+    """Start the server so that it ignores Ctrl-C, which reaches the whole terminal: the parent ends its ranks itself.
 
-    What is blocked where a process is started stays blocked in it and in all that it starts, so from the first moment.
+    A process inherits its parent's blocked signals, so the server and its forks never see SIGINT.
     """
-    resource_tracker.ensure_running()  # else the server's start does it, and lets the signal through
+    resource_tracker.ensure_running()  # otherwise the server's start does it, and unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
@@ -147,7 +143,7 @@ def _start_fork_server() -> None:
 
 
 def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) -> None:
-    """A rank's life: a job, an answer, until the parent ends it or is gone."""
+    """Run jobs until the parent ends this process, or has ended itself."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ |= {
@@ -157,7 +153,7 @@ def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) 
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # The parent holds the store, as torchrun's agent does: no port is chosen before it is taken.
+        # The parent holds the store, as torchrun's agent does, so no rank has to guess a free port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     use_loopback()
@@ -180,25 +176,25 @@ def _answer_of(job: Job, storage: Storage) -> Answer:
     except Exception as error:
         trace = keep_traceback(storage)
         if is_lost_rank(error):
-            said = f"another rank went away, or the collective failed ({first_line(error)})"
-            return Answer("lost a rank", {}, said + trace)
+            message = f"another rank went away, or the collective failed ({first_line(error)})"
+            return Answer("lost a rank", {}, message + trace)
         return Answer("failed", {}, f"{type(error).__name__}: {first_line(error)}{trace}")
     return Answer("done", outputs)
 
 
 def keep_traceback(storage: Storage) -> str:
-    """Write down where the card's error came from; returns the words that say where it stands."""
+    """Save the current traceback; returns the end of the error message, which names the file."""
     path = storage.folder / f"{storage.key('error')}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError:  # such as a full disk, which may be the error itself
+    except OSError:  # for example a full disk, which may be the error itself
         return ""
     return f"; traceback in {path}"
 
 
 def _end_with_parent() -> None:
-    """Leave no rank behind when the parent is killed, not even one that waits for the others in a collective."""
+    """End this rank when the parent is killed, even if it is waiting in a collective."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

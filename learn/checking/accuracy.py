@@ -1,4 +1,4 @@
-"""``global_accuracy``: what a solution makes of ranks that answered unequally many rows, and what is wrong."""
+"""``global_accuracy``: called on ranks with different numbers of rows, and what is wrong with its answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class Seen:
 
 
 def counts(rank: int) -> tuple[int, int]:
-    """Rows answered rightly and rows answered: more rows on later ranks, a lower accuracy, too many for small types."""
+    """Correct rows and all rows: later ranks have more rows and a lower accuracy, and the sums overflow small types."""
     return 9_000 + 5_000 * rank, 10_000 * (rank + 1)
 
 
 def observe(function: Callable[[int, int], float]) -> Seen:
-    """Call a solution on this rank."""
     answer = function(*counts(dist.get_rank()))
     try:
         return Seen(type(answer).__name__, float(answer))
@@ -36,37 +35,38 @@ def observe(function: Callable[[int, int], float]) -> Seen:
 
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
-    """Read what the ranks returned, in their order."""
-    of_ranks = [counts(rank) for rank in range(len(seen))]
-    correct, total = (sum(column) for column in zip(*of_ranks, strict=True))
-    terms = ", ".join(f"{right} of {rows}" for right, rows in of_ranks)
-    said = [one.type_name if one.value is None else f"{one.value:.4g}" for one in seen]
-    detail = f"the ranks count {terms}: {correct} of {total} = {correct / total:.4g}; they return {', '.join(said)}"
+    counts_by_rank = [counts(rank) for rank in range(len(seen))]
+    correct, total = (sum(column) for column in zip(*counts_by_rank, strict=True))
+    terms = ", ".join(f"{right} of {rows}" for right, rows in counts_by_rank)
+    answers = [one.type_name if one.value is None else f"{one.value:.4g}" for one in seen]
+    detail = f"the ranks count {terms}: {correct} of {total} = {correct / total:.4g}; they return {', '.join(answers)}"
     if missing := [one for one in seen if one.value is None]:
         return Finding(f"returns {missing[0].type_name}, not a number", "Does every path end in a return?", detail)
     values = [one.value for one in seen]
     if _equal(values, [correct / total] * len(seen)):
         others = [one.type_name for one in seen if one.type_name not in ("float", "float64")]
-        hint = "Who prints or stores it wants a plain number: a tensor of one element has a method for that."
+        hint = "The caller needs a plain number: a tensor of one element has a method for that."
         return Finding(f"returns {others[0]}, not float", hint, detail) if others else None
-    problem, hint = _suspect(values, of_ranks, correct, total)
+    problem, hint = _suspect(values, counts_by_rank, correct, total)
     return Finding(problem, hint, detail)
 
 
-def _suspect(values: Sequence[float], of_ranks: Sequence[tuple[int, int]], correct: int, total: int) -> tuple[str, str]:
-    """The mistake that leads to these values, and a hint."""
-    num_ranks, shares = len(of_ranks), [right / rows for right, rows in of_ranks]
+def _suspect(
+    values: Sequence[float], counts_by_rank: Sequence[tuple[int, int]], correct: int, total: int
+) -> tuple[str, str]:
+    """The mistake that explains these values, and a hint."""
+    num_ranks, shares = len(counts_by_rank), [right / rows for right, rows in counts_by_rank]
     mistakes = [
-        (shares, "counts only the own rank's rows", "How does a rank hear of the others' counts?"),
+        (shares, "counts only its own rank's rows", "How does a rank learn the others' counts?"),
         (
             [sum(shares) / num_ranks] * num_ranks,
             "averages the ranks' accuracies",
             "A rank with few rows weighs as much as one with many. What has to be added up before the division?",
         ),
         ([sum(shares)] * num_ranks, "adds up the ranks' accuracies", "What has to be added up before the division?"),
-        ([correct / rows for _, rows in of_ranks], "sums correct over the ranks, but not total", _BOTH),
-        ([right / total for right, _ in of_ranks], "sums total over the ranks, but not correct", _BOTH),
-        ([100 * correct / total] * num_ranks, "returns per cent", "A share between 0 and 1 is asked for."),
+        ([correct / rows for _, rows in counts_by_rank], "sums correct over the ranks, but not total", _BOTH),
+        ([right / total for right, _ in counts_by_rank], "sums total over the ranks, but not correct", _BOTH),
+        ([100 * correct / total] * num_ranks, "returns per cent", "It must be a share between 0 and 1."),
         (
             [correct / total / num_ranks] * num_ranks,
             "divides by the number of ranks too",
@@ -82,7 +82,7 @@ def _suspect(values: Sequence[float], of_ranks: Sequence[tuple[int, int]], corre
 
 
 _PRINT = "Print the counts before and after they were summed. `//` divides to whole numbers, and small types overflow."
-_BOTH = "An accuracy is a quotient of two counts, and both are known only in parts."
+_BOTH = "An accuracy is a quotient of two counts, and each rank knows only its part of both."
 
 
 def _equal(values: Sequence[float], expected: Sequence[float]) -> bool:

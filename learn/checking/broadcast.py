@@ -1,4 +1,4 @@
-"""``broadcast_parameters``: what a solution does to models that differ from rank to rank, and what is wrong."""
+"""``broadcast_parameters``: called on models that differ from rank to rank, and what is wrong with the result."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Seen:
     """One rank's model after the call.
 
     Args:
-        tensors: its weights and buffers by name.
-        replaced: parameters that are other objects than before.
-        switched: parameters that learn now and did not, or the other way round.
+        tensors: weights and buffers by name.
+        replaced: parameters that are no longer the same object.
+        switched: parameters whose ``requires_grad`` changed.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -31,19 +31,17 @@ class Seen:
 
 
 def observe(function: Callable[[nn.Module], None]) -> Seen:
-    """Call a solution on this rank."""
     model = Probe(dist.get_rank())
     before = dict(model.named_parameters())
-    learning = {name: parameter.requires_grad for name, parameter in before.items()}
+    required = {name: parameter.requires_grad for name, parameter in before.items()}
     function(model)
     after = dict(model.named_parameters())
     replaced = [name for name in before if after.get(name) is not before[name]]
-    switched = [name for name in after if name in learning and after[name].requires_grad != learning[name]]
+    switched = [name for name in after if name in required and after[name].requires_grad != required[name]]
     return Seen(model.tensors(), replaced, switched)
 
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
-    """Read what the ranks hold, in their order."""
     own = [Probe(rank).tensors() for rank in range(len(seen))]
     kinds = {name: _kind(name, seen, own) for name in own[0]}
     wrong = [name for name, kind in kinds.items() if kind != "right"]
@@ -53,27 +51,27 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
         return Finding(
             f"{replaced[0]} is a new object",
             "The values are right, but an optimizer, or DDP, that was given the parameters before still holds the old "
-            "ones and would step those: what you broadcast after wrapping is lost. Can you write into the tensor there "
-            "is?",
+            "ones and would step those: what you broadcast after wrapping is lost. Can you write into the existing "
+            "tensor?",
         )
     if switched := [name for one in seen for name in one.switched]:
         return Finding(
             f"requires_grad of {switched[0]} has changed",
-            "The values are right, but autograd treats the weight otherwise than before: what learned is to learn "
-            "still, what was frozen is to stay frozen. Only values should change.",
+            "The values are right, but autograd treats the weight differently now: what was trained must still be "
+            "trained, and what was frozen must stay frozen. Change only the values.",
         )
     return None
 
 
 def _kind(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
-    """Whose values the ranks hold now."""
+    """Which rank's values all ranks hold now: ``right`` for rank 0's."""
     held = [one.tensors.get(name) for one in seen]
     for source, of_source in enumerate(own):
         if all(same(tensor, of_source[name]) for tensor in held):
             return "right" if source == 0 else f"rank {source}"
-    if all(same(tensor, mine[name]) for tensor, mine in zip(held, own, strict=True)):
+    if all(same(tensor, tensors[name]) for tensor, tensors in zip(held, own, strict=True)):
         return "own"
-    mean = torch.stack([mine[name] for mine in own]).double().mean(0).to(own[0][name].dtype)
+    mean = torch.stack([tensors[name] for tensors in own]).double().mean(0).to(own[0][name].dtype)
     return "mean" if all(same(tensor, mean) for tensor in held) else "other"
 
 
@@ -86,13 +84,13 @@ def _wrong_values(
     if sources := sorted(kind for kind in found if kind.startswith("rank")):
         return Finding(f"broadcasts from {sources[0]}, not from rank 0", "Which argument names the source?", detail)
     if "mean" in found:
-        hint = "A mean is one model for all too, but nobody's: all are to start with what rank 0 has."
+        hint = "A mean also gives all ranks one model, but not rank 0's, which all of them must start with."
         return Finding("averages the ranks' weights", hint, detail)
     if found == {"own"} and len(wrong) == len(kinds):
         hint = f"Nothing has been written into the model. Does the call work in place, on its own tensors? {WAIT}"
         return Finding("each rank keeps its own weights", hint, detail)
     if wrong == ["norm.table"]:
-        hint = "A buffer registered with persistent=False is not in state_dict(), and yet the model answers by it."
+        hint = "A buffer registered with persistent=False is not in state_dict(), but the model computes with it."
         return Finding("norm.table is not broadcast", hint, detail)
     if found == {"own"} and not parameters & set(wrong):
         hint = (
@@ -107,8 +105,8 @@ def _wrong_values(
 
 
 def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
-    """A tensor of the first rank that does not hold what rank 0 started with."""
+    """A tensor on the first rank that does not hold rank 0's original values."""
     rank = next(rank for rank, one in enumerate(seen) if not same(one.tensors.get(name), own[0][name]))
     held = seen[rank].tensors.get(name)
-    is_now = "is gone" if held is None else f"is {held.flatten().tolist()}"
-    return f"{name} was {own[0][name].flatten().tolist()} on rank 0; on rank {rank} it {is_now}"
+    now = "is gone" if held is None else f"is {held.flatten().tolist()}"
+    return f"{name} was {own[0][name].flatten().tolist()} on rank 0; on rank {rank} it {now}"

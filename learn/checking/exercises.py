@@ -1,4 +1,4 @@
-"""The functions of the exercise, each with how it is tried and how the outcome is read."""
+"""The functions of the exercise, with how each is called and how the result is judged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Exercise:
     """One function.
 
     Args:
-        promise: what holds once it is right.
-        observe: calls a solution on a rank and returns what can be seen then; must pickle.
-        judge: reads what was seen on all ranks; None if all is right.
+        promise: what the right function guarantees.
+        observe: calls a solution on a rank and returns what it did; must pickle.
+        judge: gets the observations of all ranks, in order; returns what is wrong, or None.
     """
 
     promise: str

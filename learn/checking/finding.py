@@ -12,7 +12,7 @@ class Finding:
     Args:
         problem: one line.
         hint: what to think about.
-        detail: lines of proof: numbers, or lines of the learner's file.
+        detail: evidence, line by line: numbers, or lines of the learner's file.
     """
 
     problem: str
@@ -20,6 +20,6 @@ class Finding:
     detail: str = ""
 
 
-MOST_RANKS = 9  # that a function is tried on: one for each digit but 0
-WAIT = "And: begun with async_op=True, a collective is done only after wait()."
+MAX_RANKS = 9  # to call a function on: each rank has its own last digit, 1 to 9
+WAIT = "And: a collective called with async_op=True is done only after wait()."
 NOT_WRITTEN = Finding("not written yet", "replace its raise NotImplementedError")

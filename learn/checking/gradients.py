@@ -1,4 +1,4 @@
-"""``average_gradients``: what a solution does to gradients that differ from rank to rank, and what is wrong."""
+"""``average_gradients``: called on gradients that differ from rank to rank, and what is wrong with the result."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Seen:
 
 
 def observe(function: Callable[[nn.Module], None]) -> Seen:
-    """Call a solution on this rank."""
     model = Probe(0)
     before = model.tensors()
     for name, gradient in model.gradients(dist.get_rank()).items():
         model.get_parameter(name).grad = gradient
     function(model)
-    gradients = {  # at once: what nobody waited for must not be done in the meantime
+    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    gradients = {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
     }
@@ -41,12 +41,14 @@ def observe(function: Callable[[nn.Module], None]) -> Seen:
 
 
 def judge(seen: Sequence[Seen]) -> Finding | None:
-    """Read what the ranks hold, in their order."""
     if changed := [name for one in seen for name in one.changed]:
-        hint = "The gradients are in each parameter's .grad; to change the weights by them is the optimizer's part."
+        hint = "The gradients are in each parameter's .grad; the optimizer then changes the weights."
         return Finding(f"changes the weights themselves ({changed[0]})", hint)
     own = [Probe(0).gradients(rank) for rank in range(len(seen))]
-    kinds = {name: _kind([one.gradients.get(name) for one in seen], [mine[name] for mine in own]) for name in own[0]}
+    kinds = {
+        name: _kind([one.gradients.get(name) for one in seen], [gradients[name] for gradients in own])
+        for name in own[0]
+    }
     if set(kinds.values()) == {"right"}:
         return _invented(seen, own)
     worst = next(name for name, kind in kinds.items() if kind != "right")
@@ -54,7 +56,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
 
 
 def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> str:
-    """What the ranks' gradients of one parameter are; ``sum / K`` for a K that is not their number."""
+    """How the ranks' gradients of one parameter were made; ``sum / K`` for a K that is not the number of ranks."""
     num_ranks, total = len(own), torch.stack(list(own)).sum(0)
     right = [total / num_ranks] * num_ranks
     divided = [gradient / num_ranks for gradient in own]
@@ -101,11 +103,11 @@ _EXPLAINED = {
     ),
     "own, divided": (
         "divides, but does not sum over the ranks",
-        f"Each rank has its own gradient divided by the number of ranks: where do the others' come in? {WAIT}",
+        f"Each rank has its own gradient divided by the number of ranks: where do the others come in? {WAIT}",
     ),
     "rank 0's": (
         "every rank has rank 0's gradients",
-        "A broadcast throws away what the other ranks have learned from their rows.",
+        "A broadcast throws away the gradients of the other ranks' rows.",
     ),
     "right on rank 0": (
         "only rank 0 has the mean",
@@ -123,7 +125,7 @@ _EXPLAINED = {
 
 
 def _invented(seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> Finding | None:
-    """Parameters that have no gradient may keep it so, or get zeros."""
+    """A parameter without gradient may stay without, or get zeros, but nothing else."""
     for one in seen:
         for name, gradient in one.gradients.items():
             if name not in own[0] and gradient is not None and gradient.any():
@@ -133,14 +135,14 @@ def _invented(seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> F
 
 
 def _example(name: str, seen: Sequence[Seen], own: Sequence[dict[str, torch.Tensor]]) -> str:
-    """The first element that is wrong, on the first rank where one is."""
-    numbers = torch.stack([mine[name].flatten() for mine in own])
+    """The first element of the gradient, on the first rank that has it wrong."""
+    numbers = torch.stack([gradients[name].flatten() for gradients in own])
     mean = numbers.mean(0)
     for rank, one in enumerate(seen):
         held = one.gradients.get(name)
         if same(held, mean.view_as(own[0][name])):
             continue
-        is_now = "None" if held is None else f"{held.flatten()[0].item():g}"
+        found = "None" if held is None else f"{held.flatten()[0].item():g}"
         terms = " + ".join(f"{number:g}" for number in numbers[:, 0].tolist())
-        return f"{name}.grad, first element: ({terms}) / {len(own)} = {mean[0].item():g}; rank {rank} has {is_now}"
+        return f"{name}.grad, first element: ({terms}) / {len(own)} = {mean[0].item():g}; rank {rank} has {found}"
     return ""

@@ -1,4 +1,4 @@
-"""The model that solutions are tried on. It has all that they may overlook, and numbers that tell whose they are."""
+"""The model that solutions are tried on. It has everything they may overlook, and its numbers show their rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Probe(nn.Module):
     """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient.
 
     Args:
-        rank: whose numbers its weights and buffers are.
+        rank: whose numbers it is filled with.
     """
 
     def __init__(self, rank: int) -> None:
@@ -27,12 +27,11 @@ class Probe(nn.Module):
             tensor.detach().copy_(numbers_of(rank, tensor.shape, generator))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of all weights and buffers."""
         named = chain(self.named_parameters(), self.named_buffers())
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def gradients(self, rank: int) -> dict[str, torch.Tensor]:
-        """What a backward on this rank might leave in each parameter that takes part in the loss."""
+        """Gradients that a backward pass on this rank might compute, for the parameters that take part in the loss."""
         generator = torch.Generator().manual_seed(100 + rank)
         learning = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         return {
@@ -43,12 +42,12 @@ class Probe(nn.Module):
 
 
 def numbers_of(rank: int, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers below 100 whose last digit is the rank plus 1: no two ranks have one in common."""
+    """Whole numbers below 100 whose last digit is the rank plus 1, so no two ranks share a number."""
     return (10 * torch.randint(10, shape, generator=generator) + rank + 1).float()
 
 
 def same(tensor: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Whether a tensor has this type and shape, and these values but for rounding."""
+    """Whether type and shape are equal, and the values are equal except for rounding."""
     return (
         tensor is not None
         and (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)

@@ -1,4 +1,4 @@
-"""One rank of a check: a process that joins the group, calls a learner's function once and tells what came of it."""
+"""One rank of a check: a process that joins the group, calls a learner's function once, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from typing import Any, Literal
 
 from common.errors import ForeseenError, first_line
 from learn.checking.exercises import EXERCISES
-from learn.checking.solution import Misfit, load_function
+from learn.checking.solution import WrongSignature, load_function
 from training.parallelism.distributed import join_ranks, use_loopback
 
 READY = b"ready"
-LATE_SECONDS = 0.1  # who does not wait for rank 0 has returned by then
-MOST_PRINTED, MOST_OF_AN_ERROR = 2000, 240  # characters
+LATE_SECONDS = 0.1  # a rank that does not wait for rank 0 has returned by then
+MAX_PRINTED, MAX_ERROR = 2000, 240  # characters
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the call on one rank.
+    """The outcome of the call on one rank.
 
     Args:
-        outcome: ``misfit``: it could not be called; ``waits``: it had not returned when the parent asked; ``gone``: the
-            process ended.
-        value: what the exercise could see of a call that returned; the exit code of a process that is gone.
+        outcome: ``waits``: it had not returned when the parent asked; ``gone``: the process ended.
+        value: the exercise's observation of a call that returned; the exit code of a process that is gone.
         error: what was raised: its type and message, in one line.
-        place: the learner's line that raised it, or where the rank stands; empty if none.
+        place: the learner's line that raised, or at which the rank waits; empty if none.
         printed: by the learner's file.
     """
 
-    outcome: Literal["returned", "raised", "misfit", "waits", "gone"]
+    outcome: Literal["returned", "raised", "wrong signature", "waits", "gone"]
     value: Any = None
     error: str = ""
     place: str = ""
@@ -52,25 +51,26 @@ class Rank:
     """This process, a rank.
 
     Args:
-        pipe: to the parent, which learns of everything by it.
+        pipe: to the parent, for the report.
         path: the learner's file.
     """
 
     def __init__(self, pipe: Connection, path: Path) -> None:
         self.pipe, self.path = pipe, path
         self.printed = StringIO()
-        self.may_tell = threading.Lock()  # whoever takes it tells the parent; it is never given back
+        self.report_lock = threading.Lock()  # taken by the thread that sends the one report, and never released
 
     def run(self, name: str) -> None:
         """Join the group, call the function, and stay: the other ranks may be in a collective with this one."""
-        threading.Thread(target=self._obey, daemon=True).start()
+        threading.Thread(target=self._answer_parent, daemon=True).start()
         try:
             with join_ranks("cpu") as ranks:
                 ranks.barrier()
                 self.pipe.send_bytes(READY)
-                # A collective that was begun and not waited for would be done in time, by luck, were nobody late.
+                # Rank 0 is late on purpose: otherwise a collective that the solution does not wait for would often
+                # finish in time, by luck.
                 time.sleep(LATE_SECONDS if ranks.is_first else 0)
-                self._tell(self._call(name))
+                self._send(self._call(name))
                 threading.Event().wait()
         except ForeseenError as error:
             self.pipe.send_bytes(first_line(error.__cause__ or error).encode())
@@ -79,19 +79,19 @@ class Rank:
         try:
             with redirect_stdout(self.printed), redirect_stderr(self.printed):
                 return Report("returned", EXERCISES[name].observe(load_function(self.path, name)))
-        except Misfit as misfit:
-            return Report("misfit", error=str(misfit))
+        except WrongSignature as error:
+            return Report("wrong signature", error=str(error))
         except BaseException as error:  # the learner's code may even call sys.exit
-            message = textwrap.shorten(str(error), MOST_OF_AN_ERROR, placeholder=" ...")
-            said = f"{type(error).__name__}: {message}".removesuffix(": ")
-            return Report("raised", error=said, place=self._place(traceback.extract_tb(error.__traceback__)))
+            message = textwrap.shorten(str(error), MAX_ERROR, placeholder=" ...")
+            line = f"{type(error).__name__}: {message}".removesuffix(": ")
+            return Report("raised", error=line, place=self._place(traceback.extract_tb(error.__traceback__)))
 
-    def _obey(self) -> None:
-        """Tell the parent where this rank stands when it asks; end when it does, however it ended."""
+    def _answer_parent(self) -> None:
+        """Report where this rank is when the parent asks; end this process with the parent, even a killed one."""
         try:
             self.pipe.recv_bytes()
             frame = sys._current_frames()[threading.main_thread().ident]
-            self._tell(Report("waits", place=self._place(traceback.extract_stack(frame))))
+            self._send(Report("waits", place=self._place(traceback.extract_stack(frame))))
             self.pipe.recv_bytes()
         except (EOFError, OSError):
             pass
@@ -102,15 +102,15 @@ class Rank:
         own = [frame for frame in frames if frame.filename == str(self.path)]
         return f"line {own[-1].lineno}: {own[-1].line}" if own else ""
 
-    def _tell(self, report: Report) -> None:
-        if self.may_tell.acquire(blocking=False):
-            whole = replace(report, printed=self.printed.getvalue()[:MOST_PRINTED])
-            # By value: multiprocessing's own pickler would send a tensor as shared memory, gone with this process.
+    def _send(self, report: Report) -> None:
+        if self.report_lock.acquire(blocking=False):
+            whole = replace(report, printed=self.printed.getvalue()[:MAX_PRINTED])
+            # Pickled here: multiprocessing would send a tensor as shared memory, which ends with this process.
             self.pipe.send_bytes(pickle.dumps(whole))
 
 
 def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name: str) -> None:
-    """The whole life of a rank's process.
+    """Run a rank's process until its parent ends it.
 
     Args:
         pipe: to the parent.
@@ -120,9 +120,9 @@ def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name:
     """
     os.setsid()  # Ctrl-C is for the parent, which ends the ranks
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # what C++ writes about connections; Python's prints are kept
+    for stream in (0, 1, 2):  # drops what C++ writes about connections; Python's prints are captured
         os.dup2(nothing, stream)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts a process that is sent another size than it expects
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: gloo aborts on a message of unexpected size
     os.environ |= environment
     use_loopback()
     Rank(pipe, path).run(name)

@@ -13,15 +13,15 @@ from common.errors import UserError
 from learn.by_hand import exercise
 
 
-class Misfit(Exception):
-    """The file has no such function, or one that is called in another way."""
+class WrongSignature(Exception):
+    """The file has no such function, or one with other parameters."""
 
 
 def compile_solution(path: Path) -> CodeType:
     """Read a solution without running any of it.
 
     Raises:
-        UserError: there is no such file, or it is no Python.
+        UserError: there is no such file, or it is not valid Python.
     """
     try:
         return compile(path.read_bytes(), str(path), "exec")
@@ -40,7 +40,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     """Run a solution's file and return one of its functions.
 
     Raises:
-        Misfit: the file has no such function, or it does not take the exercise's arguments.
+        WrongSignature: the file has no such function, or it has other parameters than the exercise.
     """
     module = ModuleType("solution")
     module.__file__ = str(path)
@@ -49,11 +49,11 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     exec(compile_solution(path), module.__dict__)
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
-        raise Misfit(f"there is no function {name} in {path.name}")
+        raise WrongSignature(f"there is no function {name} in {path.name}")
     expected = inspect.signature(getattr(exercise, name))
     try:
         inspect.signature(function).bind(*expected.parameters)
     except TypeError:
         theirs, ours = ", ".join(inspect.signature(function).parameters), ", ".join(expected.parameters)
-        raise Misfit(f"it takes ({theirs}), and is called as {name}({ours})") from None
+        raise WrongSignature(f"it takes ({theirs}), but is called as {name}({ours})") from None
     return function

@@ -1,4 +1,4 @@
-"""Starts the ranks of a check, collects their results, asks those that hang where they are, and ends them all."""
+"""Start the ranks of a check, collect their reports, ask those that hang where they are, and end them all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from learn.checking.rank import READY, Report, run_rank
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 5.0
-OTHERS_SECONDS = 1.0  # for the others to fail by themselves once one has
+OTHERS_SECONDS = 1.0  # for the other ranks to fail too, once one has
 
 
 @dataclass
@@ -31,7 +31,6 @@ class _Started:
     pipe: Connection
 
     def receive(self) -> Report:
-        """What the rank says next."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -39,7 +38,7 @@ class _Started:
             return Report("gone", value=self.process.exitcode)
 
     def ask(self) -> Report:
-        """What has become of it, or where it stands."""
+        """Ask a rank that has not reported where it is."""
         try:
             self.pipe.send_bytes(b"where?")
         except OSError:
@@ -48,15 +47,15 @@ class _Started:
 
 
 def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
-    """Call a learner's function on new gloo ranks; returns what became of each, in their order.
+    """Call a learner's function on new gloo ranks; returns one report per rank, in order.
 
-    Soon after one has failed, the others are asked where they stand: they may wait for it for ever.
+    Soon after one has failed, the others are asked where they are, because they may wait for it forever.
 
     Args:
         world_size: number of ranks.
         path: the learner's file, absolute.
-        name: of the function.
-        seconds: for the call; the start of the processes does not count.
+        name: the function's name.
+        seconds: time limit of the call, without the start of the processes.
 
     Raises:
         TrainingFailure: the ranks did not form a group.
@@ -84,7 +83,7 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-    # The store is this process's, as it is torchrun's in a run: no rank needs a port that was free a moment ago.
+    # This process holds the store, as torchrun does in a run, so no rank has to guess a free port.
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     return {name: str(value) for name, value in (places | shared | {"TORCHELASTIC_RESTART_COUNT": 0}).items()}
 
@@ -95,11 +94,11 @@ def _wait_for_group(started: Sequence[_Started]) -> None:
     while pending:
         ready = wait(list(pending), max(0.0, end - time.monotonic()))
         for pipe in ready or list(pending):
-            one, said = pending.pop(pipe), b""
+            one, message = pending.pop(pipe), b""
             with suppress(EOFError):
-                said = pipe.recv_bytes() if ready else b""
-            if said != READY:
-                why = said.decode() or "is the machine out of memory?"
+                message = pipe.recv_bytes() if ready else b""
+            if message != READY:
+                why = message.decode() or "is the machine out of memory?"
                 raise TrainingFailure(f"rank {one.rank} of {len(started)} did not start; {why}", code="rank-lost")
 
 

@@ -1,4 +1,4 @@
-"""From what became of the ranks to a verdict on a function."""
+"""Turn the ranks' reports into a verdict on a function."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from learn.checking.supervision import call_on_ranks
 
 SECONDS = 20.0  # for a call that takes milliseconds
 
-# What is raised most often, and what is behind it.
+# The most frequent errors (patterns of their messages), and their causes.
 _HINTS = {
     "NoneType": "A parameter that took no part in the loss has no gradient: its .grad is None, on every rank.",
-    "leaf Variable that requires grad": "To autograd, a write into a weight is a part of the loss. Values are changed "
-    "where it does not look: under torch.no_grad(), or in .detach().",
+    "leaf Variable that requires grad": "Autograd records a write into a weight as part of the loss. Change values "
+    "where it does not record: under torch.no_grad(), or in .detach().",
     "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
     "operation can write its result into one.",
-    "type torch.Tensor": "A collective takes a tensor and works in it; a plain number has to be put into one first.",
+    "type torch.Tensor": "A collective takes a tensor and works in place; put a plain number into one first.",
     "trying to initialize": "The process group is already initialized when your functions are called.",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known about one function.
+    """The verdict on one function.
 
     Args:
         name: of the function.
         finding: what is wrong; None if nothing is.
-        world_size: the number of ranks of the last call.
+        world_size: ranks of the last call.
         printed: what the learner's file printed in it, by rank.
     """
 
@@ -51,7 +51,7 @@ def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: f
         path: the learner's file.
         name: of the function, as in the exercise.
         world_sizes: numbers of ranks, at least one.
-        seconds: after which a call counts as hanging.
+        seconds: time after which a call counts as hanging.
     """
     for world_size in world_sizes:
         reports = call_on_ranks(world_size, path.resolve(), name, seconds)
@@ -63,45 +63,44 @@ def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: f
 
 
 def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | None:
-    """What is wrong, from what became of each rank; of several that failed by themselves the first is quoted."""
+    """What is wrong, or None. If several ranks failed on their own, the first one is quoted."""
     failed = {rank: report for rank, report in enumerate(reports) if report.outcome not in ("returned", "waits")}
     for rank, report in failed.items():
         if not _failed_by_others(report):
             return _failure(rank, report)
     if failed:
         hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
-        return Finding("the ranks' collectives do not fit together", hint, _places(reports))
+        return Finding("the ranks' collectives do not match", hint, _places(reports))
     if any(report.outcome == "waits" for report in reports):
-        hint = "Every rank must make each call, or some wait for ever. Which ranks come to that line, and how often?"
+        hint = "Every rank must make each call, or some wait forever. Which ranks reach that line, and how often?"
         return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
     return EXERCISES[name].judge([report.value for report in reports])
 
 
 def _failed_by_others(report: Report) -> bool:
-    """Whether gloo failed: it lost another rank, or was sent another size than expected, which aborts the process."""
+    """Whether gloo failed: it lost another rank, or got a message of unexpected size, which aborts the process."""
     if report.outcome == "gone":
         return report.value == -signal.SIGABRT
     return report.outcome == "raised" and re.search("gloo|Connection", report.error) is not None
 
 
 def _failure(rank: int, report: Report) -> Finding:
-    if report.outcome == "misfit":
+    if report.outcome == "wrong signature":
         return Finding(report.error, "Keep the names and the arguments of exercise.py.")
     if report.outcome == "gone":
-        hint = "The function is to return: was it os._exit, or a crash outside of Python?"
+        hint = "The function must return: did it call os._exit, or crash outside of Python?"
         return Finding(f"the process of rank {rank} ended during the call, with exit code {report.value}", hint)
     if report.error == "NotImplementedError":
         return NOT_WRITTEN
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, report.error))
-    hint = next(hints, "This is the last line of your file that ran; print what it works on, and it is shown here.")
+    hint = next(hints, "This is the last line of your file that ran. Print what it works on: the output is shown here.")
     return Finding(f"rank {rank} raised {report.error}", hint, report.place)
 
 
 def _places(reports: Sequence[Report]) -> str:
-    """Where each rank is, one line each."""
     verbs = {"returned": "has returned", "raised": "failed", "gone": "is gone"}
     lines = []
     for rank, report in enumerate(reports):
         where = f" at {report.place}" if report.place else ""
-        lines.append(f"rank {rank} {verbs.get(report.outcome, 'stands')}{where}")
+        lines.append(f"rank {rank} {verbs.get(report.outcome, 'is')}{where}")
     return "\n".join(lines)

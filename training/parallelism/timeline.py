@@ -104,21 +104,27 @@ def simulate(
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
 ) -> Timeline:
-    """Place a schedule's actions in time: each starts when its rank is free and its input is there.
+    """The timeline of a schedule.
 
     Raises:
         UserError: the schedule cannot run this many micro-batches.
     """
+    order = order_of_actions(schedule, num_ranks, micro_batches, stages_per_rank)
+    return place(order, schedule, stages_per_rank or SCHEDULES[schedule].stages_per_rank, costs)
+
+
+def place(
+    order: Sequence[Sequence[Action]], schedule: str, stages_per_rank: int = 1, costs: Costs | None = None
+) -> Timeline:
+    """Place the actions of each rank in time: each starts when its rank is free and its input is there."""
     costs = costs or Costs()
-    waiting = order_of_actions(schedule, num_ranks, micro_batches, stages_per_rank)
-    count = stages_per_rank or SCHEDULES[schedule].stages_per_rank
-    last = num_ranks * count - 1
-    ranks: list[list[Box]] = [[] for _ in waiting]
+    last = len(order) * stages_per_rank - 1
+    ranks: list[list[Box]] = [[] for _ in order]
     done: dict[tuple[int, str, int], float] = {}
-    position = [0] * num_ranks
-    while any(place < len(actions) for place, actions in zip(position, waiting, strict=True)):
+    position = [0] * len(order)
+    while any(index < len(actions) for index, actions in zip(position, order, strict=True)):
         before = list(position)
-        for rank, actions in enumerate(waiting):
+        for rank, actions in enumerate(order):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 needed = [done.get(need) for need in _needs(action, last)]
@@ -131,7 +137,7 @@ def simulate(
                 done[action.stage, "B" if action.kind == "I" else action.kind, action.micro_batch] = box.end
                 position[rank] += 1
         assert position != before, "the ranks wait for each other"
-    return Timeline(schedule, micro_batches, count, ranks)
+    return Timeline(schedule, len({action.micro_batch for action in order[0]}), stages_per_rank, ranks)
 
 
 def _needs(action: Action, last: int) -> list[tuple[int, str, int]]:

@@ -87,9 +87,9 @@ export class CardPanel {
     return h("div", { class: "choices", role: "group", "aria-label": "Pass of the training loop" }, pictures.map(button));
   }
 
-  drawings({ shards, batch, most_rows: mostRows, counts, held }) {
+  drawings({ shards, batch, max_rows: maxRows, counts, held }) {
     if (shards) return drawShards(shards, this.pipeline.workers);
-    if (batch) return drawBatch(batch, mostRows);
+    if (batch) return drawBatch(batch, maxRows);
     if (counts) return drawCounts(counts);
     return held ? [this.held.draw(held)] : [];
   }

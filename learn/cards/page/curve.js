@@ -4,13 +4,13 @@ import { formatNumber, h, s } from "cards/dom";
 
 const WIDTH = 600;
 const HEIGHT = 110;
-const MOST_POINTS = 400;
+const MAX_POINTS = 400;
 
 export function drawCurve(place, losses) {
   const finite = losses.filter((loss) => typeof loss === "number");
   place.hidden = finite.length < 2;
   if (place.hidden) return;
-  const stride = Math.ceil(losses.length / MOST_POINTS);
+  const stride = Math.ceil(losses.length / MAX_POINTS);
   const points = means(losses, stride);
   const top = Math.max(...points.filter(Number.isFinite));
   const x = (index) => (index / Math.max(1, points.length - 1)) * WIDTH;

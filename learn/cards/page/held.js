@@ -2,7 +2,7 @@
 
 import { formatNumber, h, rankClass, s } from "cards/dom";
 
-const MOST_SIDE = 32; // of a tensor that is sent
+const MAX_SIDE = 32; // of a tensor that is sent
 
 export class HeldView {
   constructor() {
@@ -80,7 +80,7 @@ function scale(top) {
 /** A rank's tensor, a cell a number; a slice stands at its place in the whole. */
 function heatMap(tensor, { rank, title, whole, top, readout, first }) {
   const { values, shape, checksum, first_row: firstRow } = tensor;
-  const fits = whole[0] <= MOST_SIDE;
+  const fits = whole[0] <= MAX_SIDE;
   const [height, offset] = fits ? [whole[0], firstRow] : [Math.max(1, values.length), 0];
   const width = widthOf(whole);
   const cells = values.flatMap((row, y) => row.map((value, x) => s("rect", { x, y: y + offset, width: 1, height: 1, ...colour(value, top) })));
@@ -105,7 +105,7 @@ function heatMap(tensor, { rank, title, whole, top, readout, first }) {
     values.length ? null : h("p", { class: "hint" }, "holds none of it"));
 }
 
-const widthOf = (whole) => Math.min(whole[1] ?? 1, MOST_SIDE);
+const widthOf = (whole) => Math.min(whole[1] ?? 1, MAX_SIDE);
 
 function colour(value, top) {
   if (!Number.isFinite(value)) return { class: "cell not-finite" };

@@ -6,7 +6,7 @@ import { h, plural } from "cards/dom";
 import { openSource } from "cards/source";
 import { Wiring } from "cards/wiring";
 
-const MOST_WORKERS = 8; // of the menu; a card can be set to more
+const MAX_LISTED_WORKERS = 8; // of the menu; a card can be set to more
 const BUTTONS = ["step", "run-all", "reset"];
 
 const byId = (id) => document.getElementById(id);
@@ -90,7 +90,7 @@ class Page {
     this.losses = [];
     this.wiring.build(this.pipeline);
     const { workers } = this.pipeline;
-    const choices = Array.from({ length: Math.max(MOST_WORKERS, workers) }, (_, index) => index + 1);
+    const choices = Array.from({ length: Math.max(MAX_LISTED_WORKERS, workers) }, (_, index) => index + 1);
     byId("workers").replaceChildren(...choices.map((choice) => h("option", { value: choice, selected: choice === workers }, String(choice))));
     byId("choose-workers").hidden = !this.hasShards;
     byId("reset").textContent = "Reset";

@@ -36,7 +36,7 @@ function legend(workers) {
 }
 
 /** Each rank's part of the global batch, with the loss of every row. */
-export function drawBatch(batch, mostRows) {
+export function drawBatch(batch, maxRows) {
   const losses = batch.flatMap((part) => part.loss).filter(Number.isFinite);
   const top = Math.max(...losses, 1e-9);
   const line = (part, index) => h("li", { title: `features ${part.features[index].map(formatNumber).join(", ")}` },
@@ -48,7 +48,7 @@ export function drawBatch(batch, mostRows) {
     h("h4", {}, h("i", { class: rankClass(number) }), `rank ${number}`),
     h("ol", { class: "losses" }, part.row.map((_, index) => line(part, index))),
     part.row.length ? null : h("p", { class: "hint" }, "no row of this batch"),
-    part.row.length === mostRows ? h("p", { class: "hint" }, `the first ${mostRows}`) : null);
+    part.row.length === maxRows ? h("p", { class: "hint" }, `the first ${maxRows}`) : null);
   return [h("h3", {}, "The rows of each rank, and the loss of each row"), h("div", { class: "ranks" }, batch.map(rank))];
 }
 

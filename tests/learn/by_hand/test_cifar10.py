@@ -81,7 +81,7 @@ def check_batches(data: ImageData) -> None:
     assert data.test.labels.tolist() == rows_of(5)[1]
 
 
-def complaint(path: Path | str) -> str:
+def error_of(path: Path | str) -> str:
     with pytest.raises(UserError) as refused:
         load_images(str(path))
     assert str(refused.value).startswith(f"--data {path}: ")
@@ -130,9 +130,9 @@ def test_a_pickle_that_brings_code_is_refused_and_runs_nothing(
     (folder / "data_batch_2").write_bytes(code)
     monkeypatch.chdir(tmp_path)
 
-    said = complaint(folder)
-
-    assert said.startswith(f"data_batch_2: not a Python batch of CIFAR-10 (it asks for {named}, which is not part of")
+    assert error_of(folder).startswith(
+        f"data_batch_2: not a Python batch of CIFAR-10 (it asks for {named}, which is not part of"
+    )
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -162,7 +162,7 @@ def test_a_missing_batch_is_named(tmp_path: Path) -> None:
     folder = write_batches(tmp_path / "batches", python_2_pickle)
     (folder / "data_batch_4").unlink()
 
-    assert complaint(folder).startswith("data_batch_4 or data_batch_4.bin: is missing")
+    assert error_of(folder).startswith("data_batch_4 or data_batch_4.bin: is missing")
 
 
 def test_a_folder_of_images_and_its_archive_hold_the_same(tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_a_folder_of_images_and_its_archive_hold_the_same(tmp_path: Path) -> Non
 def test_an_image_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "pets")
     (folder / "test/dog").rename(folder / "test/cow")
-    assert complaint(folder) == "test/cow/0.png: class 'cow' is not one of the training classes cat, dog"
+    assert error_of(folder) == "test/cow/0.png: class 'cow' is not one of the training classes cat, dog"
 
     (folder / "train/dog/1.jpg").write_bytes(b"no image")
-    assert complaint(folder) == "train/dog/1.jpg: not a readable image (UnidentifiedImageError)"
+    assert error_of(folder) == "train/dog/1.jpg: not a readable image (UnidentifiedImageError)"
 
 
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
@@ -191,16 +191,16 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     Image.effect_noise((32, 32), 90).save(buffer, "JPEG")
     (folder / "train/cat/1.jpg").write_bytes(buffer.getvalue()[:-200])
 
-    assert complaint(folder).startswith("train/cat/1.jpg: not a readable image")
+    assert error_of(folder).startswith("train/cat/1.jpg: not a readable image")
 
 
 def test_places_without_images_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("nothing")
 
-    assert complaint(tmp_path / "gone").startswith("no such file or folder; without a network use --data shapes")
-    assert complaint(tmp_path / "empty") == "holds no train/CLASS/*.png or *.jpg"
-    assert complaint(tmp_path / "notes.txt").startswith("cannot be read (")
+    assert error_of(tmp_path / "gone").startswith("no such file or folder; without a network use --data shapes")
+    assert error_of(tmp_path / "empty") == "holds no train/CLASS/*.png or *.jpg"
+    assert error_of(tmp_path / "notes.txt").startswith("cannot be read (")
 
 
 def test_classes_that_are_links_to_folders_are_read_and_links_to_nowhere_are_not(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_file_too_large_to_be_an_image_or_a_batch_is_named_and_not_read(
 ) -> None:
     folder = write_images(tmp_path / "pets")
     (folder / "train/dog/1.png").write_bytes(bytes(5000))
-    monkeypatch.setattr(image_files, "MOST_BYTES", 4999)
+    monkeypatch.setattr(image_files, "MAX_BYTES", 4999)
 
     for place, inside in ((folder, ""), (packed(folder), "pets/")):
-        assert complaint(place) == f"{inside}train/dog/1.png: 5,000 bytes; files of more than 4,999 are not read"
+        assert error_of(place) == f"{inside}train/dog/1.png: 5,000 bytes; files of more than 4,999 are not read"
 
 
 def test_nothing_is_written_where_images_are_read(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_nothing_is_written_where_images_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_path_that_leads_nowhere_is_one_line(path: str, message: str) -> None:
-    assert complaint(path).startswith(message)
+    assert error_of(path).startswith(message)
 
 
 @pytest.mark.parametrize("packing", ["xz", "bz2"])
@@ -258,4 +258,4 @@ def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: str) -> None:
     content = archive.read_bytes()
     archive.write_bytes(content[:8_000] + bytes(4_000) + content[12_000:])
 
-    assert complaint(archive).startswith("cannot be read (")
+    assert error_of(archive).startswith("cannot be read (")

@@ -43,14 +43,14 @@ def _broadcast() -> tuple[bool, bool, dict[str, torch.Tensor]]:
 
 def _gradients(rows_per_rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
     """Averaged by hand; of the whole batch in one process; and which have none."""
-    mine = here()
+    ranks = here()
     torch.manual_seed(3)
     model, alone = CNN(width=8).double(), CNN(width=8).double()
     alone.load_state_dict(model.state_dict())
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    images = torch.randn(rows_per_rank * mine.world_size, 3, 32, 32, dtype=torch.float64)
+    images = torch.randn(rows_per_rank * ranks.world_size, 3, 32, 32, dtype=torch.float64)
     labels = torch.arange(len(images)) % 10
-    share = slice(mine.rank, None, mine.world_size)
+    share = slice(ranks.rank, None, ranks.world_size)
     F.cross_entropy(model(images[share]), labels[share]).backward()
     average_gradients(model)
     F.cross_entropy(alone(images), labels).backward()

@@ -12,7 +12,7 @@ FOLDER = Path(by_hand.__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SAYS = {
     "ring_all_reduce.py": "equal to dist.all_reduce, rank by rank: [True, True, True, True]\n",
-    "pipeline.py": "bubble, if so: 24 of 88 slots idle = 27.3%; by formula 27.3%\n",
+    "pipeline.py": "1F1B: 4 ranks, 8 micro-batches, bubble 27.3%\n",
     "zero1.py": "bytes of moments on each rank: ZeRO-1 [776, 776, 776, 776], plain Adam 3096\n",
 }
 

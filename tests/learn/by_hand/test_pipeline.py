@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from learn.by_hand.pipeline import Stage, gpipe, one_forward_one_backward, show
-from learn.by_hand.pipeline_timeline import IDLE, Event, slots
 from tests.learn.by_hand.printed import printed_by
+from training.parallelism import timeline
+from training.parallelism.schedules import Action
 
-ORDERS = {"GPipe": gpipe, "1F1B": one_forward_one_backward}
+ORDERS = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
-def _pipeline_and_one_process(name: str, num_micro_batches: int) -> tuple[list, list, list[Event]]:
+def _pipeline_and_one_process(name: str, num_micro_batches: int) -> tuple[list, list, list[tuple[Action, int]]]:
     """This stage's gradients both ways, and what it did."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -33,11 +34,11 @@ def _pipeline_and_one_process(name: str, num_micro_batches: int) -> tuple[list, 
 @pytest.mark.parametrize(
     ("name", "world_size", "num_micro_batches"),
     [
-        ("GPipe", 2, 4),
-        ("1F1B", 3, 4),
+        ("gpipe", 2, 4),
+        ("1f1b", 3, 4),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in itertools.product(["GPipe", "1F1B"], [2, 4], [1, 2, 9])
+            for case in itertools.product(["gpipe", "1f1b"], [2, 4], [1, 2, 9])
         ),
     ],
 )
@@ -48,12 +49,12 @@ def test_stages_find_the_gradients_of_one_process_and_the_bubble_of_the_formula(
 
     for piped, alone, _ in results:
         torch.testing.assert_close(piped, alone, rtol=0, atol=1e-15)
-    rows = slots([events for _, _, events in results])
-    assert {len(row) for row in rows} == {2 * (num_micro_batches + world_size - 1)}
-    assert {row.count(IDLE) for row in rows} == {2 * (world_size - 1)}
+    ran = timeline.place([[action for action, _ in events] for _, _, events in results], name)
+    assert ran.bubble_share == pytest.approx((world_size - 1) / (num_micro_batches + world_size - 1))
     for stage, (_, _, events) in enumerate(results):
-        kept = max(event.num_kept for event in events)
-        assert kept == (num_micro_batches if name == "GPipe" else min(world_size - stage, num_micro_batches))
+        kept = max(num_kept for _, num_kept in events)
+        assert kept == (num_micro_batches if name == "gpipe" else min(world_size - stage, num_micro_batches))
+        assert kept == ran.activations_kept(stage)
 
 
 def test_the_orders_are_those_of_the_papers() -> None:
@@ -66,25 +67,16 @@ def test_the_orders_are_those_of_the_papers() -> None:
     assert words(one_forward_one_backward, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
 
 
-def test_an_action_that_ends_before_what_it_needs_is_not_drawn() -> None:
-    first = [Event(0, "F", 0, ended=2.0, num_kept=1)]
-    too_early = [Event(1, "F", 0, ended=1.0, num_kept=1)]
-
-    with pytest.raises(KeyError):
-        slots([first, too_early])
-
-
 def test_both_orders_are_drawn_as_they_ran(run_on_ranks: Callable[..., list[Any]]) -> None:
     printed, other = run_on_ranks(2, printed_by, show)
 
     assert other == ""
     lines = [line.rstrip() for line in printed.splitlines()]
-    assert lines.count("in that order, if every action took one slot:") == 2
-    assert lines.count("bubble, if so: 4 of 36 slots idle = 11.1%; by formula 11.1%") == 2
-    assert "micro-batches whose activations are kept at once, by stage: [8, 8]" in lines
-    assert "micro-batches whose activations are kept at once, by stage: [2, 1]" in lines
-    one_by_one = "F0  F1  ..  B0  F2  B1  F3  B2  F4  B3  F5  B4  F6  B5  F7  B6  ..  B7"
-    assert f"  stage 0 | {one_by_one}" in lines
+    assert "GPipe: 2 ranks, 8 micro-batches, bubble 11.1%" in lines
+    assert "1F1B: 2 ranks, 8 micro-batches, bubble 11.1%" in lines
+    kept = "micro-batches whose activations each rank keeps at most"
+    assert [line for line in lines if line.startswith(kept)] == [f"{kept}: 8, 8", f"{kept}: 2, 1"]
+    assert "rank 0 0 1 ····0▒▒▒2 1▒▒▒3 2▒▒▒4 3▒▒▒5 4▒▒▒6 5▒▒▒7 6▒▒▒··7▒▒▒" in lines
     gaps = [line.rpartition(": ")[2].split(", ") for line in lines if line.startswith("largest difference")]
     assert len(gaps) == 2
     assert all(float(gap) < 1e-15 for of_order in gaps for gap in of_order)

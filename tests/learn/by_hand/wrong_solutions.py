@@ -1,4 +1,4 @@
-"""Wrong solutions of the exercise: for each its name, what has to be said of it, and the function's body."""
+"""Wrong solutions of the exercise: for each its name, what the checker must say, and the function's body."""
 
 import re
 from textwrap import indent
@@ -39,7 +39,7 @@ for tensor in [*model.parameters(), *model.buffers()]:
     tensor.detach().div_(dist.get_world_size())
 
 # broadcast_each_from_itself
-# hangs | rank 0 stands at line 9 | rank 1 stands at line 9
+# hangs | rank 0 is at line 9 | rank 1 is at line 9
 for tensor in [*model.parameters(), *model.buffers()]:
     dist.broadcast(tensor.detach(), src=dist.get_rank())
 
@@ -95,7 +95,7 @@ for tensor in [*model.parameters(), *model.buffers()]:
     dist.broadcast(tensor.detach(), src=0, async_op=True)
 
 # broadcast_on_rank_0_alone
-# hangs | rank 0 stands at line 10: dist.broadcast | rank 1 has returned
+# hangs | rank 0 is at line 10: dist.broadcast | rank 1 has returned
 if dist.get_rank() == 0:
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)
@@ -183,7 +183,7 @@ for parameter in model.parameters():
     dist.barrier()
 
 # gradients_in_an_endless_loop
-# hangs | rank 0 stands at line 8: while any
+# hangs | rank 0 is at line 8: while any
 while any(parameter.requires_grad for parameter in model.parameters()):
     pass
 
@@ -205,7 +205,7 @@ for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
 
 # gradients_not_waited_for
-# begun with async_op=True, a collective is done only after wait()
+# a collective called with async_op=True is done only after wait()
 for parameter in model.parameters():
     if parameter.grad is not None:
         parameter.grad /= dist.get_world_size()
@@ -254,7 +254,7 @@ for parameter in model.parameters():
     parameter.grad /= dist.get_world_size()
 
 # gradients_with_other_arguments
-# it takes (model, num_ranks), and is called as average_gradients(model)
+# it takes (model, num_ranks), but is called as average_gradients(model)
 def average_gradients(model: nn.Module, num_ranks: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -262,14 +262,14 @@ def average_gradients(model: nn.Module, num_ranks: int) -> None:
             parameter.grad /= num_ranks
 
 # gradients_without_the_first_on_rank_0
-# the ranks' collectives do not fit together | line 10: dist.all_reduce(parameter.grad)
+# the ranks' collectives do not match | line 10: dist.all_reduce(parameter.grad)
 for name, parameter in model.named_parameters():
     if parameter.grad is not None and (name != "layer.weight" or dist.get_rank() > 0):
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
 # gradients_without_the_last_on_rank_0
-# hangs | rank 0 has returned | rank 1 stands at line 10: dist.all_reduce(parameter.grad)
+# hangs | rank 0 has returned | rank 1 is at line 10: dist.all_reduce(parameter.grad)
 for name, parameter in model.named_parameters():
     if parameter.grad is not None and (name != "norm.bias" or dist.get_rank() > 0):
         dist.all_reduce(parameter.grad)
@@ -326,7 +326,7 @@ dist.all_reduce(counts)
 print(counts[0].item() / counts[1].item())
 
 # accuracy_of_own_rows
-# counts only the own rank's rows
+# counts only its own rank's rows
 return correct / total
 
 # accuracy_of_plain_numbers
@@ -363,7 +363,7 @@ return correct / count.item()
 
 
 def wrong_solutions() -> dict[str, tuple[str, list[str], str]]:
-    """By name: the function, what has to be said of it, and the whole file."""
+    """By name: the function, what the checker must say, and the whole file."""
     found = {}
     for function, listed in WRONG.items():
         for entry in re.split(r"\n\n(?=# \w+\n# )", listed.strip()):

@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from learn.cards.pipeline import Pipeline
+from learn.cards.pipeline import DEFAULT_PIPELINE, Pipeline, read_pipeline
 from learn.cards.serve import create_app
 from learn.cards.session import Session
-from learn.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 
 WAIT_SECONDS = 120
 

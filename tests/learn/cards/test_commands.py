@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from common.errors import ForeseenError, UserError, run_command
+from common.errors import UserError, run_command
 from learn.cards.__main__ import main
+from learn.cards.pipeline import DEFAULT_PIPELINE
 from learn.cards.storage import Storage
-from learn.cards.wiring import DEFAULT_PIPELINE
 
 CARDS = [sys.executable, "-m", "learn.cards"]
 
 
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["cards", *arguments])
     main()
     return capsys.readouterr().out
@@ -36,27 +36,23 @@ def test_four_ranks_learn_the_irises(start: Callable[..., Any], tmp_path: Path, 
 
 
 def test_show_draws_every_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said(monkeypatch, capsys, "show", "--workers", "3", "--epochs", "7").splitlines()
+    lines = output_of(monkeypatch, capsys, "show", "--workers", "3", "--epochs", "7").splitlines()
 
     assert "iris: 12 cards, 3 ranks, 7 epochs" in lines[0]
     assert sum("3 ranks" in line for line in lines[1:]) == 8
-    assert said(monkeypatch, capsys, "show", "--mermaid").startswith("flowchart TD\n")
+    assert output_of(monkeypatch, capsys, "show", "--mermaid").startswith("flowchart TD\n")
 
 
-def test_a_flag_without_its_card_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_flag_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text("nodes: [{id: load, card: dist_load_dataset}]")
-    monkeypatch.setattr(sys, "argv", ["cards", "show", str(path), "--workers", "2"])
-
-    with pytest.raises(ForeseenError, match=f"--workers 2: there is no dist_shard_data card in {path}"):
-        main()
-
-
-def test_a_wrong_flag_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["cards", "show", "--workers", "20"])
-
-    with pytest.raises(UserError, match=r"^--workers 20: .* must be at most 16$"):
-        main()
+    for flags, message in (
+        ([str(path), "--workers", "2"], f"^--workers 2: there is no dist_shard_data card in {path}"),
+        (["--workers", "20"], r"^--workers 20: .* must be at most 16$"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["cards", "show", *flags])
+        with pytest.raises(UserError, match=message):
+            main()
 
 
 def short_pipeline(folder: Path) -> Path:
@@ -73,7 +69,7 @@ def test_a_pipeline_may_be_short(
 ) -> None:
     path = short_pipeline(tmp_path)
 
-    lines = said(monkeypatch, capsys, "run", str(path), "--output", str(tmp_path / "kept")).splitlines()
+    lines = output_of(monkeypatch, capsys, "run", str(path), "--output", str(tmp_path / "kept")).splitlines()
 
     assert lines[0].startswith("Load dataset")
     assert (tmp_path / "kept" / "short" / "load" / "dataset.safetensors").exists()
@@ -108,7 +104,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     for report, reason in wrong.items():
         flags = ("run", str(short_pipeline(tmp_path)), "--output", str(tmp_path / "kept"), "--report", str(report))
         with pytest.raises(UserError, match=re.escape(f"--report {report}: cannot be written ({reason})")):
-            said(monkeypatch, capsys, *flags)
+            output_of(monkeypatch, capsys, *flags)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "kept" / "short").exists()
 
@@ -121,7 +117,7 @@ def test_a_run_that_fails_leaves_its_report(
     path = tmp_path / "mine.yaml"
     path.write_text(DEFAULT_PIPELINE.read_text().replace("batch_size: 16", "batch_size: 8"))
     with pytest.raises(UserError, match="num_workers 16: more ranks than rows in a global batch"):
-        said(monkeypatch, capsys, "run", str(path), *flags)
+        output_of(monkeypatch, capsys, "run", str(path), *flags)
 
     run = json.loads(re.search(r'id="run">(.*?)</script>', report.read_text())[1])
     states = [card["state"] for card in run["state"]["cards"].values()]
@@ -132,7 +128,7 @@ def test_a_run_that_fails_leaves_its_report(
 @pytest.mark.slow
 def test_the_readmes_commands_run(start: Callable[..., Any]) -> None:
     readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
-    commands = re.findall(r"^python (-m training\.cards (?:run|show).*)$", readme, re.MULTILINE)
+    commands = re.findall(r"^python (-m learn\.cards (?:run|show).*)$", readme, re.MULTILINE)
 
     assert len(commands) == 3
     for command in commands:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from learn.cards.pipeline import read_pipeline
 from learn.cards.report import write_report
 from learn.cards.session import Session
-from learn.cards.wiring import read_pipeline
 from tests.inference.demo_browser import chromium, contrasts, until, visits
 from tests.learn.cards.small_runs import served
 

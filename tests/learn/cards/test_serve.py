@@ -95,7 +95,7 @@ def test_what_cannot_be_done_while_a_card_runs_is_refused(client: httpx.Client, 
     (tmp_path / "slow.csv").write_text("size,kind\n1,a\n2,b\n")
 
     assert [answer.status_code for answer in refused] == [409] * 3
-    assert refused[0].json()["detail"] == "the ranks are at work already"
+    assert refused[0].json()["detail"] == "a run is already in progress"
     assert state_when(client, is_idle)["cards"]["load"]["state"] == "done"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from learn.cards import runner
-from learn.cards.runner import workers_of
+from learn.cards.runner import num_workers
 from learn.cards.session import Session
 from tests.learn.cards.small_runs import small_pipeline
 
@@ -69,7 +69,7 @@ def test_a_reset_keeps_what_another_page_has_just_set(session: Session) -> None:
         session._start_over(session.pipeline.configured("prepare", batch_size=60))
     reset.join(WAIT_SECONDS)
 
-    assert workers_of(session.pipeline) == 3
+    assert num_workers(session.pipeline) == 3
     assert session.pipeline.node("prepare").config.batch_size == 60
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from learn.cards.distributed.forward import Forward
 from learn.cards.model import build_mlp
 from learn.cards.picture import card_picture
 from learn.cards.runner import Runner
 from learn.cards.storage import Storage
+from learn.cards.training_step import Forward
 from tests.learn.cards.small_runs import small_pipeline
 
 WORKERS = 3

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from common.errors import TrainingFailure, UserError
+from learn.cards.pipeline import DEFAULT_PIPELINE, read_pipeline
 from learn.cards.runner import Event, Runner
-from learn.cards.wiring import DEFAULT_PIPELINE, read_pipeline
 from learn.cards.workers import Job, Workers
 
 WAIT_SECONDS = 60
@@ -75,7 +75,7 @@ def test_a_card_that_raises_is_named_with_its_rank_and_its_traceback(tmp_path: P
 
     assert str(lost) in str(raised.value)
     traceback = Path(str(raised.value).rpartition("traceback in ")[2])
-    assert "forward.py" in traceback.read_text()
+    assert "training_step.py" in traceback.read_text()
     assert not any(map(is_there, pids))
 
 

@@ -1,1 +1,0 @@
-"""The card that makes one model of what the ranks hold."""

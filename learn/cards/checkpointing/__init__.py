@@ -1,1 +1,0 @@
-"""The card that saves what was trained."""

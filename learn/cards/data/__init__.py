@@ -1,1 +1,0 @@
-"""Cards that read the data and make it ready."""

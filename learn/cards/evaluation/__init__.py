@@ -1,1 +1,0 @@
-"""The card that tests the model."""

@@ -1,1 +1,0 @@
-"""The card that shares the rows out over the ranks."""

@@ -1,0 +1,154 @@
+"""Tables of numbers: the iris data that scikit-learn ships, CSV files, CSV from an address."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+import torch
+
+from common.errors import UserError, first_line
+from common.rows import TEXT_AND_LABEL, Reading, check_utf8, csv_records, text_lines
+
+READ_TIMEOUT = 30.0  # seconds
+MAX_BYTES = 20 * 10**6
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cells of a row, as text, and the line that it ends on."""
+
+    line: int
+    cells: list[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of as many cells as there are columns; ``name`` is where they came from."""
+
+    name: str
+    columns: list[str]
+    rows: list[Row]
+
+    def features(self, row: Row, target: int) -> list[float]:
+        """A row's numbers without the target's column.
+
+        Raises:
+            UserError: a cell is not a finite number (with line and column).
+        """
+        numbers = []
+        for column, (name, cell) in enumerate(zip(self.columns, row.cells, strict=True)):
+            if column == target:
+                continue
+            if not is_number(cell):
+                raise UserError(
+                    f"{self.name} line {row.line}, column {name}: {cell!r} is not a finite number in fp32",
+                    code="table-unusable",
+                )
+            numbers.append(float(cell))
+        return numbers
+
+
+def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_BYTES) -> Table:
+    """Read a table.
+
+    Args:
+        source: ``iris``, a path, or an http, https or file address of a CSV. If all cells but one of its first line are
+            numbers, as in UCI's files, there is no header, and the columns are numbered.
+        seconds: to read all of it.
+        max_bytes: of its size.
+
+    Raises:
+        UserError: it cannot be read, or is not a table (with the line).
+    """
+    if source == "iris":
+        return _iris()
+    rows = _read_csv(source, _fetch(source, seconds, max_bytes))
+    header, width = rows[0].cells, len(rows[0].cells)
+    if sum(is_number(cell) for cell in header) >= max(1, width - 1):
+        header = [f"column {number}" for number in range(width)]
+    else:
+        rows = rows[1:]
+    for row in rows:
+        if len(row.cells) != width:
+            raise UserError(
+                f"{source} line {row.line}: {len(row.cells)} cells, but the first line has {width}",
+                code="table-unusable",
+            )
+    if not rows:
+        raise UserError(f"{source}: holds no rows", code="table-unusable")
+    return Table(source, [name.strip() for name in header], rows)
+
+
+def _iris() -> Table:
+    """Fisher's iris measurements (1936), 150 rows of three species."""
+    try:
+        from sklearn.datasets import load_iris
+    except ImportError as error:
+        raise UserError(
+            "source_url iris: the data comes with scikit-learn, which is not installed: "
+            'pip install "distrinews[teach]", or name a CSV file',
+            code="package-missing",
+        ) from error
+    iris = load_iris()
+    rows = [
+        Row(line, [*map(str, features), str(iris.target_names[label])])
+        for line, (features, label) in enumerate(zip(iris.data, iris.target, strict=True), start=1)
+    ]
+    return Table("iris", [*iris.feature_names, "species"], rows)
+
+
+def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
+    reading: Future[bytes] = Future()
+
+    def read() -> None:
+        try:
+            is_address = source.startswith(("http://", "https://", "file://"))
+            with urlopen(source, timeout=seconds) if is_address else Path(source).open("rb") as file:
+                reading.set_result(file.read(max_bytes + 1))
+        except Exception as error:
+            reading.set_exception(error)
+
+    # A pipe that nothing is written to, or a server that sends a byte now and then, never ends, and a timeout of the
+    # socket does not notice the latter. So the read has its own thread, which is left behind when the time is up.
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        data = reading.result(seconds)
+    except TimeoutError as error:
+        raise UserError(
+            f"source_url {source}: cannot be read (no end within {seconds:g} s)", code="data-unreadable"
+        ) from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error
+    if len(data) > max_bytes:
+        raise UserError(
+            f"source_url {source}: has more than {max_bytes // 10**6} MB; take some of its rows", code="table-unusable"
+        )
+    return data
+
+
+def _read_csv(source: str, data: bytes) -> list[Row]:
+    reading = Reading(TEXT_AND_LABEL, skip=False, flag="source_url")
+    rows = []
+    for line, cells in csv_records(source, text_lines(source, data), 0, ",", reading):
+        try:
+            check_utf8("".join(cells))
+        except ValueError as error:
+            raise UserError(f"{source} line {line}: {error}", code="table-unusable") from error
+        if any(cell.strip() for cell in cells):
+            rows.append(Row(line, cells))
+    if not rows:
+        raise UserError(f"{source}: is empty", code="table-unusable")
+    return rows
+
+
+def is_number(cell: str) -> bool:
+    """Whether it is a finite number in fp32."""
+    try:
+        return abs(float(cell)) <= torch.finfo(torch.float32).max
+    except ValueError:
+        return False

@@ -1,0 +1,220 @@
+"""Cards 6 to 9, the training loop: forward, backward, all-reduce of the gradients, optimizer step.
+
+Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704; for the sharded all-reduce ZeRO, arXiv 1910.02054, section
+5, and PyTorch FSDP, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+
+from learn.cards.base import BaseCard, CardConfig, Preview, Values
+from learn.cards.data import global_batches, rows_of
+from learn.cards.model import gradient_norm
+from learn.cards.storage import Storage
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+MAX_ROWS = 32  # of a batch that are saved for the page
+
+
+class Forward(BaseCard[CardConfig]):
+    """Card 6: take the next batch, and compute the loss."""
+
+    card_type = "dist_forward"
+    display_name = "Forward"
+    description = "Every rank runs its own rows through its model, and computes the mean of their losses."
+    look_at = "Different rows on every rank, so a different loss on every rank, although the weights are the same."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"sharded_data": "sharded_data", "process_group": "process_group"}
+    output_schema: ClassVar = {"forward_output": "forward_output"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        sharded, group, live = inputs["sharded_data"], inputs["process_group"], storage.live
+        epoch, batch = divmod(live.setdefault("batches_done", 0), sharded["batches_per_epoch"])
+        if "data" not in live:
+            data = storage.tensors(sharded["prepared"]["tensors"])
+            live["data"] = {name: data[name] for name in ("train_rows", "train_features", "train_labels")}
+        if batch == 0:
+            live["batches"] = global_batches(sharded["prepared"], epoch)
+        global_batch = live["batches"][batch]
+        own = rows_of(global_batch, group["rank"], group["world_size"])
+        features, labels = (live["data"][name][own].to(group["device"]) for name in ("train_features", "train_labels"))
+
+        model = live.get("engine", live["model"])
+        losses = F.cross_entropy(model(features), labels, reduction="none")
+        # The mean, not NaN if this rank has no row, which can happen in the last batch of an epoch. The graph behind it
+        # stays in storage.live for the backward card.
+        live["loss"] = losses.sum() / max(1, len(own))
+
+        live["batches_done"] += 1
+        live["rows_done"] = live.get("rows_done", 0) + len(own)
+        shown = {"row": live["data"]["train_rows"][own], "features": features, "label": labels, "loss": losses}
+        storage.save("batch", {name: values[:MAX_ROWS].tolist() for name, values in shown.items()})
+        facts = {"epoch": epoch + 1, "batch": batch + 1, "rows": len(own), "share": len(own) / len(global_batch)}
+        return {"forward_output": facts | {"loss": live["loss"].item()}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        ranks = [found["forward_output"] for found in storage.of_ranks("outputs")]
+        rows = [[rank, found["rows"], round(found["loss"], 4)] for rank, found in enumerate(ranks)]
+        return self.preview(["rank", "rows", "loss"], rows, epoch=ranks[0]["epoch"], batch=ranks[0]["batch"])
+
+
+class Backward(BaseCard[CardConfig]):
+    """Card 7: go back through the graph of the forward pass, and fill ``.grad`` with this rank's gradients."""
+
+    card_type = "dist_backward"
+    display_name = "Backward"
+    description = "Every rank computes the gradient of every weight from its own loss, without communication."
+    look_at = "The gradients differ from rank to rank, as the rows did: a step now would make the models diverge."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"forward_output": "forward_output"}
+    output_schema: ClassVar = {"gradients": "gradients"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        live, loss = storage.live, storage.live.pop("loss")
+        if "engine" in live:
+            live["engine"].backward(loss)
+        else:
+            loss.backward()
+        facts = {name: inputs["forward_output"][name] for name in ("epoch", "batch", "loss", "share")}
+        return {"gradients": facts | {"norm": gradient_norm(live["model"])}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        norms = [found["gradients"]["norm"] for found in storage.of_ranks("outputs")]
+        return self.preview(["rank", "gradient norm"], [[rank, round(norm, 6)] for rank, norm in enumerate(norms)])
+
+
+class AllReduce(BaseCard[CardConfig]):
+    """Card 8: average the gradients over the ranks, each weighted by its share of the rows."""
+
+    card_type = "dist_allreduce"
+    display_name = "All-reduce gradients"
+    description = "The ranks average their gradients; under FSDP each keeps only its shard of the average."
+    look_at = "Different on every rank before, and equal after: the gradient that one process would have computed."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"gradients": "gradients"}
+    output_schema: ClassVar = {"synced_gradients": "synced_gradients"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        live, gradients = storage.live, inputs["gradients"]
+        if "engine" in live:
+            all_reduce_with_deepspeed(live["engine"], gradients["share"])
+        elif isinstance(live["model"], FSDPModule):
+            reduce_scatter_gradients(live["model"], gradients["share"])
+        else:
+            all_reduce_gradients(live["model"], gradients["share"])
+        loss = torch.tensor(gradients["loss"] * gradients["share"], device=next(live["model"].parameters()).device)
+        dist.all_reduce(loss)
+        norms = {"local_norm": gradients["norm"], "norm": gradient_norm(live["model"])}
+        place = {name: gradients[name] for name in ("epoch", "batch")}
+        return {"synced_gradients": place | norms | {"loss": loss.item()}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        ranks = zip(storage.of_ranks("outputs"), storage.of_ranks("after"), strict=True)
+        rows = []
+        for rank, (found, held) in enumerate(ranks):
+            norms = (round(found["synced_gradients"][name], 6) for name in ("local_norm", "norm"))
+            first = next(held[name]["checksum"] for name in held if name.startswith("gradients/"))
+            rows.append([rank, *norms, first])
+        loss = round(outputs["synced_gradients"]["loss"], 4)
+        return self.preview(["rank", "norm before", "norm after", "first gradients"], rows, loss_of_the_batch=loss)
+
+    def metrics(self, outputs: Values) -> dict[str, float]:
+        return {"loss": outputs["synced_gradients"]["loss"]}
+
+
+def all_reduce_gradients(model: nn.Module, share: float) -> None:
+    """Average each gradient over the ranks, in place.
+
+    Args:
+        model: the same on every rank, with the gradients of the mean loss of the rank's own rows.
+        share: those rows as a part of the global batch's, 1 / N if all N ranks have equally many.
+    """
+    gradients = [parameter.grad for parameter in model.parameters()]
+    # All gradients in one bucket (DDP uses buckets of 25 MB): every collective makes the ranks wait for each other, so
+    # one call for all of them is cheaper than one per tensor.
+    bucket = torch.cat([gradient.flatten() for gradient in gradients]) * share
+    dist.all_reduce(bucket, op=dist.ReduceOp.SUM)
+    means = bucket.split([gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def all_reduce_with_deepspeed(engine: DeepSpeedEngine, share: float) -> None:
+    """Average each gradient over the ranks with DeepSpeed, which gives all ranks the same weight.
+
+    Args:
+        engine: around the same model on every rank, with the gradients of the mean loss of the rank's own rows.
+        share: those rows as a part of the global batch's.
+    """
+    for parameter in engine.module.parameters():
+        parameter.grad *= share * dist.get_world_size()
+    engine.allreduce_gradients()
+
+
+def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
+    """Average each gradient over the ranks, and leave on each rank the slice that goes with its slice of the weights.
+
+    Args:
+        model: fully sharded, its layers gathered, with whole gradients of the mean loss of the rank's own rows.
+        share: those rows as a part of the global batch's.
+    """
+    whole = {}
+    for name, parameter in model.named_parameters():
+        whole[name], parameter.grad = parameter.grad * share, None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # frees the gathered weights; from here on parameters are shards
+    for name, parameter in model.named_parameters():
+        # Every rank holds one summand of the gradient, which is what Partial("sum") declares. Going from summands to
+        # shards of their sum is a reduce-scatter.
+        summand = DTensor.from_local(whole[name], parameter.device_mesh, [Partial("sum")])
+        parameter.grad = summand.redistribute(placements=parameter.placements)
+
+
+class OptimizerStep(BaseCard[CardConfig]):
+    """Card 9, the last of the training loop: each rank updates its weights, and frees the gradients."""
+
+    card_type = "dist_optimizer_step"
+    display_name = "Optimizer step"
+    description = "Every rank updates its weights with the same gradients, without communication; FSDP updates shards."
+    look_at = "The weights were equal on all ranks, and after the step are equal again, bit for bit."
+    category = "distributed"
+    execution_mode = "distributed"
+    output_view_type = "table"
+    config_schema = CardConfig
+    input_schema: ClassVar = {"synced_gradients": "synced_gradients"}
+    output_schema: ClassVar = {"updated_model": "updated_model"}
+
+    def execute(self, config: CardConfig, inputs: Values, storage: Storage) -> dict[str, Any]:
+        live = storage.live
+        stepper = live.get("engine", live["optimizer"])
+        stepper.step()
+        stepper.zero_grad()
+        place = {name: inputs["synced_gradients"][name] for name in ("epoch", "batch")}
+        return {"updated_model": place | {"steps": live["batches_done"], "rows": live["rows_done"]}}
+
+    def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:
+        moments = zip(storage.of_ranks("before"), storage.of_ranks("after"), strict=True)
+        rows = [[rank, *(next(iter(held.values()))["checksum"] for held in both)] for rank, both in enumerate(moments)]
+        return self.preview(
+            ["rank", "first weights before", "after the step"], rows, steps=outputs["updated_model"]["steps"]
+        )
