@@ -245,6 +245,32 @@ def test_ctrl_c_while_the_launcher_loads_ends_in_one_line(start: Callable[..., A
     assert run.err == ""
 
 
+# A launcher with a child before its folder exists, and what would follow if only that child were ended.
+LAUNCHER_WITH_A_CHILD = """
+import pathlib, subprocess, sys
+
+child = subprocess.Popen(["sleep", "60"])
+print("has a child", flush=True)
+child.wait()
+[logs] = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--log_dir=")]
+folder = pathlib.Path(logs, "launch")
+folder.mkdir()
+(folder / "exit_code").write_text("2")
+"""
+
+
+def test_ctrl_c_ends_a_launcher_that_has_children_but_no_ranks_yet(start: Callable[..., Any], tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "launch.py").write_text(LAUNCHER_WITH_A_CHILD)
+    run = start(["bash", tmp_path / SCRIPT.name, 2], wait=False, env={"PYTHON": sys.executable})
+    run.wait_until(lambda: "has a child" in run.out)
+
+    os.kill(run.process.pid, signal.SIGINT)
+
+    assert run.wait() == 130
+    assert STOPPED in run.out
+
+
 def test_ctrl_c_while_training_loads_ends_in_one_line(start: Callable[..., Any]) -> None:
     run = start([sys.executable, SCRIPT.with_name("train_single.py")], wait=False)
     run.wait_until(lambda: _loads_torch(run.process.pid))
