@@ -29,10 +29,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_without_flags_all_is_default() -> None:
-    assert parse() == TrainConfig()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -71,12 +67,6 @@ def test_the_printed_configuration_fed_back_gives_an_equal_one(
 
     assert parse("--config", yaml_file(tmp_path, text)) == parse(*flags)
     assert list(yaml.safe_load(text)) == list(TrainConfig.model_fields)
-
-
-def test_the_printed_defaults_fed_back_give_the_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = printed(capsys, "--print-config")
-
-    assert parse("--config", yaml_file(tmp_path, text)) == TrainConfig()
 
 
 def test_a_learning_rate_without_a_dot_is_read_from_yaml(tmp_path: Path) -> None:
