@@ -54,31 +54,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_whole_one_is_taken_with_a_line_for_each_one_passed_over(saved: Path) -> None:
-    _flip_a_bit(saved / "step_00000003" / "__0_0.distcp")
-    (saved / "step_00000002" / "manifest.json").unlink()
-    said: list[str] = []
-
-    found = newest_checkpoint(ALONE, open_location(str(saved)), said.append)
-
-    assert found == f"{saved}/step_00000001"
-    assert said == [
-        f"Skipping the damaged checkpoint {saved}/step_00000003: __0_0.distcp does not match its SHA-256",
-        f"Skipping the damaged checkpoint {saved}/step_00000002: manifest.json is missing",
-    ]
-
-
-def test_where_none_is_whole_the_run_is_refused_and_nothing_is_moved(saved: Path) -> None:
-    for file in saved.glob("step_*/state.json"):
-        file.unlink()
-    before = sorted(saved.rglob("*"))
-
-    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is complete; use --resume none"):
-        newest_checkpoint(ALONE, open_location(str(saved)), lambda line: None)
-
-    assert sorted(saved.rglob("*")) == before
-
-
 def test_where_nothing_was_saved_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert newest_checkpoint(ALONE, open_location(str(tmp_path / "none")), pytest.fail) is None
 
