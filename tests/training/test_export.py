@@ -331,22 +331,6 @@ def test_check_output_accepts_new_empty_and_model_folders(tmp_path: Path, writte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model"]
 
 
-def test_check_output_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-
-    with pytest.raises(
-        UserError, match=r"--output_dir .*: holds files that are not a model; name a new or empty folder"
-    ):
-        check_output(tmp_path)
-
-
-def test_check_output_refuses_a_file(tmp_path: Path) -> None:
-    (tmp_path / "model").write_text("")
-
-    with pytest.raises(UserError, match="is a file; name a folder"):
-        check_output(tmp_path / "model")
-
-
 def test_a_folder_that_is_gone_later_is_not_taken_for_a_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
