@@ -130,7 +130,7 @@ def _go_from_layout_to_layout(folder: Path, names: list[str]) -> tuple[list[floa
 @pytest.mark.parametrize(
     "names",
     [
-        ["ddp", "3d", "zero3"],
+        ["ddp", "3d", "pp", "zero3"],
         pytest.param(["zero1", "copied", "pp", "zero1", "3d", "copied", "ddp"], marks=pytest.mark.slow),
     ],
 )
