@@ -24,11 +24,10 @@ from tests.training.checkpointing.small_saves import ALONE, SAID, read_whole, sa
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
-from training.checkpointing import saver as saver_module
 from training.checkpointing.local_storage import LocalStorage
 from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
-from training.checkpointing.saver import Saver
+from training.checkpointing.saver import RETRY_SECONDS, Saver
 from training.checkpointing.sharded import Staging
 from training.fault_tolerance.failures import translate_errors
 from training.parallelism.state import StrategyState
@@ -224,7 +223,7 @@ def _fail_on_rank_1(folder: Path) -> dict[str, Any]:
     saver.save(2, lambda: _state(2.0, 1_000_000), {"step": 2}, None)
     heard.append(_hear(saver))
     stands = sorted(path.name for path in folder.iterdir())
-    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
+    saver.retry_seconds = 0.0
     due = saver.retry_due
     _files_may_have(resource.RLIM_INFINITY)
     saver.retry()
@@ -287,8 +286,7 @@ def test_all_ranks_hear_of_an_error_that_one_meets_anywhere_in_a_save_and_the_ne
 
 
 def _never_succeed(folder: Path) -> tuple[str, bool]:
-    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
-    saver = saver_into(folder)
+    saver = saver_into(folder, retry_seconds=0.0)
     with pytest.raises(TrainingFailure) as failure:
         save_now(saver, 1, _state(1.0))
     saver.close()
@@ -321,11 +319,10 @@ class FullOnce(LocalStorage):
 
 
 def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_time_and_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
     (tmp_path / "file").touch()
-    saver = saver_into(tmp_path / "file" / "checkpoints", ALONE)
+    saver = saver_into(tmp_path / "file" / "checkpoints", ALONE, retry_seconds=0.0)
     saver.save(1, lambda: _state(1.0), {}, None)
 
     with pytest.raises(TrainingFailure, match="3 times in a row; there is no earlier checkpoint: free some space"):
@@ -347,11 +344,12 @@ def test_tensors_on_the_cpu_are_copied_without_touching_a_gpu_that_is_there(monk
 
 
 def test_who_waits_for_a_failed_save_gives_a_short_outage_time_to_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.3)
     storage, looked = FullOnce(tmp_path), []  # at the clock, in the pause
-    saver = saver_into(storage, ALONE, stop_agreed=lambda: looked.append(time.perf_counter()) is not None)
+    saver = saver_into(
+        storage, ALONE, stop_agreed=lambda: looked.append(time.perf_counter()) is not None, retry_seconds=0.3
+    )
     saver.save(1, lambda: _state(1.0), {}, None)
 
     [saved] = saver.wait()
@@ -394,15 +392,14 @@ def test_a_run_asked_to_stop_tries_its_failed_save_again_at_once(
     assert train_here("--epochs", "1", "--batch_size", "8", "--output_dir", tmp_path / "model") == 0
 
     failed, again = tried
-    assert again - failed < saver_module.RETRY_SECONDS
+    assert again - failed < RETRY_SECONDS
     assert (tmp_path / "model.run/checkpoints/step_00000008/manifest.json").exists()
 
 
 def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
-    saver = saver_into(FullOnce(tmp_path), ALONE)
+    saver = saver_into(FullOnce(tmp_path), ALONE, retry_seconds=0.0)
     saver.save(1, lambda: _state(1.0), {}, 1)
 
     finished = saver.save(2, lambda: _state(2.0), {}, 1)
