@@ -48,13 +48,6 @@ def test_latest_names_the_checkpoint_saved_last(storage: Storage) -> None:
         assert content(f"{storage.location}/latest").decode() == f"step_{step:08d}\n"
 
 
-def test_what_is_not_committed_is_no_checkpoint(storage: Storage) -> None:
-    save(storage, 1, 1.0)
-    write_files(storage, 2, 2.0)
-
-    assert newest_whole(storage) == (1, 1.0)
-
-
 def test_a_first_save_that_was_never_finished_is_no_checkpoint_and_goes_with_the_next(storage: Storage) -> None:
     write_files(storage, 1, 1.0)
 

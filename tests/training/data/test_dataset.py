@@ -112,7 +112,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert texts_and_names(data)[1] == (TEXTS[1], "odd")
 
 
-def saved_dataset(labels: list[int], names: list[str]) -> datasets.Dataset:
+def saved_dataset(labels: list[int | None], names: list[str]) -> datasets.Dataset:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
     return datasets.Dataset.from_dict({"text": TEXTS[: len(labels)], "label": labels}, features=features)
 
@@ -137,19 +137,12 @@ def test_a_single_split_saved_by_datasets_gets_a_test_set(tmp_path: Path) -> Non
     assert (len(data.train), len(data.test)) == (18, 2)
 
 
-def test_unlabelled_rows_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
-    splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([-1, -1], ["a", "b"])}
+@pytest.mark.parametrize("label", [-1, None])
+def test_a_row_of_a_saved_dataset_without_a_label_is_named(tmp_path: Path, label: int | None) -> None:
+    splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([1, label], ["a", "b"])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
 
-    with pytest.raises(UserError, match=r"test row 0: label -1 is out of range"):
-        load_news(str(tmp_path / "saved"))
-
-
-def test_rows_of_a_saved_dataset_without_a_label_are_named(tmp_path: Path) -> None:
-    saved = datasets.DatasetDict({"train": saved_dataset([0, 1, None, 1], ["a", "b"])})  # type: ignore[list-item]
-    saved.save_to_disk(tmp_path / "saved")
-
-    with pytest.raises(UserError, match=r"train row 2: label None"):
+    with pytest.raises(UserError, match=rf"test row 1: label {label}"):
         load_news(str(tmp_path / "saved"))
 
 
@@ -273,13 +266,6 @@ def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name
 
     assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
     assert data.label_names == ["a", "b"]
-
-
-def test_a_column_that_is_missing_is_told_from_the_one_that_is_there(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("label,id\na,1\nb,2\n")
-
-    with pytest.raises(UserError, match=r"train.csv line 1: no column text among label, id; name yours with"):
-        load_news(str(tmp_path))
 
 
 def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -> None:
@@ -424,20 +410,6 @@ def test_too_few_rows_are_said_in_one_line(tmp_path: Path) -> None:
         load_news(str(labelled(tmp_path / "two.csv", ["a", "b"])))
 
 
-def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_bytes("text,label\nhello,a\ncafé,b\n".encode("latin-1"))
-
-    with pytest.raises(UserError, match=r"train.csv line 3: not UTF-8 text"):
-        load_news(str(tmp_path))
-
-
-def test_parquet_without_the_columns_is_named(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"title": ["a"]}), tmp_path / "train.parquet")
-
-    with pytest.raises(UserError, match=r"train.parquet: no column text and no column label among title; name"):
-        load_news(str(tmp_path))
-
-
 def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path) -> None:
     (tmp_path / "news.xml").write_text("<news/>")
 
@@ -464,15 +436,6 @@ def test_split_rows_is_complete_disjoint_and_stratified(fraction: float) -> None
     assert (np.diff(validation) > 0).all()
     for label in range(4):
         assert (labels[validation] == label).sum() == round((labels == label).sum() * fraction)
-
-
-def test_split_rows_is_a_function_of_the_seed() -> None:
-    labels = np.arange(100) % 4
-
-    first, again, other = (split_rows(labels, 0.2, seed)[1].tolist() for seed in (1, 1, 2))
-
-    assert first == again
-    assert first != other
 
 
 def test_split_rows_keeps_a_row_of_every_label_for_training() -> None:
