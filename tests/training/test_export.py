@@ -218,7 +218,7 @@ def test_leftovers_of_an_export_cut_short_do_no_harm(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "model").iterdir()} == FOLDER_FILES
 
 
-def test_the_model_card_tells_labels_and_results(written: tuple[Path, NewsClassifier]) -> None:
+def test_the_model_card_shows_labels_and_results(written: tuple[Path, NewsClassifier]) -> None:
     folder, _ = written
 
     card = ModelCard.load(folder / "README.md")

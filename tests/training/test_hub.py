@@ -353,7 +353,7 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
         ),
     ],
 )
-def test_without_a_network_a_name_that_is_not_in_the_cache_is_said_soon(
+def test_without_a_network_a_name_missing_from_the_cache_fails_soon(
     with_hub: Callable[..., subprocess.CompletedProcess[str]],
     address: str,
     environment: dict[str, str],

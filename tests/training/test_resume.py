@@ -114,7 +114,7 @@ def test_a_run_killed_at_random_moments_loses_nothing(
     assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
 
 
-def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
+def test_sigterm_stops_a_process_with_all_saved_and_it_resumes(
     launch: Callable[..., Any],
     train_here: Callable[..., int],
     never_stopped: Callable[[int], Path],
@@ -159,7 +159,7 @@ def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Pat
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_of_two_ranks_goes_on_with_another_number_and_repeats_no_row(
+def test_a_run_of_two_ranks_resumes_on_another_number_and_repeats_no_row(
     stopped_on_two: tuple[Path, Any],
     never_stopped: Callable[[int], Path],
     launch: Callable[..., Any],
@@ -236,7 +236,7 @@ def test_a_run_with_no_whole_checkpoint_is_refused_and_left_as_it_is(
     assert sorted(_checkpoint(copied, 0).parent.glob("step_*")) == checkpoints
 
 
-def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_test(
+def test_a_best_epoch_with_a_damaged_checkpoint_is_passed_over_in_the_final_test(
     copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     best = _checkpoint(copied, 8)
@@ -252,7 +252,7 @@ def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_tes
 
 
 @pytest.mark.slow
-def test_checkpoints_in_a_place_of_their_own_are_gone_on_from_and_moved_aside_with_the_run(
+def test_checkpoints_in_another_folder_are_resumed_from_and_moved_aside_with_the_run(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place, output = tmp_path / "elsewhere", tmp_path / "model"
@@ -293,7 +293,7 @@ def test_resume_none_moves_the_older_run_aside(
     assert _weights(copied) == _weights(never_stopped(1))
 
 
-def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_kept_aside(
+def test_a_named_checkpoint_is_resumed_from_and_later_ones_are_moved_aside(
     copied: Path,
     train_here: Callable[..., int],
     never_stopped: Callable[[int], Path],
@@ -350,7 +350,7 @@ def _make_older(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_from_before_cleaning_was_a_choice_goes_on_and_cleans_as_it_began(
+def test_a_run_older_than_the_clean_flag_resumes_and_cleans_as_before(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     news, data, output = load_news("sample"), tmp_path / "mine.jsonl", tmp_path / "model"

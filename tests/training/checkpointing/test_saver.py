@@ -163,7 +163,7 @@ def test_a_save_that_finds_another_under_way_waits_for_it(tmp_path: Path) -> Non
     assert storage.seen == ["waited for", "step 1 stands", "step 2 is copied", "step 2 stands"]
 
 
-def test_the_room_of_copies_is_used_again_and_follows_what_is_held(tmp_path: Path) -> None:
+def test_staging_buffers_are_reused_and_freed(tmp_path: Path) -> None:
     saver = saver_into(tmp_path, ALONE)
     save_now(saver, 1, _state(1.0))
     rooms = {copy.data_ptr() for copy in saver._staging.copies.values()}
@@ -231,7 +231,7 @@ def _fail_on_rank_1(folder: Path) -> dict[str, Any]:
     return {"heard": heard, "said": list(SAID), "stands": stands, "due": due}
 
 
-def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_is_reported_in_one_line_and_the_save_retried(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, _fail_on_rank_1, tmp_path)
 
     assert first["heard"] == second["heard"] == [[], [2]]
@@ -275,7 +275,7 @@ def _fail_in(method: str, failing: int, folder: Path) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize(("method", "failing"), [("writer", 1), ("write_data", 1), ("finish", 0)])
-def test_all_ranks_hear_of_an_error_that_one_meets_anywhere_in_a_save_and_the_next_try_works(
+def test_all_ranks_learn_of_an_error_anywhere_in_a_save_and_the_retry_works(
     tmp_path: Path, method: str, failing: int
 ) -> None:
     (heard, said), (same, _) = run_on_ranks(2, _fail_in, method, failing, tmp_path, seconds=20)
@@ -318,7 +318,7 @@ class FullOnce(LocalStorage):
         super().begin(step)
 
 
-def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_time_and_ends_the_run(
+def test_a_last_save_that_keeps_failing_counts_its_attempts_and_ends_the_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
@@ -343,7 +343,7 @@ def test_tensors_on_the_cpu_are_copied_without_touching_a_gpu_that_is_there(monk
     Staging().take(tensors, Ownership(ALONE).pieces(tensors))
 
 
-def test_who_waits_for_a_failed_save_gives_a_short_outage_time_to_pass(
+def test_waiting_for_a_failed_save_allows_a_short_outage_to_pass(
     tmp_path: Path,
 ) -> None:
     storage, looked = FullOnce(tmp_path), []  # at the clock, in the pause
@@ -396,7 +396,7 @@ def test_a_run_asked_to_stop_tries_its_failed_save_again_at_once(
     assert (tmp_path / "model.run/checkpoints/step_00000008/manifest.json").exists()
 
 
-def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(
+def test_a_failed_save_of_the_best_step_is_written_before_the_next_overwrites_its_copy(
     tmp_path: Path,
 ) -> None:
     saver = saver_into(FullOnce(tmp_path), ALONE, retry_seconds=0.0)

@@ -77,7 +77,7 @@ def test_files_of_an_earlier_try_are_not_in_the_checkpoint(storage: Storage) -> 
     assert names_in(path) == sorted([*FILES, "manifest.json"])
 
 
-def test_a_step_saved_again_replaces_the_older_one_once_it_stands(storage: Storage) -> None:
+def test_a_step_saved_again_replaces_the_older_one_once_it_is_complete(storage: Storage) -> None:
     older = save(storage, 5, 1.0)
     files = write_files(storage, 5, 2.0)
     assert newest_whole(storage) == (5, 1.0)
@@ -121,9 +121,7 @@ def test_a_checkpoint_without_a_manifest_counts_for_nothing_and_is_pruned(
     assert sorted(storage.steps()) == [1, 2]
 
 
-def test_pruning_leaves_alone_what_is_the_only_one_and_what_is_no_checkpoint(
-    storage: Storage, edit: Callable[..., None]
-) -> None:
+def test_pruning_keeps_the_only_checkpoint_and_foreign_files(storage: Storage, edit: Callable[..., None]) -> None:
     path = save(storage, 1, 1.0)
     aside = storage.move_aside(path)
     torn = save(storage, 2, 2.0)

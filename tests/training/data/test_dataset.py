@@ -76,7 +76,7 @@ def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
     assert texts_and_names(data)[-1] == ("g h", "stormy")
 
 
-def test_csv_with_a_header_takes_text_and_label_wherever_they_stand(tmp_path: Path) -> None:
+def test_columns_of_a_csv_with_a_header_may_come_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text("\ufeffid,Label,source,Text\n7,ham,web,Hello there\n8,spam,web,Buy now\n", encoding="utf-8")
     (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
@@ -151,7 +151,7 @@ def single_file(path: Path, labels: list[Any]) -> Path:
     return path
 
 
-def test_a_single_file_gives_a_stratified_part_for_the_test_and_says_so(tmp_path: Path) -> None:
+def test_a_stratified_test_set_is_split_off_a_single_file(tmp_path: Path) -> None:
     path = single_file(tmp_path / "news.jsonl", ["a", "b"] * 10)
 
     data = load_news(str(path), seed=5)
@@ -338,7 +338,7 @@ def split_texts(split: str, count: int) -> str:
 
 @pytest.mark.parametrize("name", ["validation", "valid", "dev"])
 @pytest.mark.parametrize("splits", [("train", "test"), ("train",)])
-def test_validation_rows_that_the_data_brings_are_kept_apart_and_said(
+def test_a_validation_split_in_the_data_is_used_and_reported(
     tmp_path: Path, name: str, splits: tuple[str, ...]
 ) -> None:
     for split in (*splits, name):
@@ -391,7 +391,7 @@ def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -
         ),
     ],
 )
-def test_labels_that_are_hardly_classes_are_said(tmp_path: Path, labels: list[str], note: str) -> None:
+def test_labels_that_hardly_look_like_classes_are_noted(tmp_path: Path, labels: list[str], note: str) -> None:
     assert load_news(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
 
 
@@ -403,7 +403,7 @@ def test_labels_that_are_classes_are_not_doubted(tmp_path: Path, labels: list[st
     assert note.startswith("no test rows")
 
 
-def test_too_few_rows_are_said_in_one_line(tmp_path: Path) -> None:
+def test_too_few_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"two.csv: 2 rows leave none for validation and test; at least 3 rows of each label are needed"
     ):
@@ -420,7 +420,7 @@ def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./data", "~/no such", "owner/news.parquet"])
-def test_a_missing_file_is_said_at_once_and_not_sought_on_the_hub(name: str) -> None:
+def test_a_missing_file_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
         load_news(name)
 

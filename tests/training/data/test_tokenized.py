@@ -120,7 +120,7 @@ def test_another_text_label_name_length_or_tokenizer_gives_another_key() -> None
     ],
     ids=["empty", "its beginning", "half of it", "a changed byte", "something else"],
 )
-def test_a_damaged_cache_file_is_written_again_and_the_run_says_so(
+def test_a_damaged_cache_file_is_reported_and_written_again(
     tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
 ) -> None:
     key = write(tmp_path)
@@ -185,7 +185,7 @@ def test_the_tiny_vocabulary_knows_every_letter_and_the_common_words() -> None:
     assert tokenizer.unk_token_id not in tokenizer("zyxwvutsrqponm").input_ids
 
 
-def test_a_model_folder_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model .*: the folder cannot be read as a model"):
         load_tokenizer(str(tmp_path), [], LENGTH)
 

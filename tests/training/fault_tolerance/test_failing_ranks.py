@@ -40,7 +40,7 @@ def _has_no_shared_memory(rank: int) -> None:
     _fail_on_rank_1(rank, dist.DistBackendError(NO_ROOM))
 
 
-def test_a_rank_that_fails_says_all_that_nccl_said_and_leaves_without_waiting_for_the_others(
+def test_a_failing_rank_prints_the_whole_nccl_error_and_does_not_wait_for_the_others(
     start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
     ranks = start_ranks(2, "--epochs", 500, fault=_has_no_shared_memory)
@@ -69,7 +69,7 @@ LOST_PEERS = [
 
 
 @pytest.mark.parametrize("message", LOST_PEERS)
-def test_a_lost_peer_is_recognised_and_its_own_words_are_kept(message: str) -> None:
+def test_a_lost_peer_is_recognised_and_the_original_message_kept(message: str) -> None:
     with pytest.raises(LostRank) as lost, translate_errors(ALONE, 7):
         raise dist.DistBackendError(message)
 
@@ -88,7 +88,7 @@ def test_a_lost_peer_is_recognised_and_its_own_words_are_kept(message: str) -> N
         "[/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] Unable to find address for: ib0",
     ],
 )
-def test_what_a_backend_says_of_this_machine_is_no_lost_peer(message: str) -> None:
+def test_an_error_of_this_machine_is_not_taken_for_a_lost_peer(message: str) -> None:
     with pytest.raises(dist.DistBackendError) as raised, translate_errors(ALONE, 7):
         raise dist.DistBackendError(message)
 

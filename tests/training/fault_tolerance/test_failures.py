@@ -125,7 +125,7 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(
         ),
     ],
 )
-def test_under_torchrun_a_users_mistake_is_said_once(
+def test_under_torchrun_a_users_mistake_is_printed_once(
     launch: Callable[..., Any], tmp_path: Path, flags: tuple[str, ...], expected: str
 ) -> None:
     # Three rows, of which one is kept for validation: the other label has a single row and keeps it.

@@ -36,7 +36,7 @@ def _ask_before_evaluation(number: int) -> Callable[..., Any]:
     return evaluates
 
 
-def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
+def test_interrupted_evaluations_are_repeated_on_resume(
     train_here: Callable[..., int],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -61,7 +61,7 @@ def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
     assert [epoch["epoch"] for epoch in metrics_of(tmp_path / "model.run", "epoch")] == [1, 2]
 
 
-def test_a_run_that_is_stopped_while_data_is_prepared_says_so_and_leaves_nothing(
+def test_a_run_stopped_while_data_is_prepared_leaves_nothing_behind(
     train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     load = prepare.load_news
@@ -85,7 +85,7 @@ def _one_rank_is_asked(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
+def test_all_ranks_interrupt_an_evaluation_if_one_of_them_is_asked_to_stop(
     start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
     stopped = start_ranks(2, "--save_every", 0, fault=_one_rank_is_asked)

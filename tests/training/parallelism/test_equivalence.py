@@ -123,7 +123,7 @@ def _pass_on(names: list[str], layers: int) -> tuple[list[float], list[float]] |
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", LAYOUTS)
-def test_a_checkpoint_of_each_strategy_goes_on_under_each_other(first: str) -> None:
+def test_a_checkpoint_of_each_strategy_resumes_under_every_other(first: str) -> None:
     names = [name for other in LAYOUTS for name in (first, other)]
 
     losses, expected = run_on_ranks(4, _pass_on, names, 4, seconds=240.0)[0]
