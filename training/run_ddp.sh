@@ -38,9 +38,13 @@ trap 'rm -rf "$logs"' EXIT
 ask_to_stop() {
   asked=$2
   for launch in "$logs"/*/; do
-    [ -d "$launch" ] && echo "$asked" >"$launch/exit_code" # until a rank that has saved says otherwise
+    [ -d "$launch" ] || continue
+    echo "$asked" >"$launch/exit_code" # until a rank that has saved says otherwise
+    pkill "-$1" -P "$launcher" 2>/dev/null && return
   done
-  pkill "-$1" -P "$launcher" 2>/dev/null || kill -TERM "$launcher" 2>/dev/null
+  # Without that folder no rank can know of the stop. It may be made at this very moment, and ranks ignore the signal
+  # until they have loaded: only the end of the launcher stops them for certain.
+  kill -TERM "$launcher" 2>/dev/null
 }
 
 # A session of its own keeps the terminal's Ctrl-C from torchrun, which would end with a traceback.

@@ -37,7 +37,9 @@ def _train(flags: list[str]) -> str:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_is_read_and_says_when_to_use_it_and_how_to_start_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_is_valid_and_documents_its_use_and_command(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPOSITORY)
     name = config.relative_to(REPOSITORY)
     parsed = parse_config(["--config", str(name)], environment={})

@@ -16,39 +16,50 @@ from training.planning.__main__ import ask, build_parser
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
+    ("training/train_single.py",),
+    ("-m", "training.train_single"),
+    ("-m", "training.evaluate"),
     ("-m", "training.planning"),
     ("-m", "training.watch"),
+    ("-m", "training.publish_model"),
     ("-m", "inference.export"),
     ("-m", "inference.predict"),
     ("-m", "inference.serve"),
-    ("-m", "training.publish_model"),
+    ("-m", "learn.cards", "run"),
+    ("-m", "learn.check"),
     ("deployment/build_image.py",),
     ("deployment/publish_space.py",),
     ("deployment/write_sbom.py",),
 )
 
 
-def _printed(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={"COLUMNS": "80", "PATH": ""}, capture_output=True, text=True
-    )
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {"COLUMNS": "80", "PATH": "", **environment}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH on which PyTorch cannot be imported: nobody waits seconds for help or for a wrong flag."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "torch.py").write_text("raise RuntimeError('PyTorch is imported')")
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_comes_at_once_and_fits_a_terminal_of_80_columns(command: tuple[str, ...], without_torch: str) -> None:
+    done = _run(*command, "--help", PYTHONPATH=without_torch)
+
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.stdout.startswith("usage:")
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    assert "default: )" not in done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
-def test_help_fits_a_terminal_of_80_columns(command: tuple[str, ...]) -> None:
-    printed = _printed(*command, "--help")
+def test_flags_are_checked_before_pytorch_is_imported(without_torch: str) -> None:
+    done = _run("training/train_ddp.py", "--epochs", "three", PYTHONPATH=without_torch)
 
-    assert printed.startswith("usage:")
-    assert [line for line in printed.splitlines() if len(line) > 80] == []
-
-
-def test_the_help_of_training_shows_no_empty_default() -> None:
-    printed = _printed("training/train_single.py", "--help")
-
-    assert [line for line in printed.splitlines() if len(line) > 80] == []
-    assert "default: )" not in printed
+    assert done.stderr.startswith("error: --epochs three: must be")
 
 
 def test_the_example_in_the_planners_help_can_be_run() -> None:
@@ -59,8 +70,9 @@ def test_the_example_in_the_planners_help_can_be_run() -> None:
 
 @pytest.mark.parametrize("package", ["training", "inference"])
 def test_a_package_that_is_run_lists_its_commands(package: str) -> None:
-    lines = _printed("-m", package).splitlines()
+    lines = _run("-m", package).stdout.splitlines()
 
+    assert lines
     for line in lines:
         command = line.split("  ")[0]
         if "-m " in command:
@@ -84,32 +96,3 @@ def test_flags_take_underscores_or_dashes_in_every_command() -> None:
 def test_the_names_of_other_trainers_point_at_flags_that_exist() -> None:
     assert set(OTHER_NAMES.values()) <= TrainConfig.model_fields.keys()
     assert not OTHER_NAMES.keys() & TrainConfig.model_fields.keys()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("training/train_single.py", "--help"),
-        ("training/train_ddp.py", "--epochs", "three"),
-        ("-m", "training.evaluate", "--help"),
-        ("-m", "inference.serve", "--help"),
-        ("-m", "inference.export", "--help"),
-        ("-m", "inference.predict", "--help"),
-        ("-m", "learn.cards", "run", "--help"),
-        ("-m", "learn.check", "--help"),
-    ],
-    ids=" ".join,
-)
-def test_flags_are_checked_before_pytorch_is_imported(command: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise RuntimeError('PyTorch is imported')")
-
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
-
-    assert "PyTorch" not in done.stderr
-    assert (done.stdout + done.stderr).startswith(("usage:", "error: --epochs three: must be"))

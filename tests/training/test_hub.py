@@ -255,38 +255,25 @@ def with_hub(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_an_encoder_of_the_hub_is_downloaded_and_gets_a_new_head(
+def test_an_encoder_gets_a_new_head_and_ag_news_its_label_names(
     hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]], repositories: Path
 ) -> None:
     address, asked = hub
     original = DistilBertModel.from_pretrained(repositories / "models/acme/tiny-encoder")
 
-    run = with_hub(address, "-c", LOAD_MODEL)
+    run = with_hub(address, "-c", LOAD_MODEL + LOAD_NEWS)
 
     assert run.returncode == 0, f"{run.stderr}\n{asked}"
-    found = json.loads(run.stdout)
-    assert found["logits"] == [1, 3]
-    assert found["max_length"] == 16
-    assert len(found["ids"]) == 5
-    assert found["first_weight"] == pytest.approx(original.embeddings.word_embeddings.weight[5, :3].tolist())
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    model, news = map(json.loads, run.stdout.splitlines())
+    assert model["logits"] == [1, 3]
+    assert model["max_length"] == 16
+    assert len(model["ids"]) == 5
+    assert model["first_weight"] == pytest.approx(original.embeddings.word_embeddings.weight[5, :3].tolist())
+    assert news["label_names"] == AG_NEWS_LABELS
+    assert news["train"] == [TEXTS, [i % 4 for i in range(12)]]
+    assert news["test"] == [TEXTS[:4], [0, 1, 2, 3]]
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "data/train-", "data/test-"):
         assert any("/resolve/" in line and name in line for line in asked), name
-
-
-def test_ag_news_is_downloaded_with_its_label_names(
-    hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    address, asked = hub
-
-    run = with_hub(address, "-c", LOAD_NEWS)
-
-    assert run.returncode == 0, f"{run.stderr}\n{asked}"
-    found = json.loads(run.stdout)
-    assert found["label_names"] == AG_NEWS_LABELS
-    assert found["train"] == [TEXTS, [i % 4 for i in range(12)]]
-    assert found["test"] == [TEXTS[:4], [0, 1, 2, 3]]
-    for split in ("train", "test"):
-        assert any("/resolve/" in line and f"data/{split}-" in line for line in asked), split
 
 
 def test_a_hub_that_is_overloaded_for_a_while_is_asked_again(
@@ -366,7 +353,7 @@ def test_a_name_that_the_hub_does_not_have_gives_one_line(
         ),
     ],
 )
-def test_without_a_network_a_name_that_is_not_in_the_cache_is_said_soon(
+def test_without_a_network_a_name_missing_from_the_cache_fails_soon(
     with_hub: Callable[..., subprocess.CompletedProcess[str]],
     address: str,
     environment: dict[str, str],

@@ -114,7 +114,7 @@ def test_a_run_killed_at_random_moments_loses_nothing(
     assert [record["step"] for record in metrics_of(tmp_path / "model.run")] == STEPS
 
 
-def test_sigterm_stops_a_process_with_all_saved_and_it_goes_on(
+def test_sigterm_stops_a_process_with_all_saved_and_it_resumes(
     launch: Callable[..., Any],
     train_here: Callable[..., int],
     never_stopped: Callable[[int], Path],
@@ -159,7 +159,7 @@ def test_sigterm_to_one_rank_stops_both_with_all_saved(stopped_on_two: tuple[Pat
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_of_two_ranks_goes_on_with_another_number_and_repeats_no_row(
+def test_a_run_of_two_ranks_resumes_on_another_number_and_repeats_no_row(
     stopped_on_two: tuple[Path, Any],
     never_stopped: Callable[[int], Path],
     launch: Callable[..., Any],
@@ -197,51 +197,24 @@ def _truncate(checkpoint: Path) -> str:
     return f"{TENSORS} has {size - 1000:,} bytes, not {size:,}"
 
 
-def _lose_the_manifest(checkpoint: Path) -> str:
-    (checkpoint / "manifest.json").unlink()
-    return "manifest.json is missing"
-
-
-def _tear_the_manifest(checkpoint: Path) -> str:
-    os.truncate(checkpoint / "manifest.json", 20)
-    return "manifest.json cannot be read"
-
-
-@pytest.mark.parametrize("damage", [_flip_a_bit, _truncate, _lose_the_manifest, _tear_the_manifest])
-def test_a_damaged_newest_checkpoint_is_named_and_skipped(
+def test_damaged_and_unfinished_checkpoints_are_passed_over(
     copied: Path,
     train_here: Callable[..., int],
     never_stopped: Callable[[int], Path],
     capfd: pytest.CaptureFixture[str],
-    damage: Callable[[Path], str],
 ) -> None:
-    newest = _checkpoint(copied, LAST_STEP)
-    why = damage(newest)
+    newest, before = _checkpoint(copied, LAST_STEP), _checkpoint(copied, 14)
+    unfinished = newest.with_name(f".{newest.name}.tmp")
+    newest.rename(unfinished)
+    (unfinished / "manifest.json").unlink()
+    why = _flip_a_bit(before)
 
     code = train_here(*_flags(1, copied))
 
     out = capfd.readouterr().out
     assert code == 0
-    assert f"Skipping the damaged checkpoint {newest}: {why}" in out
-    assert f"Resuming from {_checkpoint(copied, 14)}" in out
-    assert _weights(copied) == _weights(never_stopped(1))
-
-
-def test_an_unfinished_save_is_no_checkpoint(
-    copied: Path,
-    train_here: Callable[..., int],
-    never_stopped: Callable[[int], Path],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    newest = _checkpoint(copied, LAST_STEP)
-    unfinished = newest.with_name(f".{newest.name}.tmp")
-    newest.rename(unfinished)
-    _lose_the_manifest(unfinished)
-
-    code = train_here(*_flags(1, copied))
-
-    assert code == 0
-    assert f"Resuming from {_checkpoint(copied, 14)}" in capfd.readouterr().out
+    assert f"Skipping the damaged checkpoint {before}: {why}" in out
+    assert f"Resuming from {_checkpoint(copied, 12)}" in out
     assert not unfinished.exists()
     assert _weights(copied) == _weights(never_stopped(1))
 
@@ -263,7 +236,7 @@ def test_a_run_with_no_whole_checkpoint_is_refused_and_left_as_it_is(
     assert sorted(_checkpoint(copied, 0).parent.glob("step_*")) == checkpoints
 
 
-def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_test(
+def test_a_best_epoch_with_a_damaged_checkpoint_is_passed_over_in_the_final_test(
     copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     best = _checkpoint(copied, 8)
@@ -279,7 +252,7 @@ def test_the_best_epoch_whose_checkpoint_suffered_is_passed_over_in_the_last_tes
 
 
 @pytest.mark.slow
-def test_checkpoints_in_a_place_of_their_own_are_gone_on_from_and_moved_aside_with_the_run(
+def test_checkpoints_in_another_folder_are_resumed_from_and_moved_aside_with_the_run(
     train_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place, output = tmp_path / "elsewhere", tmp_path / "model"
@@ -295,24 +268,17 @@ def test_checkpoints_in_a_place_of_their_own_are_gone_on_from_and_moved_aside_wi
     assert (place / "step_00000008.1" / "manifest.json").exists()
 
 
-def test_another_configuration_into_the_same_folder_is_refused_with_the_fields(
+def test_what_changes_the_training_is_refused_with_the_names_of_the_fields(
     copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = train_here(*_flags(1, copied), "--learning_rate", "5e-4", "--max_train_rows", "60", "--log_every", "3")
-
+    fields = train_here(*_flags(1, copied), "--learning_rate", "5e-4", "--max_train_rows", "60", "--log_every", "3")
     [line] = capfd.readouterr().err.splitlines()
-    assert code == 2
+    batch = train_here(*_flags(1, copied), "--batch_size", "6")
+
+    assert (fields, batch) == (2, 2)
     assert "learning_rate was None, is 0.0005" in line
     assert "max_train_rows was 63, is 60" in line
     assert "log_every" not in line
-
-
-def test_another_global_batch_into_the_same_folder_is_refused(
-    copied: Path, train_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = train_here(*_flags(1, copied), "--batch_size", "6")
-
-    assert code == 2
     assert "the global batch was 8 rows, is 6" in capfd.readouterr().err
 
 
@@ -327,7 +293,7 @@ def test_resume_none_moves_the_older_run_aside(
     assert _weights(copied) == _weights(never_stopped(1))
 
 
-def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_kept_aside(
+def test_a_named_checkpoint_is_resumed_from_and_later_ones_are_moved_aside(
     copied: Path,
     train_here: Callable[..., int],
     never_stopped: Callable[[int], Path],
@@ -384,7 +350,7 @@ def _make_older(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_from_before_cleaning_was_a_choice_goes_on_and_cleans_as_it_began(
+def test_a_run_older_than_the_clean_flag_resumes_and_cleans_as_before(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     news, data, output = load_news("sample"), tmp_path / "mine.jsonl", tmp_path / "model"

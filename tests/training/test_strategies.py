@@ -40,7 +40,7 @@ def _stopped_at(step: int, whole_run: Path, target: Path) -> None:
         pytest.param(1, ("--strategy", "ddp", *TWO), id="one process"),
     ],
 )
-def test_a_run_of_ddp_goes_on_under_another_strategy_with_the_same_losses(
+def test_a_ddp_run_resumes_under_another_strategy_with_the_same_losses(
     world_size: int,
     flags: tuple[str, ...],
     whole_run: Path,

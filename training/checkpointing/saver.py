@@ -65,12 +65,14 @@ class Saver:
         storage: Storage,
         say: Callable[[str], None],
         stop_agreed: Callable[[], bool] = lambda: False,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self.config = config
         self.ranks = ranks
         self.storage = storage
         self.say = say
         self.stop_agreed = stop_agreed
+        self.retry_seconds = retry_seconds
         self.group = saving_group(config.collective_timeout) if ranks.is_distributed else None
         self._ownership, self._staging = Ownership(ranks), Staging()
         self._thread: threading.Thread | None = None
@@ -100,7 +102,7 @@ class Saver:
     @property
     def retry_due(self) -> bool:
         """Whether it is time to retry a failed save; only rank 0's clock counts."""
-        return self._pause_is_over(RETRY_SECONDS)
+        return self._pause_is_over(self.retry_seconds)
 
     def _pause_is_over(self, seconds: float) -> bool:
         waits = self._failures > 0 and self._thread is None
@@ -137,7 +139,7 @@ class Saver:
 
     def wait(self) -> list[SavedCheckpoint]:
         """Wait until the last save is complete, retrying if it failed; returns and raises like :meth:`save`."""
-        pause = min(RETRY_SECONDS, RETRY_SECONDS_AT_REST)
+        pause = min(self.retry_seconds, RETRY_SECONDS_AT_REST)
         finished = self._join(waits=pause)
         while self._failures:
             began = time.perf_counter()

@@ -12,7 +12,7 @@ from tests.processes import here
 from tests.training.parallelism.saved_states import WholeState
 from training.checkpointing import Storage, open_location
 from training.checkpointing.resume import open_checkpoint
-from training.checkpointing.saver import Saver
+from training.checkpointing.saver import RETRY_SECONDS, Saver
 from training.config import TrainConfig
 from training.parallelism.distributed import Ranks
 from training.parallelism.state import StrategyState
@@ -22,12 +22,15 @@ SAID: list[str] = []  # by the savers of this process
 
 
 def saver_into(
-    place: Path | Storage, ranks: Ranks | None = None, stop_agreed: Callable[[], bool] = lambda: False
+    place: Path | Storage,
+    ranks: Ranks | None = None,
+    stop_agreed: Callable[[], bool] = lambda: False,
+    retry_seconds: float = RETRY_SECONDS,
 ) -> Saver:
     """A saver of this rank."""
     SAID.clear()
     storage = open_location(str(place)) if isinstance(place, Path) else place
-    return Saver(TrainConfig(), ranks or here(), storage, SAID.append, stop_agreed)
+    return Saver(TrainConfig(), ranks or here(), storage, SAID.append, stop_agreed, retry_seconds)
 
 
 def save_now(saver: Saver, step: int, state: StrategyState, **run_state: Any) -> str:

@@ -78,15 +78,6 @@ def test_damage_is_named_in_one_line_and_the_checkpoint_before_it_is_used(
     assert newest_whole(storage) == (1, 1.0)
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    storage = open_location(str(tmp_path / "checkpoints"))
-    save(storage, 1, 1.0)
-    (tmp_path / "checkpoints/step_00000002").mkdir()
-
-    assert storage.find_damage(str(tmp_path / "checkpoints/step_00000002")) == "manifest.json is missing"
-    assert newest_whole(storage) == (1, 1.0)
-
-
 def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
     storage = open_location(str(tmp_path / "checkpoints"))
     path = Path(save(storage, 1, 1.0))

@@ -17,7 +17,7 @@ def _bytes(chunks: list[Chunk]) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_copies_are_written_once_and_by_all_ranks_alike(world_size: int) -> None:
+def test_copies_are_written_once_and_shared_evenly_by_all_ranks(world_size: int) -> None:
     # As in DistilBERT, one tensor is a third of everything.
     copies = [_chunk("words", 30_522, 768), *(_chunk(f"layer.{i}", 768, 3072) for i in range(18)), _chunk("step")]
 
@@ -30,7 +30,7 @@ def test_copies_are_written_once_and_by_all_ranks_alike(world_size: int) -> None
     assert sum(covered[-1]) == 30_522
 
 
-def test_what_one_rank_alone_holds_it_writes_and_the_others_take_more_of_the_copies() -> None:
+def test_a_rank_with_data_of_its_own_writes_fewer_of_the_copies() -> None:
     mine, copies = _chunk("mine", 1000, 1000), [_chunk(f"copy.{i}", 100, 1000) for i in range(30)]
 
     first, second = assign_pieces([[mine, *copies], copies])

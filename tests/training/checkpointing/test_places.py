@@ -36,7 +36,7 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_checkpoints_lie_in_the_run_folder_unless_another_place_is_named(tmp_path: Path) -> None:
+def test_checkpoints_are_in_the_run_folder_unless_another_location_is_given(tmp_path: Path) -> None:
     output = tmp_path / "model"
 
     assert open_storage(TrainConfig(output_dir=output)).location == f"{output}.run/checkpoints"

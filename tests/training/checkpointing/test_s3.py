@@ -74,7 +74,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_refused_in_one_line(monkeypat
         check_storage(open_location(CHECKPOINTS), ALONE)
 
 
-def test_a_run_of_two_ranks_killed_in_an_upload_goes_on_with_one(
+def test_a_run_of_two_ranks_killed_during_an_upload_resumes_on_one(
     line: Line,
     launch: Callable[..., Any],
     metrics_of: Callable[..., Any],
@@ -99,7 +99,7 @@ def test_a_run_of_two_ranks_killed_in_an_upload_goes_on_with_one(
     assert not (tmp_path / "model.run/checkpoints").exists()
 
 
-def test_a_run_whose_bucket_goes_away_in_a_save_says_so_and_goes_on(
+def test_a_run_whose_bucket_fails_during_a_save_reports_it_and_continues(
     line: Line, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     line.cut_at = b"PUT /bucket/run/step_00000006/__1_0.distcp"
@@ -116,7 +116,7 @@ def test_a_run_whose_bucket_goes_away_in_a_save_says_so_and_goes_on(
     assert all(storage.find_damage(path) is None for path in storage.steps().values())
 
 
-def test_a_run_without_a_line_to_its_bucket_does_not_start(
+def test_a_run_that_cannot_reach_its_bucket_does_not_start(
     line: Line, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     line.cut_at = b" "

@@ -24,11 +24,10 @@ from tests.training.checkpointing.small_saves import ALONE, SAID, read_whole, sa
 from tests.training.parallelism.cases import Case
 from tests.training.parallelism.saved_states import whole_state
 from tests.training.parallelism.small_runs import take_steps
-from training.checkpointing import saver as saver_module
 from training.checkpointing.local_storage import LocalStorage
 from training.checkpointing.ownership import Ownership
 from training.checkpointing.resume import find_shared_damage, open_checkpoint
-from training.checkpointing.saver import Saver
+from training.checkpointing.saver import RETRY_SECONDS, Saver
 from training.checkpointing.sharded import Staging
 from training.fault_tolerance.failures import translate_errors
 from training.parallelism.state import StrategyState
@@ -164,7 +163,7 @@ def test_a_save_that_finds_another_under_way_waits_for_it(tmp_path: Path) -> Non
     assert storage.seen == ["waited for", "step 1 stands", "step 2 is copied", "step 2 stands"]
 
 
-def test_the_room_of_copies_is_used_again_and_follows_what_is_held(tmp_path: Path) -> None:
+def test_staging_buffers_are_reused_and_freed(tmp_path: Path) -> None:
     saver = saver_into(tmp_path, ALONE)
     save_now(saver, 1, _state(1.0))
     rooms = {copy.data_ptr() for copy in saver._staging.copies.values()}
@@ -224,7 +223,7 @@ def _fail_on_rank_1(folder: Path) -> dict[str, Any]:
     saver.save(2, lambda: _state(2.0, 1_000_000), {"step": 2}, None)
     heard.append(_hear(saver))
     stands = sorted(path.name for path in folder.iterdir())
-    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
+    saver.retry_seconds = 0.0
     due = saver.retry_due
     _files_may_have(resource.RLIM_INFINITY)
     saver.retry()
@@ -232,7 +231,7 @@ def _fail_on_rank_1(folder: Path) -> dict[str, Any]:
     return {"heard": heard, "said": list(SAID), "stands": stands, "due": due}
 
 
-def test_a_full_disk_on_one_rank_is_told_in_a_line_and_the_copy_is_written_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_is_reported_in_one_line_and_the_save_retried(tmp_path: Path) -> None:
     first, second = run_on_ranks(2, _fail_on_rank_1, tmp_path)
 
     assert first["heard"] == second["heard"] == [[], [2]]
@@ -276,7 +275,7 @@ def _fail_in(method: str, failing: int, folder: Path) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize(("method", "failing"), [("writer", 1), ("write_data", 1), ("finish", 0)])
-def test_all_ranks_hear_of_an_error_that_one_meets_anywhere_in_a_save_and_the_next_try_works(
+def test_all_ranks_learn_of_an_error_anywhere_in_a_save_and_the_retry_works(
     tmp_path: Path, method: str, failing: int
 ) -> None:
     (heard, said), (same, _) = run_on_ranks(2, _fail_in, method, failing, tmp_path, seconds=20)
@@ -287,8 +286,7 @@ def test_all_ranks_hear_of_an_error_that_one_meets_anywhere_in_a_save_and_the_ne
 
 
 def _never_succeed(folder: Path) -> tuple[str, bool]:
-    saver_module.RETRY_SECONDS = 0.0  # of this process, which ends with the test
-    saver = saver_into(folder)
+    saver = saver_into(folder, retry_seconds=0.0)
     with pytest.raises(TrainingFailure) as failure:
         save_now(saver, 1, _state(1.0))
     saver.close()
@@ -320,12 +318,11 @@ class FullOnce(LocalStorage):
         super().begin(step)
 
 
-def test_a_save_that_keeps_failing_at_the_end_is_counted_in_other_words_each_time_and_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_last_save_that_keeps_failing_counts_its_attempts_and_ends_the_run(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
     (tmp_path / "file").touch()
-    saver = saver_into(tmp_path / "file" / "checkpoints", ALONE)
+    saver = saver_into(tmp_path / "file" / "checkpoints", ALONE, retry_seconds=0.0)
     saver.save(1, lambda: _state(1.0), {}, None)
 
     with pytest.raises(TrainingFailure, match="3 times in a row; there is no earlier checkpoint: free some space"):
@@ -346,12 +343,13 @@ def test_tensors_on_the_cpu_are_copied_without_touching_a_gpu_that_is_there(monk
     Staging().take(tensors, Ownership(ALONE).pieces(tensors))
 
 
-def test_who_waits_for_a_failed_save_gives_a_short_outage_time_to_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_waiting_for_a_failed_save_allows_a_short_outage_to_pass(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.3)
     storage, looked = FullOnce(tmp_path), []  # at the clock, in the pause
-    saver = saver_into(storage, ALONE, stop_agreed=lambda: looked.append(time.perf_counter()) is not None)
+    saver = saver_into(
+        storage, ALONE, stop_agreed=lambda: looked.append(time.perf_counter()) is not None, retry_seconds=0.3
+    )
     saver.save(1, lambda: _state(1.0), {}, None)
 
     [saved] = saver.wait()
@@ -394,15 +392,14 @@ def test_a_run_asked_to_stop_tries_its_failed_save_again_at_once(
     assert train_here("--epochs", "1", "--batch_size", "8", "--output_dir", tmp_path / "model") == 0
 
     failed, again = tried
-    assert again - failed < saver_module.RETRY_SECONDS
+    assert again - failed < RETRY_SECONDS
     assert (tmp_path / "model.run/checkpoints/step_00000008/manifest.json").exists()
 
 
-def test_a_failed_save_of_the_best_step_is_written_before_the_next_takes_the_place_of_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_save_of_the_best_step_is_written_before_the_next_overwrites_its_copy(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(saver_module, "RETRY_SECONDS", 0.0)
-    saver = saver_into(FullOnce(tmp_path), ALONE)
+    saver = saver_into(FullOnce(tmp_path), ALONE, retry_seconds=0.0)
     saver.save(1, lambda: _state(1.0), {}, 1)
 
     finished = saver.save(2, lambda: _state(2.0), {}, 1)

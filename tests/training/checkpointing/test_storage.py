@@ -48,13 +48,6 @@ def test_latest_names_the_checkpoint_saved_last(storage: Storage) -> None:
         assert content(f"{storage.location}/latest").decode() == f"step_{step:08d}\n"
 
 
-def test_what_is_not_committed_is_no_checkpoint(storage: Storage) -> None:
-    save(storage, 1, 1.0)
-    write_files(storage, 2, 2.0)
-
-    assert newest_whole(storage) == (1, 1.0)
-
-
 def test_a_first_save_that_was_never_finished_is_no_checkpoint_and_goes_with_the_next(storage: Storage) -> None:
     write_files(storage, 1, 1.0)
 
@@ -84,7 +77,7 @@ def test_files_of_an_earlier_try_are_not_in_the_checkpoint(storage: Storage) -> 
     assert names_in(path) == sorted([*FILES, "manifest.json"])
 
 
-def test_a_step_saved_again_replaces_the_older_one_once_it_stands(storage: Storage) -> None:
+def test_a_step_saved_again_replaces_the_older_one_once_it_is_complete(storage: Storage) -> None:
     older = save(storage, 5, 1.0)
     files = write_files(storage, 5, 2.0)
     assert newest_whole(storage) == (5, 1.0)
@@ -128,9 +121,7 @@ def test_a_checkpoint_without_a_manifest_counts_for_nothing_and_is_pruned(
     assert sorted(storage.steps()) == [1, 2]
 
 
-def test_pruning_leaves_alone_what_is_the_only_one_and_what_is_no_checkpoint(
-    storage: Storage, edit: Callable[..., None]
-) -> None:
+def test_pruning_keeps_the_only_checkpoint_and_foreign_files(storage: Storage, edit: Callable[..., None]) -> None:
     path = save(storage, 1, 1.0)
     aside = storage.move_aside(path)
     torn = save(storage, 2, 2.0)

@@ -62,7 +62,7 @@ def _seconds_after(looks: int) -> float:
     return seconds
 
 
-def test_shares_settle_where_all_ranks_take_the_same_time() -> None:
+def test_shares_converge_to_equal_step_times() -> None:
     first, settled = run_on_ranks(4, _seconds_after, 1), run_on_ranks(4, _seconds_after, 8)
 
     assert max(first) > 1.3 * np.mean(first)

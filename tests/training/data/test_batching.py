@@ -192,7 +192,7 @@ def test_pad_keeps_every_id_and_masks_the_rest() -> None:
         assert ids[row][len(expected) :].sum() == 0
 
 
-def test_where_nothing_is_padded_there_is_no_mask() -> None:
+def test_without_padding_there_is_no_mask() -> None:
     rows = random_rows(20)
     longest = int(rows.lengths.argmax())
 

@@ -76,7 +76,7 @@ def test_classes_txt_names_the_labels(tmp_path: Path) -> None:
     assert texts_and_names(data)[-1] == ("g h", "stormy")
 
 
-def test_csv_with_a_header_takes_text_and_label_wherever_they_stand(tmp_path: Path) -> None:
+def test_columns_of_a_csv_with_a_header_may_come_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text("\ufeffid,Label,source,Text\n7,ham,web,Hello there\n8,spam,web,Buy now\n", encoding="utf-8")
     (tmp_path / "test.csv").write_text("text,label\nBuy,spam\n")
@@ -112,7 +112,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert texts_and_names(data)[1] == (TEXTS[1], "odd")
 
 
-def saved_dataset(labels: list[int], names: list[str]) -> datasets.Dataset:
+def saved_dataset(labels: list[int | None], names: list[str]) -> datasets.Dataset:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
     return datasets.Dataset.from_dict({"text": TEXTS[: len(labels)], "label": labels}, features=features)
 
@@ -137,19 +137,12 @@ def test_a_single_split_saved_by_datasets_gets_a_test_set(tmp_path: Path) -> Non
     assert (len(data.train), len(data.test)) == (18, 2)
 
 
-def test_unlabelled_rows_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
-    splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([-1, -1], ["a", "b"])}
+@pytest.mark.parametrize("label", [-1, None])
+def test_a_row_of_a_saved_dataset_without_a_label_is_named(tmp_path: Path, label: int | None) -> None:
+    splits = {"train": saved_dataset([0, 1], ["a", "b"]), "test": saved_dataset([1, label], ["a", "b"])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
 
-    with pytest.raises(UserError, match=r"test row 0: label -1 is out of range"):
-        load_news(str(tmp_path / "saved"))
-
-
-def test_rows_of_a_saved_dataset_without_a_label_are_named(tmp_path: Path) -> None:
-    saved = datasets.DatasetDict({"train": saved_dataset([0, 1, None, 1], ["a", "b"])})  # type: ignore[list-item]
-    saved.save_to_disk(tmp_path / "saved")
-
-    with pytest.raises(UserError, match=r"train row 2: label None"):
+    with pytest.raises(UserError, match=rf"test row 1: label {label}"):
         load_news(str(tmp_path / "saved"))
 
 
@@ -158,7 +151,7 @@ def single_file(path: Path, labels: list[Any]) -> Path:
     return path
 
 
-def test_a_single_file_gives_a_stratified_part_for_the_test_and_says_so(tmp_path: Path) -> None:
+def test_a_stratified_test_set_is_split_off_a_single_file(tmp_path: Path) -> None:
     path = single_file(tmp_path / "news.jsonl", ["a", "b"] * 10)
 
     data = load_news(str(path), seed=5)
@@ -275,13 +268,6 @@ def test_columns_of_other_names_are_listed_and_can_be_named(tmp_path: Path, name
     assert data.label_names == ["a", "b"]
 
 
-def test_a_column_that_is_missing_is_told_from_the_one_that_is_there(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("label,id\na,1\nb,2\n")
-
-    with pytest.raises(UserError, match=r"train.csv line 1: no column text among label, id; name yours with"):
-        load_news(str(tmp_path))
-
-
 def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -> None:
     columns = {"Headline": TEXTS, "category": ["ab"[i % 2] for i in range(20)]}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "news.parquet")
@@ -352,7 +338,7 @@ def split_texts(split: str, count: int) -> str:
 
 @pytest.mark.parametrize("name", ["validation", "valid", "dev"])
 @pytest.mark.parametrize("splits", [("train", "test"), ("train",)])
-def test_validation_rows_that_the_data_brings_are_kept_apart_and_said(
+def test_a_validation_split_in_the_data_is_used_and_reported(
     tmp_path: Path, name: str, splits: tuple[str, ...]
 ) -> None:
     for split in (*splits, name):
@@ -405,7 +391,7 @@ def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -
         ),
     ],
 )
-def test_labels_that_are_hardly_classes_are_said(tmp_path: Path, labels: list[str], note: str) -> None:
+def test_labels_that_hardly_look_like_classes_are_noted(tmp_path: Path, labels: list[str], note: str) -> None:
     assert load_news(str(labelled(tmp_path / "rows.csv", labels))).notes[0].startswith(note)
 
 
@@ -417,25 +403,11 @@ def test_labels_that_are_classes_are_not_doubted(tmp_path: Path, labels: list[st
     assert note.startswith("no test rows")
 
 
-def test_too_few_rows_are_said_in_one_line(tmp_path: Path) -> None:
+def test_too_few_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"two.csv: 2 rows leave none for validation and test; at least 3 rows of each label are needed"
     ):
         load_news(str(labelled(tmp_path / "two.csv", ["a", "b"])))
-
-
-def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_bytes("text,label\nhello,a\ncafé,b\n".encode("latin-1"))
-
-    with pytest.raises(UserError, match=r"train.csv line 3: not UTF-8 text"):
-        load_news(str(tmp_path))
-
-
-def test_parquet_without_the_columns_is_named(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"title": ["a"]}), tmp_path / "train.parquet")
-
-    with pytest.raises(UserError, match=r"train.parquet: no column text and no column label among title; name"):
-        load_news(str(tmp_path))
 
 
 def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path) -> None:
@@ -448,7 +420,7 @@ def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./data", "~/no such", "owner/news.parquet"])
-def test_a_missing_file_is_said_at_once_and_not_sought_on_the_hub(name: str) -> None:
+def test_a_missing_file_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
         load_news(name)
 
@@ -464,15 +436,6 @@ def test_split_rows_is_complete_disjoint_and_stratified(fraction: float) -> None
     assert (np.diff(validation) > 0).all()
     for label in range(4):
         assert (labels[validation] == label).sum() == round((labels == label).sum() * fraction)
-
-
-def test_split_rows_is_a_function_of_the_seed() -> None:
-    labels = np.arange(100) % 4
-
-    first, again, other = (split_rows(labels, 0.2, seed)[1].tolist() for seed in (1, 1, 2))
-
-    assert first == again
-    assert first != other
 
 
 def test_split_rows_keeps_a_row_of_every_label_for_training() -> None:

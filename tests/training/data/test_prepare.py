@@ -41,7 +41,7 @@ def test_validation_rows_that_the_data_brings_are_validated_on_and_train_on_none
     assert f"Validation on the 6 rows of {tmp_path}/validation.csv" in said
 
 
-def test_texts_that_stand_in_training_and_elsewhere_are_counted_in_one_line(tmp_path: Path) -> None:
+def test_texts_repeated_between_training_and_other_splits_are_counted_in_one_line(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.csv", [f"row {i}" for i in range(20)])
     write_rows(tmp_path / "dev.csv", [f"row {i}" for i in range(18, 24)])
     write_rows(tmp_path / "test.csv", [f"row {i}" for i in range(5)])

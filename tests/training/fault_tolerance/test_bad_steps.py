@@ -167,7 +167,7 @@ def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_going_back_equals_a_run_that_never_had_the_bad_rows(tmp_path: Path, world_size: int) -> None:
+def test_rolling_back_equals_a_run_without_the_bad_rows(tmp_path: Path, world_size: int) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
 
     ended = bench.run(world_size, bad_steps=2)
@@ -184,7 +184,7 @@ def test_going_back_equals_a_run_that_never_had_the_bad_rows(tmp_path: Path, wor
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_without_the_rows_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_a_resumed_run_still_excludes_the_rows_on_any_number_of_ranks(tmp_path: Path) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
     whole = bench.run(1, bad_steps=2)
     checkpoint = tmp_path / "model.run" / "checkpoints" / "step_00000010"
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_without_the_rows_on_any_number_of_ranks(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_as_often_as_it_gets_further(tmp_path: Path) -> None:
+def test_a_run_rolls_back_as_long_as_it_makes_progress(tmp_path: Path) -> None:
     bench = Bench(tmp_path, bad=[3, 4, 5, 6, 7, 8])
 
     ended = bench.run(1, bad_steps=2)
@@ -238,7 +238,7 @@ def not_helped(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run_on_ranks(1, train_beside_damage, config, 5, torn)[0], checkpoints
 
 
-def test_a_run_that_going_back_does_not_help_stops_and_says_where(not_helped: tuple[str, Path]) -> None:
+def test_a_run_that_rolling_back_does_not_help_stops_and_names_the_step(not_helped: tuple[str, Path]) -> None:
     failure, _ = not_helped
 
     assert failure.startswith("step 8: the loss is nan (rank 0, training rows ")
@@ -246,7 +246,7 @@ def test_a_run_that_going_back_does_not_help_stops_and_says_where(not_helped: tu
     assert failure.endswith(" rows did not help: lower --learning_rate, then rerun the same command")
 
 
-def test_a_damaged_checkpoint_that_is_gone_back_over_is_moved_aside(not_helped: tuple[str, Path]) -> None:
+def test_a_damaged_checkpoint_is_moved_aside_when_a_run_rolls_back_past_it(not_helped: tuple[str, Path]) -> None:
     _, checkpoints = not_helped
 
     assert (checkpoints / "step_00000002.1" / "__0_0.distcp").read_bytes() == b"torn"
@@ -273,7 +273,7 @@ def test_a_run_without_a_budget_or_a_checkpoint_stops(tmp_path: Path, fields: di
 
 
 @pytest.mark.slow
-def test_what_was_skipped_is_said_with_the_text(
+def test_a_skipped_step_is_reported_with_its_text(
     train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     bench = Bench(tmp_path, bad=[3])
@@ -288,7 +288,7 @@ def test_what_was_skipped_is_said_with_the_text(
     assert line.endswith(f'reads "{text[:80]}"')
 
 
-def test_where_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect() -> None:
+def test_if_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect() -> None:
     log, batch = StepLog(ALONE), np.array([7, 3, 9])
     losses = torch.tensor([0.5, 0.4, 0.3])
     log.add(StepRecord(4, 1, 1e-3, batch, 30, batch, StepResult(losses.mean(), losses, torch.tensor(math.inf), False)))
@@ -302,7 +302,7 @@ def test_where_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect
     assert [(step.skipped, step.bad) for step in synced.steps] == [(True, True)]
 
 
-def test_what_the_loss_scale_explains_is_skipped_but_not_bad() -> None:
+def test_a_step_that_the_loss_scale_explains_is_skipped_but_not_bad() -> None:
     log, batch = StepLog(ALONE), np.array([7])
     for step, loss in ((1, 0.5), (2, math.nan)):
         result = StepResult(torch.tensor(loss), torch.tensor([loss]), torch.tensor(math.inf), scaler_skipped=True)

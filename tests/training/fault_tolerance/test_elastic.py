@@ -78,7 +78,7 @@ def left_alone(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_launcher_that_goes_takes_its_ranks_along_and_the_other_goes_on_without_losing_a_step(
+def test_when_a_launcher_leaves_with_its_ranks_the_other_continues_without_losing_a_step(
     number: signal.Signals,
     cluster: Callable[[int], Cluster],
     run_dir: Path,
@@ -100,7 +100,7 @@ def test_a_launcher_that_goes_takes_its_ranks_along_and_the_other_goes_on_withou
     np.testing.assert_allclose(list(losses.values()), list(left_alone.values()), rtol=1e-4)
 
 
-def test_a_machine_that_joins_two_others_is_taken_in_by_both(
+def test_a_machine_can_join_two_others(
     cluster: Callable[[int], Cluster], run_dir: Path, metrics_of: Callable[..., Any], left_alone: dict[int, float]
 ) -> None:
     machines = cluster(3)

@@ -56,8 +56,6 @@ def test_sends_and_receives_of_a_batch_end_with_it(record: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("gloo", [EMPTY, None, {"entries": [{"unknown": 1}]}])
-def test_a_record_that_tells_nothing_blames_no_rank_but_one_that_is_alone(
-    record: Callable[..., Any], gloo: Any
-) -> None:
+def test_an_empty_record_blames_a_rank_only_if_there_is_no_other(record: Callable[..., Any], gloo: Any) -> None:
     assert record(gloo, EMPTY, world_size=2)[0]
     assert not record(gloo, EMPTY, world_size=1)[0]

@@ -186,18 +186,6 @@ def test_a_second_ctrl_c_ends_at_once_whatever_the_process_waits_for(start: Call
     assert run.err == "interrupted\n"
 
 
-def test_a_stopped_run_ends_with_the_exit_code_that_its_scheduler_wants(
-    launch: Callable[..., Any], tmp_path: Path
-) -> None:
-    run = launch(1, *_flags(8, tmp_path / "model"), "--stopped_exit_code", 75, wait=False)
-    run.wait_until(lambda: "step 2/" in run.out)
-
-    run.process.terminate()
-
-    assert run.wait() == 75
-    assert run.err == ""
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_launcher_script_passes_a_stop_on_and_ends_with_0(
     start: Callable[..., Any], base_flags: tuple[str, ...], tmp_path: Path, number: signal.Signals

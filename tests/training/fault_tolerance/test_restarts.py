@@ -57,20 +57,20 @@ def attempt(tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-def test_a_launch_that_is_refused_ends_all_attempts_to_come(attempt: Callable[..., int], tmp_path: Path) -> None:
+def test_a_refused_launch_is_never_retried(attempt: Callable[..., int], tmp_path: Path) -> None:
     assert attempt(0, "refused") == 1  # uncaught here: run_command makes it 2
     assert (tmp_path / "launch" / "exit_code").read_text() == "2"
 
     assert attempt(1, "stopped", "0") == 2
 
 
-def test_what_a_later_attempt_lacks_is_tried_again(attempt: Callable[..., int]) -> None:
+def test_what_is_missing_in_a_later_attempt_is_retried(attempt: Callable[..., int]) -> None:
     attempt(1, "refused")
 
     assert attempt(2, "stopped", "0") == 0
 
 
-def test_what_a_run_lacks_once_it_has_begun_is_tried_again(attempt: Callable[..., int], tmp_path: Path) -> None:
+def test_what_is_missing_once_a_run_has_begun_is_retried(attempt: Callable[..., int], tmp_path: Path) -> None:
     assert attempt(0, "lacking") == 1
     assert not (tmp_path / "launch" / "exit_code").exists()
 
@@ -78,7 +78,7 @@ def test_what_a_run_lacks_once_it_has_begun_is_tried_again(attempt: Callable[...
 
 
 @pytest.mark.parametrize("what", [("asked",), ("stopped", "77"), ("stopped", "0")])
-def test_a_stop_is_for_good_only_where_the_launching_script_was_asked(
+def test_a_stop_is_final_only_if_the_launching_script_was_asked(
     attempt: Callable[..., int], tmp_path: Path, what: tuple[str, ...]
 ) -> None:
     verdict = tmp_path / "launch" / "exit_code"
@@ -94,7 +94,7 @@ def test_a_stop_is_for_good_only_where_the_launching_script_was_asked(
     ("wanted", "launchers", "restarts", "code"),
     [("0", "1", "3", 0), ("0", "2", "0", 0), ("0", "2", "3", os.EX_TEMPFAIL), ("9", "2", "3", 9), ("9", "1", "0", 9)],
 )
-def test_launchers_that_share_a_run_never_take_a_stop_for_the_end(
+def test_launchers_that_share_a_run_never_mistake_a_stop_for_the_end(
     attempt: Callable[..., int], wanted: str, launchers: str, restarts: str, code: int
 ) -> None:
     torchrun = {"GROUP_WORLD_SIZE": launchers, "TORCHELASTIC_MAX_RESTARTS": restarts}
@@ -102,7 +102,7 @@ def test_launchers_that_share_a_run_never_take_a_stop_for_the_end(
     assert attempt(0, "stopped", wanted, **torchrun) == code
 
 
-def test_a_number_of_restarts_that_is_none_is_refused(start: Callable[..., Any]) -> None:
+def test_max_restarts_must_be_a_number(start: Callable[..., Any]) -> None:
     run = start(["bash", SCRIPT, 2], env={"PYTHON": sys.executable, "MAX_RESTARTS": "some"})
 
     assert run.process.returncode == 2
@@ -120,7 +120,7 @@ def left_alone(
 
 
 @pytest.mark.slow  # test_killed.py of the faults has one for every day
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_one_left_alone(
+def test_a_run_whose_killed_rank_is_restarted_ends_like_an_undisturbed_one(
     start: Callable[..., Any],
     base_flags: tuple[str, ...],
     left_alone: Path,
@@ -193,7 +193,7 @@ def _wait_until_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["UserError", "TrainingFailure"])
-def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Path, kind: str) -> None:
+def test_the_launchers_report_ends_with_the_error_of_the_rank(tmp_path: Path, kind: str) -> None:
     code = f"from common.errors import {kind}\nfrom training.fault_tolerance.restarts import finalize_exit_code\n"
     code += f"with finalize_exit_code(): raise {kind}('--epochs 0: must be at least 1', code='flag-value')"
     error_file = tmp_path / "launch" / "attempt_0" / "0" / "error.json"
@@ -219,7 +219,7 @@ def test_the_launchers_report_ends_with_the_line_that_the_rank_said(tmp_path: Pa
     ],
     ids=["a rank that says why", "a rank that is killed"],
 )
-def test_the_script_says_one_line_of_a_rank_that_fails(
+def test_the_script_prints_one_line_about_a_failed_rank(
     start: Callable[..., Any], tmp_path: Path, rank: str, code: int, line: str
 ) -> None:
     folder = tmp_path / "training"
@@ -243,6 +243,32 @@ def test_ctrl_c_while_the_launcher_loads_ends_in_one_line(start: Callable[..., A
     assert run.wait() == 130
     assert run.out.splitlines() == [STOPPED]
     assert run.err == ""
+
+
+# A launcher with a child before its folder exists, and what would follow if only that child were ended.
+LAUNCHER_WITH_A_CHILD = """
+import pathlib, subprocess, sys
+
+child = subprocess.Popen(["sleep", "60"])
+print("has a child", flush=True)
+child.wait()
+[logs] = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--log_dir=")]
+folder = pathlib.Path(logs, "launch")
+folder.mkdir()
+(folder / "exit_code").write_text("2")
+"""
+
+
+def test_ctrl_c_ends_a_launcher_that_has_children_but_no_ranks_yet(start: Callable[..., Any], tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "launch.py").write_text(LAUNCHER_WITH_A_CHILD)
+    run = start(["bash", tmp_path / SCRIPT.name, 2], wait=False, env={"PYTHON": sys.executable})
+    run.wait_until(lambda: "has a child" in run.out)
+
+    os.kill(run.process.pid, signal.SIGINT)
+
+    assert run.wait() == 130
+    assert STOPPED in run.out
 
 
 def test_ctrl_c_while_training_loads_ends_in_one_line(start: Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def _ask_before_evaluation(number: int) -> Callable[..., Any]:
     return evaluates
 
 
-def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
+def test_interrupted_evaluations_are_repeated_on_resume(
     train_here: Callable[..., int],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -61,7 +61,7 @@ def test_evaluations_that_were_given_up_are_made_when_the_run_goes_on(
     assert [epoch["epoch"] for epoch in metrics_of(tmp_path / "model.run", "epoch")] == [1, 2]
 
 
-def test_a_run_that_is_stopped_while_data_is_prepared_says_so_and_leaves_nothing(
+def test_a_run_stopped_while_data_is_prepared_leaves_nothing_behind(
     train_here: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     load = prepare.load_news
@@ -84,31 +84,16 @@ def _one_rank_is_asked(rank: int) -> None:
         validation.evaluate = _ask_before_evaluation(1)
 
 
-@pytest.fixture
-def start_ranks(tmp_path: Path) -> Iterator[Callable[..., StartedRanks]]:
-    """`start_ranks(name, flags, fault)`: two ranks of training, ended with the test."""
-    started: list[StartedRanks] = []
-
-    def start(name: str, flags: tuple[Any, ...], fault: Callable[[int], None] | None = None) -> StartedRanks:
-        started.append(StartedRanks(tmp_path / name, 2, flags, fault))
-        return started[-1]
-
-    yield start
-    for ranks in started:
-        ranks.kill()
-
-
 @pytest.mark.slow
-def test_all_ranks_give_up_an_evaluation_in_which_one_of_them_is_asked_to_stop(
-    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+def test_all_ranks_interrupt_an_evaluation_if_one_of_them_is_asked_to_stop(
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    flags = (*base_flags, "--batch_size", 4, "--save_every", 0)
-    stopped = start_ranks("stopped", (*flags, "--output_dir", tmp_path / "model"), _one_rank_is_asked)
-    alone = start_ranks("alone", (*flags, "--output_dir", tmp_path / "undisturbed"))
+    stopped = start_ranks(2, "--save_every", 0, fault=_one_rank_is_asked)
+    alone = start_ranks(2, "--save_every", 0, "--output_dir", tmp_path / "undisturbed")
     assert [stopped.exit_code(rank) for rank in (0, 1)] == [0, 0]
     assert "Stopped at step 8; everything is saved." in stopped.out()
 
-    resumed = start_ranks("resumed", (*flags, "--output_dir", tmp_path / "model"))
+    resumed = start_ranks(2, "--save_every", 0)
 
     assert [ranks.exit_code(rank) for ranks in (resumed, alone) for rank in (0, 1)] == [0, 0, 0, 0]
     assert _result(tmp_path / "model") == _result(tmp_path / "undisturbed")
@@ -127,10 +112,10 @@ def _takes_its_time_between_agreements(rank: int) -> None:
 
 
 def test_a_stop_does_not_wait_for_the_next_line_of_the_log(
-    start_ranks: Callable[..., StartedRanks], base_flags: tuple[str, ...], tmp_path: Path
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    flags = ("--epochs", 9, "--batch_size", 1, "--save_every", 0, "--log_every", 60, "--output_dir", tmp_path / "model")
-    ranks = start_ranks("ranks", (*base_flags, *flags), _takes_its_time_between_agreements)
+    flags = ("--epochs", 9, "--batch_size", 1, "--save_every", 0, "--log_every", 60)
+    ranks = start_ranks(2, *flags, fault=_takes_its_time_between_agreements)
 
     def steps_done() -> int:
         return min((status.step for status in read_statuses(tmp_path / "model.run")), default=0)

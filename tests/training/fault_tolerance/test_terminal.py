@@ -56,7 +56,7 @@ def start_in_terminal(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("place", ["in a shell", "under nohup"])
-def test_a_process_may_speak_on_when_its_terminal_is_closed(start_in_terminal: Callable[..., Any], place: str) -> None:
+def test_a_process_may_print_after_its_terminal_is_closed(start_in_terminal: Callable[..., Any], place: str) -> None:
     run = start_in_terminal([sys.executable, "-c", SPEAKS_ON, place])
     run.wait_until(lambda: "waits" in run.out)
 
@@ -75,7 +75,7 @@ def test_a_process_may_speak_on_when_its_terminal_is_closed(start_in_terminal: C
     ],
     ids=["train_single.py", "torchrun", "run_ddp.sh"],
 )
-def test_a_run_whose_terminal_is_closed_goes_on_after_its_last_step(
+def test_a_run_whose_terminal_was_closed_resumes_after_its_last_step(
     start_in_terminal: Callable[..., Any],
     base_flags: tuple[str, ...],
     metrics_of: Callable[..., Any],

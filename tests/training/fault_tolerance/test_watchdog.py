@@ -5,7 +5,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,8 @@ from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.monitoring.status import RankStatus, read_statuses
 from training.run import step as step_module
 
+LONG = ("--epochs", 500)
 GO_ON = "The last checkpoint is safe: to resume, rerun the same command"
-
-
-@pytest.fixture
-def train(base_flags: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[..., StartedRanks]]:
-    """`train(world_size, *flags, fault=None)`: ranks that train for long, into the folder model."""
-    started: list[StartedRanks] = []
-
-    def start(world_size: int, *flags: Any, fault: Callable[[int], None] | None = None) -> StartedRanks:
-        flags = (*base_flags, "--epochs", 500, "--batch_size", 4, "--output_dir", tmp_path / "model", *flags)
-        started.append(StartedRanks(tmp_path / "ranks", world_size, flags, fault))
-        return started[-1]
-
-    yield start
-    for ranks in started:
-        ranks.kill()
 
 
 def _has_stepped(ranks: StartedRanks) -> Callable[[], bool]:
@@ -66,9 +52,9 @@ def _raise(rank: int) -> None:
 
 
 def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives(
-    train: Callable[..., StartedRanks], tmp_path: Path
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    ranks, run_dir = train(2, "--collective_timeout", 4), tmp_path / "model.run"
+    ranks, run_dir = start_ranks(2, *LONG, "--collective_timeout", 4), tmp_path / "model.run"
     ranks.wait_until(_has_stepped(ranks))
 
     ranks.signal(1, signal.SIGSTOP)
@@ -91,10 +77,10 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
 
 
 def test_a_process_without_a_group_that_hangs_ends_and_names_itself(
-    train: Callable[..., StartedRanks], tmp_path: Path
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
     # After the first step, from which on the second counts: no other one may be too slow for it.
-    ranks = train(1, "--collective_timeout", 1, fault=partial(_loop_for_ever, busy=0, steps=1))
+    ranks = start_ranks(1, *LONG, "--collective_timeout", 1, fault=partial(_loop_for_ever, busy=0, steps=1))
 
     assert ranks.exit_code(0) == 1
 
@@ -106,9 +92,9 @@ def test_a_process_without_a_group_that_hangs_ends_and_names_itself(
 
 @pytest.mark.slow
 def test_a_rank_busy_with_something_else_is_named_by_the_one_that_waits(
-    train: Callable[..., StartedRanks], tmp_path: Path
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
 ) -> None:
-    ranks, run_dir = train(2, "--collective_timeout", 6, fault=_loop_for_ever), tmp_path / "model.run"
+    ranks, run_dir = start_ranks(2, *LONG, "--collective_timeout", 6, fault=_loop_for_ever), tmp_path / "model.run"
 
     assert [ranks.exit_code(rank) for rank in (0, 1)] == [1, 1]
 
@@ -127,9 +113,9 @@ def test_a_rank_busy_with_something_else_is_named_by_the_one_that_waits(
     ],
 )
 def test_a_rank_that_ends_is_named_with_its_reason(
-    train: Callable[..., StartedRanks], fault: Callable[[int], None] | None, why: str
+    start_ranks: Callable[..., StartedRanks], fault: Callable[[int], None] | None, why: str
 ) -> None:
-    ranks = train(3, "--batch_size", 2, fault=fault)
+    ranks = start_ranks(3, *LONG, "--batch_size", 2, fault=fault)
     ranks.wait_until(_has_stepped(ranks))
 
     if fault is None:
@@ -142,8 +128,8 @@ def test_a_rank_that_ends_is_named_with_its_reason(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(train: Callable[..., StartedRanks]) -> None:
-    ranks = train(2)
+def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(start_ranks: Callable[..., StartedRanks]) -> None:
+    ranks = start_ranks(2, *LONG)
     ranks.wait_until(_has_stepped(ranks))
     ranks.signal(1, signal.SIGSTOP)
 
@@ -157,8 +143,10 @@ def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(train: Callabl
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_continued_is_no_hang(train: Callable[..., StartedRanks], tmp_path: Path) -> None:
-    ranks, run_dir = train(2, "--collective_timeout", 10), tmp_path / "model.run"
+def test_a_run_that_is_stopped_and_continued_is_no_hang(
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
+) -> None:
+    ranks, run_dir = start_ranks(2, *LONG, "--collective_timeout", 10), tmp_path / "model.run"
     ranks.wait_until(lambda: _has_stepped(ranks)() and _status(run_dir, 0).step > 1)
 
     for number in (signal.SIGSTOP, signal.SIGCONT):

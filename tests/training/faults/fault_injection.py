@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,9 @@ def _note_end() -> None:
 
 
 def _retry_soon() -> None:
-    from training.checkpointing import saver
+    from training.run import trainer
 
-    saver.RETRY_SECONDS = RETRY_SECONDS
+    trainer.Saver = partial(trainer.Saver, retry_seconds=RETRY_SECONDS)
 
 
 def _leave_out(steps: list[int], rows: list[int]) -> None:

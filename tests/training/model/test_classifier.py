@@ -298,14 +298,10 @@ def test_a_head_of_another_size_is_initialised_and_the_encoder_kept(tmp_path: Pa
     assert_same(classifier.network.distilbert.state_dict(), encoder)
 
 
-def test_max_positions_excludes_those_that_roberta_reserves_for_padding(tmp_path: Path) -> None:
-    model = NewsClassifier(4, str(save_encoder(tmp_path, "roberta")))
-
-    assert model.max_positions == model.network.config.max_position_embeddings - model.network.config.pad_token_id - 1
-
-
-def test_max_positions_is_the_encoders(tmp_path: Path) -> None:
-    assert NewsClassifier(4, str(save_encoder(tmp_path, "bert"))).max_positions == 40
+# RoBERTa's first positions, up to the id of the padding, are no token's.
+@pytest.mark.parametrize(("architecture", "reserved"), [("bert", 0), ("roberta", 2)])
+def test_max_positions_is_what_a_text_can_use(architecture: str, reserved: int, tmp_path: Path) -> None:
+    assert NewsClassifier(4, str(save_encoder(tmp_path, architecture))).max_positions == 40 - reserved
 
 
 OTHER_FAMILIES = {

@@ -106,7 +106,7 @@ def test_a_scaled_loss_trains_to_the_same_weights() -> None:
         torch.testing.assert_close(found[1][1][name], weight, rtol=1e-6, atol=1e-9)
 
 
-def test_a_step_whose_gradients_overflow_leaves_weights_and_moments_alone() -> None:
+def test_a_step_whose_gradients_overflow_changes_no_weights_or_moments() -> None:
     strategy = scaled(1.0)
     take_steps(strategy, [1], ranks=ALONE)
     before, norms = whole_weights(strategy), []

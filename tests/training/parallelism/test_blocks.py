@@ -105,7 +105,7 @@ def _run_lengths(model: NewsClassifier, lengths: range) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_compiled_blocks_are_not_compiled_anew_for_another_length_or_step(
+def test_compiled_blocks_are_not_recompiled_for_another_length_or_step(
     mode: str, fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = _count_compilations(monkeypatch)
@@ -130,5 +130,7 @@ def test_compiled_blocks_are_not_compiled_anew_for_another_length_or_step(
         ({"strategy": "tp", "sequence_parallel": True}, "cpu", LENGTH_MULTIPLE),
     ],
 )
-def test_lengths_are_few_where_each_new_one_costs(fields: dict[str, object], device: str, multiple: int) -> None:
+def test_lengths_are_padded_to_multiples_if_each_new_one_is_expensive(
+    fields: dict[str, object], device: str, multiple: int
+) -> None:
     assert length_multiple(TrainConfig(**fields), device) == multiple

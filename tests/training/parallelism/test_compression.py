@@ -214,7 +214,7 @@ def _uninterrupted(steps: int) -> Gradients:
     return gradients
 
 
-def test_state_goes_on_to_the_bit_on_as_many_ranks_and_by_its_mean_on_fewer() -> None:
+def test_state_resumes_bitwise_on_as_many_ranks_and_as_the_mean_on_fewer() -> None:
     states = run_on_ranks(2, _state_after, PLAIN_STEPS + 2)
     state = WholeState(states[0].tensors | states[1].tensors, states[0].plain)
 
@@ -243,9 +243,7 @@ def _run_in_parts(name: str, compress: str, parts: list[range]) -> tuple[list[fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "compress"), [("ddp", "powersgd:2"), ("zero1", "powersgd:2"), ("ddp", "bf16")])
-def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_weights_of_one_never_stopped(
-    name: str, compress: str
-) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(name: str, compress: str) -> None:
     last = PLAIN_STEPS + 6
     whole = run_on_ranks(2, _run_in_parts, name, compress, [range(1, last)])
     for cut in (5, PLAIN_STEPS + 3):

@@ -145,7 +145,7 @@ def test_activation_checkpointing_changes_no_number() -> None:
         _assert_equal(*ranks, alone)
 
 
-def test_every_stage_goes_on_from_the_state_of_one_process(tmp_path: Path) -> None:
+def test_every_stage_resumes_from_the_state_of_one_process(tmp_path: Path) -> None:
     whole, state_file = _alone({}), tmp_path / "state.pt"
     torch.save(_alone({}, steps=FIRST)["state"], state_file)
     for rank_0, rank_1 in zip(*run_on_ranks(2, _all_together, PLAIN[::2], state_file, LAST), strict=True):
@@ -156,7 +156,7 @@ def test_every_stage_goes_on_from_the_state_of_one_process(tmp_path: Path) -> No
         assert _distance(mine.moments("step"), theirs.moments("step")) == 0
 
 
-def test_one_process_goes_on_from_the_state_of_every_stage() -> None:
+def test_one_process_resumes_from_the_state_of_every_stage() -> None:
     whole = _alone({})
     for rank_0 in run_on_ranks(2, _all_together, PLAIN[::2], None, FIRST)[0]:
         went_on = _alone({}, rank_0["state"], LAST)
@@ -169,7 +169,7 @@ def _held_by_this_rank(all_fields: list[Fields]) -> list[dict[str, int]]:
     return [{name: t.nbytes for name, t in strategy.state_dict().tensors.items()} for strategy in strategies]
 
 
-def test_a_state_lies_on_one_rank_or_the_other_and_on_none_whole() -> None:
+def test_each_state_is_on_exactly_one_rank_and_no_rank_has_all() -> None:
     for rank_0, rank_1 in zip(*run_on_ranks(2, _held_by_this_rank, PLAIN[::2]), strict=True):
         largest = max(rank_0.values())
         assert not rank_0.keys() & rank_1.keys()

@@ -81,6 +81,6 @@ def test_ranks_that_share_a_replica_have_the_same_share_of_the_batch() -> None:
     assert [degrees.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_the_product_is_told_in_words() -> None:
+def test_the_degrees_are_printed_as_a_product() -> None:
     assert str(ParallelDims(2, 1, 4, 2)) == "pipeline(2) x sharded(4) x tensor(2) = 16 ranks"
     assert str(ParallelDims(1, 1, 1, 1)) == "one process = 1 rank"

@@ -18,7 +18,7 @@ from training.parallelism.distributed import TIMEOUT_MARGIN, Ranks, join_ranks, 
 from training.run.trainer import Trainer
 
 
-def test_a_port_that_is_taken_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -39,7 +39,7 @@ def _wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "kind"), [({}, UserError), ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, TrainingFailure)]
 )
-def test_a_group_that_does_not_form_for_the_network_may_be_tried_again(
+def test_a_group_that_fails_to_form_because_of_the_network_may_be_retried(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], kind: type[ForeseenError]
 ) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)

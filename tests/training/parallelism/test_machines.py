@@ -51,7 +51,7 @@ def test_two_machines_train_one_model(
     assert (tmp_path / "shared" / "demo" / "model.safetensors").exists()
 
 
-def test_a_machine_trains_alone_where_others_may_come(
+def test_one_machine_can_train_while_others_may_still_join(
     start: Callable[..., Any], machine: dict[str, Any], tmp_path: Path
 ) -> None:
     run = start(["bash", "-c", documented("docs/deployment.md", "elastic")], **machine)

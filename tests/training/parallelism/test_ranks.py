@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from common.rows import SAMPLE_NEWS
-from training.data.batching import DataShard, LengthBucketSampler, rank_share
-from training.data.tokenized import TokenizedRows
 
 GLOBAL_BATCH = 8
 
@@ -102,42 +100,6 @@ def test_weights_and_test_scores_are_those_of_one_process(
         )
     [test_alone], [test_together] = metrics_of(run_on(1), "test"), metrics_of(run_on(world_size), "test")
     assert test_together["confusion_matrix"] == test_alone["confusion_matrix"]
-
-
-def _rows(lengths: np.ndarray) -> TokenizedRows:
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return TokenizedRows(np.ones(offsets[-1], dtype=np.int32), offsets, np.zeros(len(lengths), dtype=np.int64), 0)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_rows", [1, 57, 431, 960])
-def test_an_epoch_shows_each_row_exactly_once(num_rows: int, world_size: int, accumulation: int) -> None:
-    rows = _rows(np.random.default_rng(0).integers(3, 48, num_rows))
-    sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, seed=42)
-    sampler.set_epoch(3)
-
-    seen, weight = [], 0.0
-    for batch in sampler:
-        for rank in range(world_size):
-            for share in rank_share(rows, batch, DataShard(rank, world_size), accumulation):
-                seen += share.rows[share.rows >= 0].tolist()
-                weight += float(share.weights.sum())
-
-    assert sorted(seen) == list(range(num_rows))
-    assert weight == pytest.approx(len(sampler))
-
-
-def test_a_last_batch_smaller_than_the_ranks_leaves_stand_ins_without_weight() -> None:
-    rows = _rows(np.full(57, 12))
-    batches = list(LengthBucketSampler(rows.lengths, GLOBAL_BATCH, seed=42))
-    [last] = [batch for batch in batches if len(batch) == 1]
-
-    shares = [share for rank in range(4) for share in rank_share(rows, last, DataShard(rank, 4))]
-
-    assert [len(share.labels) for share in shares] == [1, 1, 1, 1]
-    assert [row for share in shares for row in share.rows if row >= 0] == last.tolist()
-    assert sorted(float(share.weights.sum()) for share in shares) == [0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_what_other_ranks_hold_is_freed_with_the_model() -> None:
     assert other() is None
 
 
-def test_a_model_that_cannot_be_cut_says_why() -> None:
+def test_the_error_explains_why_a_model_cannot_be_split() -> None:
     with pytest.raises(UserError, match=r"^--pp: 4 stages, and the model has 3 blocks$"):
         _all_stages(small_model("distilbert", layers=3), 4)
     with pytest.raises(UserError, match=r"^--pp: RobertaForSequenceClassification cannot be split into stages; Distil"):

@@ -30,37 +30,26 @@ def test_losses_and_weights_are_those_of_ddp(world_size: int, accumulation: int)
     torch.testing.assert_close(found, weights, rtol=0, atol=0)
 
 
-def _moments() -> tuple[int, int, int]:
-    """Numbers in this rank's moments, in all of them, and in the largest parameter's."""
-    strategy = small_strategy(strategy="zero1")
-    take_steps(strategy, [1])
-    mine = sum(state["exp_avg"].numel() * 2 for state in strategy.local_optimizer.state.values())
-    sizes = [2 * parameter.numel() for parameter in strategy.parameters.values()]
-    return mine, sum(sizes), max(sizes)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_rank_keeps_its_share_of_the_moments(world_size: int) -> None:
-    kept = run_on_ranks(world_size, _moments)
-
-    assert sum(mine for mine, _, _ in kept) == kept[0][1]
-    for mine, total, largest in kept:
-        assert mine <= total / world_size + largest / 2
-
-
-def _broadcasts_of_a_step() -> tuple[int, int]:
-    """How many broadcasts a step makes, and how many parameters there are."""
+def _two_steps() -> tuple[int, list[int], int]:
+    """Numbers in this rank's moments, in those of each parameter, and the broadcasts that a step makes."""
     strategy = small_strategy(strategy="zero1")
     take_steps(strategy, [1])
     with CommDebugMode() as calls:
         take_steps(strategy, [2])
-    return calls.get_comm_counts()[torch.ops.c10d.broadcast_], len(strategy.parameters)
+    held = sum(state["exp_avg"].numel() * 2 for state in strategy.local_optimizer.state.values())
+    sizes = [2 * parameter.numel() for parameter in strategy.parameters.values()]
+    return held, sizes, calls.get_comm_counts()[torch.ops.c10d.broadcast_]
 
 
-def test_a_rank_sends_what_it_updated_in_one_broadcast() -> None:
-    for broadcasts, num_parameters in run_on_ranks(2, _broadcasts_of_a_step):
-        assert num_parameters > 20
-        assert broadcasts == 2  # one for each rank
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_keeps_its_share_of_the_moments_and_sends_what_it_updated_in_one_broadcast(world_size: int) -> None:
+    found = run_on_ranks(world_size, _two_steps)
+
+    assert sum(held for held, _, _ in found) == sum(found[0][1])
+    for held, sizes, broadcasts in found:
+        assert len(sizes) > 20
+        assert held <= sum(sizes) / world_size + max(sizes) / 2
+        assert broadcasts == world_size  # one for each rank
 
 
 def _first_half() -> WholeState:
@@ -75,7 +64,7 @@ def _second_half(state: WholeState) -> tuple[list[float], Weights]:
     return take_steps(strategy, range(4, 6)), whole_weights(strategy)
 
 
-def test_a_checkpoint_goes_on_on_another_number_of_ranks() -> None:
+def test_a_checkpoint_resumes_on_another_number_of_ranks() -> None:
     losses, weights = run_on_ranks(2, _trained, "zero1", 1)[0]
 
     state = run_on_ranks(2, _first_half)[0]

@@ -14,7 +14,7 @@ def _pass_time() -> float:
     return time.monotonic() - began
 
 
-def test_a_phase_is_charged_with_its_own_time_alone() -> None:
+def test_a_phase_is_charged_only_with_its_own_time() -> None:
     phases = Phases()
     began = phases.since
     with phases("step"):
@@ -31,7 +31,7 @@ def test_a_phase_is_charged_with_its_own_time_alone() -> None:
     assert sum(spent.values()) == pytest.approx(phases.since - began)
 
 
-def test_who_asks_hears_what_came_since_asking_last_whoever_else_asks() -> None:
+def test_each_reader_gets_the_seconds_since_its_own_last_call() -> None:
     phases = Phases()
     with phases("data"):
         _pass_time()
