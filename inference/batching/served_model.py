@@ -15,7 +15,7 @@ from common.errors import ModelLoadError, first_line
 from inference.batching.classifier import Classifier, QueueLimits
 from inference.engines.model_loader import ModelLoader
 from inference.errors import ModelUnavailableError
-from inference.http.metrics import ServerMetrics
+from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
 LoadModel = Callable[[Path, str], ModelLoader]

@@ -8,7 +8,7 @@ from inference.batching.served_model import LoadModel, ServedModel
 from inference.http.api_keys import ApiKeys
 from inference.http.body_budget import BodyBudget
 from inference.http.lifecycle import Lifecycle
-from inference.http.metrics import ServerMetrics
+from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
 

@@ -21,7 +21,7 @@ from common.errors import ModelLoadError
 from inference.app import create_app
 from inference.batching.served_model import ServedModel
 from inference.engines.model_loader import ModelLoader
-from inference.http.metrics import ServerMetrics
+from inference.metrics import ServerMetrics
 from inference.settings import Settings
 from tests.inference.servers import Server, ThreadedServer, free_port, metric, running, serving, stand_in_server
 from tests.inference.stand_in_model import RAISES, StandInModel, stand_in, text_of

@@ -13,7 +13,7 @@ import pytest
 import inference
 from inference.app import create_app
 from inference.batching.classifier import QueueLimits
-from inference.http.metrics import ServerMetrics
+from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
