@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, us
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch, softmax
 from inference.errors import ForwardError, WorkerDownError
+from inference.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-_FAILS_NOW = "the model fails on every text now; ask again"
+_ENGINE_BROKEN = "the model fails on every text now; ask again"
 
 # Tokens per second of a small CPU, for a model whose speed was not measured when it was loaded.
 ASSUMED_TOKENS_PER_SECOND = 2000.0
@@ -31,33 +31,9 @@ _FIRST_SPEED_S = 0.1
 _SPEED_HALF_LIFE_S = 1.0
 
 # Seconds between tries of a known good text on a broken engine, until it answers again.
-SECONDS_BETWEEN_TRIALS = 2.0
+RETRY_INTERVAL_S = 2.0
 
 Outcome = Probabilities | ForwardError | WorkerDownError
-
-
-class Observer(Protocol):
-    """Receives events for metrics; called from any thread, so every method must be quick and thread-safe."""
-
-    def tokenized(self, texts: int, seconds: float) -> None: ...
-
-    def batch_done(self, texts: int, tokens: int, seconds: float) -> None: ...
-
-    def waited(self, seconds: float) -> None:
-        """Called with the time from a text's call to its forward pass."""
-
-    def deduplicated(self) -> None:
-        """A text shares the forward pass of an identical one."""
-
-    def cache_hit(self) -> None: ...
-
-    def cache_miss(self) -> None: ...
-
-    def dropped(self, reason: Literal["cancelled", "expired"]) -> None:
-        """A text left without an answer."""
-
-    def worker_failed(self) -> None:
-        """A forward pass or a tokenizer call raised."""
 
 
 @dataclass(slots=True)
@@ -77,30 +53,29 @@ class Batcher:
         self,
         engine: Engine,
         queue: FairQueue,
-        observer: Observer,
+        metrics: ServerMetrics,
         on_finished: Callable[[FinishedPass], None],
         on_expired: Callable[[Sequence[QueuedText]], None],
         good_ids: list[int],
         tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
-        seconds_between_trials: float = SECONDS_BETWEEN_TRIALS,
+        retry_interval_s: float = RETRY_INTERVAL_S,
     ) -> None:
         """Start the worker threads, one per pass that may run at the same time.
 
         Args:
             engine: runs the passes.
             queue: where texts wait; from here on only the batcher uses it.
-            observer: receives every pass and every failure.
             on_finished: receives every text that a worker took, once; called from worker threads.
             on_expired: receives the texts whose deadline passed in the queue; called from worker threads.
             good_ids: token ids of a text that the engine can answer.
             tokens_per_second: speed of the engine, until passes have been measured.
-            seconds_between_trials: how often a broken engine is tried with that text.
+            retry_interval_s: how often a broken engine is tried with that text.
         """
         self.health = EngineHealth(engine, good_ids)
-        self._seconds_between_trials = seconds_between_trials
+        self._retry_interval_s = retry_interval_s
         self._engine = engine
         self._queue = queue
-        self._observer = observer
+        self._metrics = metrics
         self._on_finished = on_finished
         self._on_expired = on_expired
         self._changed = threading.Condition()  # guards everything below, and the queue
@@ -195,14 +170,14 @@ class Batcher:
         self._release(worker)
         self._on_finished(FinishedPass(worker.texts, outcomes, started, seconds))
         worker.texts = []
-        self._observer.batch_done(num_texts, num_tokens, seconds)
+        self._metrics.batch_done(num_texts, num_tokens, seconds)
         return True
 
     def _wait(self, worker: _Worker) -> bool:
         """Wait for texts, or if the engine is broken, until it is time to try it again; False once closed."""
         while not (self._closed or (len(self._queue) and self._free_slots)):
             is_broken = self.health.failure is not None
-            is_notified = self._changed.wait(self._seconds_between_trials if is_broken else None)
+            is_notified = self._changed.wait(self._retry_interval_s if is_broken else None)
             if is_broken and not is_notified and self._free_slots:
                 worker.is_trying = True
                 break
@@ -264,17 +239,17 @@ class Batcher:
                 return outcomes
         elif self.health.works(worker.slots):
             return self._outcomes(worker, worker.texts)
-        return [WorkerDownError(self.health.failure or _FAILS_NOW)] * len(worker.texts)
+        return [WorkerDownError(self.health.failure or _ENGINE_BROKEN)] * len(worker.texts)
 
     def _outcomes(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
         try:
             return self._forward(worker, texts)
         except Exception as error:
-            self._observer.worker_failed()
+            self._metrics.worker_failed()
             logger.exception("A forward pass of %d texts failed", len(texts))
             if len(texts) == 1:
                 return [ForwardError(f"the model failed on this text ({type(error).__name__}); the log has more")]
-        # One bad text must not fail its neighbors, so each is tried by itself.
+        # One bad text must not fail its neighbors, so each is tried alone.
         return [outcome for text in texts for outcome in self._outcomes(worker, [text])]
 
     def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
@@ -294,12 +269,12 @@ class Batcher:
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
-        logger.error("A worker failed and starts afresh", exc_info=error)
+        logger.error("A worker failed and starts again", exc_info=error)
         texts, worker.texts = worker.texts, []
         if texts:
             self.health.works(worker.slots)
         self._release(worker)
-        self._observer.worker_failed()
+        self._metrics.worker_failed()
         if texts:
             failure = ForwardError(f"the worker of this text failed ({type(error).__name__}); the log has more")
             self._on_finished(FinishedPass(texts, [failure] * len(texts), time.monotonic(), 0.0))

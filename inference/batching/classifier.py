@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
 from inference.batching.cache import AnswerCache, Probabilities
 from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
 from inference.batching.engine_health import EngineHealth
@@ -18,6 +18,7 @@ from inference.batching.scheduler import FairQueue, QueuedText, overrun_s
 from inference.batching.tokenizing import EncodedText, TokenizerThread
 from inference.engines.model_loader import ModelLoader
 from inference.errors import DeadlineExceededError, QueueFullError, WorkerDownError
+from inference.metrics import ServerMetrics
 
 # Seconds after which a stream that waits for room looks again at the earliest.
 _SHORTEST_RETRY_S = 0.05
@@ -53,7 +54,7 @@ def length_window(max_batch_tokens: int) -> int:
 class Classifier:
     """Answers texts with one model, on its own threads; used from one event loop."""
 
-    def __init__(self, model: ModelLoader, limits: QueueLimits, observer: Observer) -> None:
+    def __init__(self, model: ModelLoader, limits: QueueLimits, metrics: ServerMetrics) -> None:
         """Raises:
         ValueError: a text of the model's full length would not fit into a forward pass.
         """
@@ -64,7 +65,7 @@ class Classifier:
         self._lengths = TextLengths(model.max_length)
         self._max_wait_s = limits.max_wait_seconds
         self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
-        self._observer = observer
+        self._metrics = metrics
         self._calls: set[Call] = set()  # accepted and not fully answered; touched on the event loop only
         self._all_answered = asyncio.Event()
         self._closed = False
@@ -74,9 +75,9 @@ class Classifier:
         queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
         good_ids = model.tokenizer.encode(["News"])[0].ids
         self._batcher = Batcher(
-            model.engine, queue, observer, self._finish, self._expire, good_ids, self._first_tokens_per_second
+            model.engine, queue, metrics, self._finish, self._expire, good_ids, self._first_tokens_per_second
         )
-        self._tokenizing = TokenizerThread(model.tokenizer, observer, self._lengths, self._enqueue)
+        self._tokenizing = TokenizerThread(model.tokenizer, metrics, self._lengths, self._enqueue)
 
     @property
     def queued_tokens(self) -> int:
@@ -180,10 +181,10 @@ class Classifier:
 
     def _on_done(self, caller: Caller, future: asyncio.Future[Answer]) -> None:
         if future.cancelled():
-            self._observer.dropped("cancelled")
+            self._metrics.dropped("cancelled")
             self._withdraw(caller)
         elif isinstance(future.exception(), DeadlineExceededError):
-            self._observer.dropped("expired")
+            self._metrics.dropped("expired")
             self._withdraw(caller)
         call = caller.call
         call.num_open -= 1
@@ -238,9 +239,9 @@ class Classifier:
             return None
         known = self._cache.get(key)
         if known is None:
-            self._observer.cache_miss()
+            self._metrics.cache_miss()
         else:
-            self._observer.cache_hit()
+            self._metrics.cache_hit()
         return known
 
     def _join(self, caller: Caller, key: bytes) -> bool:
@@ -250,7 +251,7 @@ class Classifier:
             return False
         text.payload.append(caller)
         caller.queued = text
-        self._observer.deduplicated()
+        self._metrics.deduplicated()
         return True
 
     def _forget(self, text: QueuedText) -> None:
@@ -271,7 +272,7 @@ class Classifier:
         deliver(outcomes)
         for _, outcome in outcomes:
             if isinstance(outcome, Answer):
-                self._observer.waited(outcome.queue_s)
+                self._metrics.waited(outcome.queue_s)
 
     def _expire(self, texts: Sequence[QueuedText]) -> None:
         outcomes: list[tuple[Caller, Outcome]] = []

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.text import Encoded, TextTokenizer
-from inference.batching.batcher import Observer
 from inference.batching.calls import Call, Caller, TextLengths, deliver
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.errors import ForwardError, RefusedTextError
+from inference.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class TokenizerThread:
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        observer: Observer,
+        metrics: ServerMetrics,
         lengths: TextLengths,
         on_encoded: Callable[[Sequence[EncodedText], float], None],
     ) -> None:
@@ -37,13 +37,12 @@ class TokenizerThread:
 
         Args:
             tokenizer: cleans and tokenizes.
-            observer: receives the metrics of every round.
             lengths: records the length of every text.
             on_encoded: receives the texts of a round with their results, and the round's seconds; called from the
                 thread.
         """
         self._tokenizer = tokenizer
-        self._observer = observer
+        self._metrics = metrics
         self._lengths = lengths
         self._on_encoded = on_encoded
         self._changed = threading.Condition()  # guards everything below
@@ -84,7 +83,7 @@ class TokenizerThread:
                 self._lengths.add(caller.text, one.num_tokens)
         self._on_encoded(list(zip(wanted, encoded, strict=True)), seconds)
         self._leave_round()
-        self._observer.tokenized(len(wanted), seconds)
+        self._metrics.tokenized(len(wanted), seconds)
         return True
 
     def _next_callers(self) -> list[Caller]:
@@ -104,7 +103,7 @@ class TokenizerThread:
             cleaned = [self._tokenizer.clean(text) for text in texts]
             encoded = self._tokenizer.encode_cleaned(cleaned)
         except Exception as error:
-            self._observer.worker_failed()
+            self._metrics.worker_failed()
             logger.error("The tokenizer failed on %d texts (%s)", len(texts), type(error).__name__)
             if len(texts) == 1:
                 return [ForwardError(f"the tokenizer failed on this text ({type(error).__name__})")]
@@ -123,4 +122,4 @@ class TokenizerThread:
         logger.error("The tokenizer's thread failed and starts afresh (%s)", type(error).__name__)
         failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
         deliver((caller, failure) for caller in self._leave_round())
-        self._observer.worker_failed()
+        self._metrics.worker_failed()

@@ -16,7 +16,7 @@ from inference.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 # Seconds between checks whether the key file has changed.
-_SECONDS_BETWEEN_LOOKS = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ApiKeys:
         return found
 
     def _refresh(self) -> None:
-        if self._file is None or time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+        if self._file is None or time.monotonic() - self._looked_at < _CHECK_INTERVAL_S:
             return
         self._looked_at = time.monotonic()
         version = self._version_now()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a request's headers before they are complete; the same limit as in uvicorn's other parser.
 _MAX_HEADER_BYTES = 64 * 1024
-_SECONDS_BETWEEN_LOOKS = 0.5
+_CHECK_INTERVAL_S = 0.5
 # Files that the process opens for other things: loading a model, the log, DNS.
 _SPARE_FILES = 64
 _FULL = (
@@ -56,7 +56,7 @@ class ConnectionKeeper:
         self._max_connections = _within_file_limit(self._max_connections)
         protocol = server.config.http_protocol_class
         server.config.http_protocol_class = self._watched(protocol)
-        task = asyncio.create_task(self._look_around())
+        task = asyncio.create_task(self._close_stuck_connections())
         try:
             yield
         finally:
@@ -83,7 +83,7 @@ class ConnectionKeeper:
                 super().data_received(data)
                 if not _awaits_headers(self):
                     self.header_bytes = 0
-                    if _is_at_work(self):  # often over before anybody looks around
+                    if _is_at_work(self):  # often over before the next check
                         self.idle_since = time.monotonic()
                     return
                 if not self.header_bytes and self.cycle is not None:
@@ -106,9 +106,9 @@ class ConnectionKeeper:
             oldest.transport.abort()
         self._open.add(connection)
 
-    async def _look_around(self) -> None:
+    async def _close_stuck_connections(self) -> None:
         while True:
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
             now = time.monotonic()
             for connection in list(self._open):
                 if _is_at_work(connection):

@@ -26,14 +26,10 @@ _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"
 
 
 class RequestGate:
-    """Admits requests and follows them to their end."""
+    """Admits requests and follows each of them to its end."""
 
     def __init__(self, app: ASGIApp, parts: Parts, paths: frozenset[str]) -> None:
-        """Args:
-        app: what is behind the gate.
-        parts: of the server.
-        paths: the routes that a refused request may be counted under, since refused requests are not routed.
-        """
+        """``paths``: what a refused request may be counted under, since refused requests are not routed."""
         settings = parts.settings
         self.app = app
         self.paths = paths
@@ -116,43 +112,36 @@ class _Passage:
         self.watch: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        gate = self.gate
+        gate, context, scope = self.gate, self.context, self.scope
         gate.metrics.in_progress.inc()
         try:
-            if (refusal := gate.refusal(self.scope)) is None:
-                await gate.app(self.scope, self.receive, self.send)
+            # 1. Admit the request by its headers alone, or refuse it before any of its body is read.
+            if (refusal := gate.refusal(scope)) is None:
+                # 2. The route reads the body through `receive` and answers through `send`, below.
+                await gate.app(scope, self.receive, self.send)
             else:
-                await error_response(self.scope, *refusal)(self.scope, self.receive, self.send)
+                await error_response(scope, *refusal)(scope, self.receive, self.send)
         except asyncio.CancelledError:
             if not self.is_gone:
                 raise
             self.status = CLIENT_GONE
         except Exception as error:
-            await self.fail(error)
+            log_failure(context, error)
+            if self.status != CLIENT_GONE:
+                raise  # the answer has begun: all that is left is to close the connection
+            line = "the server failed on this request; its log has the request id"
+            await error_response(scope, 500, "internal_error", line)(scope, self.receive, self.send)
         finally:
-            self.finish()
-
-    async def fail(self, error: Exception) -> None:
-        log_failure(self.context, error)
-        if self.status != CLIENT_GONE:
-            raise error  # the answer has begun: all that is left is to break the connection off
-        response = error_response(
-            self.scope, 500, "internal_error", "the server failed on this request; its log has the request id"
-        )
-        await response(self.scope, self.receive, self.send)
-
-    def finish(self) -> None:
-        gate, context = self.gate, self.context
-        if self.watch is not None:
-            self.watch.cancel()
-        gate.body_budget.give_back(context.held_bytes)
-        gate.metrics.in_progress.dec()
-        seconds = time.perf_counter() - context.started
-        method = self.scope["method"]
-        method = method if method in _METHODS else "OTHER"
-        route = self.route()
-        gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
-        log_request(context, method, route, self.status, seconds)
+            # 3. However it ended: return its memory, count it and log it, in this one place.
+            if self.watch is not None:
+                self.watch.cancel()
+            gate.body_budget.release(context.held_bytes)
+            gate.metrics.in_progress.dec()
+            seconds = time.perf_counter() - context.started
+            method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+            route = self.route()
+            gate.metrics.request_done(route, method, self.status, seconds, context.error_code)
+            log_request(context, method, route, self.status, seconds)
 
     async def send(self, message: Message) -> None:
         """Send an answer, with the headers that every answer has."""
@@ -168,7 +157,7 @@ class _Passage:
             async with asyncio.timeout(self.gate.timeout_s):
                 await self.inner_send(message)
         except TimeoutError:
-            self.cancel()  # a client that takes nothing any more is as good as gone
+            self.cancel()  # a client that takes nothing any more counts as gone
             await asyncio.sleep(0)
 
     def complete(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -229,7 +218,7 @@ class _Passage:
         self.task.cancel()
 
     def route(self) -> str:
-        # From a bounded set: a route's template, never a path that a client made up.
+        # From a bounded set: a route's template, never a path that a client made up, or the metrics would grow forever.
         if (route := self.scope.get("route")) is not None:
             return route.path
         path = self.scope["path"]

@@ -1,15 +1,56 @@
-"""The parts that a server consists of, for the gate and the routes."""
+"""The parts that a server consists of, for the gate and the routes, and the memory budget for request bodies."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.http.api_keys import ApiKeys
-from inference.http.body_budget import BodyBudget
 from inference.http.lifecycle import Lifecycle
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
+
+# What a text costs besides its characters: a future, an entry in the queue, an answer.
+_BYTES_PER_TEXT = 1024
+
+
+class BodyBudget:
+    """Bounds the memory that the bodies of all current requests take together; only used on the event loop."""
+
+    # What a request is told if there is no room.
+    BUSY = "the bodies in progress fill the memory set aside for them; try again soon"
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._released = asyncio.Event()
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.held_bytes + num_bytes <= self.max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
+        self._released.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait until there is room for a byte."""
+        while not self.has_room(1):
+            self._released.clear()
+            await self._released.wait()
+
+
+def weight_of(texts: Sequence[str]) -> int:
+    """The bytes of memory that texts take: up to four per character if one of them is an emoji."""
+    return sum(map(sys.getsizeof, texts)) + _BYTES_PER_TEXT * len(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +87,14 @@ class Parts:
     def unready(self) -> str | None:
         """Why requests should go elsewhere, or None."""
         return "the server is shutting down" if self.lifecycle.is_draining else self.served_model.error
+
+
+def parts_of(request: Request) -> Parts:
+    return request.app.state.parts
+
+
+async def _parts(request: Request) -> Parts:
+    return parts_of(request)
+
+
+PartsDep = Annotated[Parts, Depends(_parts)]

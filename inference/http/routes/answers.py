@@ -12,10 +12,9 @@ from starlette.exceptions import HTTPException
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import RefusedTextError
-from inference.http.body_budget import weight_of
 from inference.http.error_responses import RETRY_AFTER_SECONDS
 from inference.http.request_context import RequestContext
-from inference.http.server_parts import Parts
+from inference.http.server_parts import Parts, weight_of
 from inference.settings import Settings
 
 
@@ -60,7 +59,7 @@ async def classify_some(
                     raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
                 answers.append(None)
     finally:
-        abandon(futures)  # where one fails or the client is gone, what still waits leaves the queue
+        cancel_unfinished(futures)  # where one fails or the client is gone, what still waits leaves the queue
     note(context, [answer for answer in answers if answer is not None])
     return answers
 
@@ -76,7 +75,7 @@ def _hold(parts: Parts, context: RequestContext, num_bytes: int) -> None:
     context.held_bytes += more
 
 
-def abandon(futures: Sequence[Future[Answer]]) -> None:
+def cancel_unfinished(futures: Sequence[Future[Answer]]) -> None:
     """Cancel what is not answered yet, and retrieve what failed, so that asyncio does not warn about it."""
     for future in futures:
         if not future.done():

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify_some, refuse_long, render
-from inference.http.routes.dependencies import parts_of
 from inference.http.routes.json_route import JsonRoute
 from inference.http.schemas import ExplainRequest, ExplainResponse
+from inference.http.server_parts import parts_of
 
 router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from inference.batching.cache import Probabilities
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, decide, refuse_long, refuse_many
-from inference.http.routes.dependencies import parts_of
 from inference.http.routes.json_route import JsonRoute, json_list
 from inference.http.schemas import Texts
+from inference.http.server_parts import parts_of
 
 router = APIRouter(tags=["compatible"], responses=REFUSALS, route_class=JsonRoute)
 

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference.http.error_responses import describe_invalid, error_response
-from inference.http.routes.dependencies import parts_of
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
+from inference.http.server_parts import parts_of
 
 # Python's parser takes up to nine times a body's size in memory, so it reads no larger body.
 _LARGEST_SECOND_PARSE_BYTES = 4 * 2**20

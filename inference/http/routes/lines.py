@@ -8,7 +8,7 @@ import re
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from inference.http.body_budget import BodyBudget
+from inference.http.server_parts import BodyBudget
 
 _BLANKS = re.compile(rb"\s*+")
 # Lines taken together have no more bytes than this, or are a single line.
@@ -125,5 +125,5 @@ class LineReader:
         if more > 0:
             self._budget.take(more)
         else:
-            self._budget.give_back(-more)
+            self._budget.release(-more)
         self._held_bytes = num_bytes

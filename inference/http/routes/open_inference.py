@@ -15,7 +15,6 @@ from inference.batching.served_model import Served
 from inference.errors import RefusedTextError
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, decide, refuse_many
-from inference.http.routes.dependencies import PartsDep, parts_of
 from inference.http.routes.json_route import JsonRoute, parse_json, read_body
 from inference.http.routes.open_inference_schemas import (
     BINARY_HEADER,
@@ -31,7 +30,7 @@ from inference.http.routes.open_inference_schemas import (
     TensorMetadata,
     read_binary_texts,
 )
-from inference.http.server_parts import Parts
+from inference.http.server_parts import Parts, PartsDep, parts_of
 
 _UNKNOWN = {404: {"model": ProtocolError, "description": "No model of this name or version is served."}}
 _NOT_READY = {503: {**REFUSALS[503], "model": ProtocolError}}

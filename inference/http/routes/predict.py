@@ -11,9 +11,9 @@ from inference.http.error_responses import REFUSALS
 from inference.http.request_gate import is_stream
 from inference.http.routes import streams
 from inference.http.routes.answers import classify, refuse_long, refuse_many, render
-from inference.http.routes.dependencies import parts_of
 from inference.http.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.http.schemas import BatchRequest, PredictionResponse, PredictRequest
+from inference.http.server_parts import parts_of
 
 router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
 

@@ -20,16 +20,14 @@ from starlette.types import Receive, Scope, Send
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
-from inference.http.body_budget import weight_of
 from inference.http.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
 from inference.http.request_context import RequestContext
-from inference.http.routes.answers import abandon, note, refuse_long, render
-from inference.http.routes.dependencies import parts_of
+from inference.http.routes.answers import cancel_unfinished, note, refuse_long, render
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 from inference.http.routes.json_route import parse_json
 from inference.http.routes.lines import LineReader
 from inference.http.schemas import PredictRequest
-from inference.http.server_parts import Parts
+from inference.http.server_parts import Parts, parts_of, weight_of
 
 MEDIA_TYPE = "application/x-ndjson"
 # One group is classified while the next waits: enough to fill forward passes, too little to crowd out others.
@@ -139,8 +137,8 @@ class StreamResponse(Response):
         return group
 
     def _leave(self, group: _Group) -> None:
-        self._parts.body_budget.give_back(group.held_bytes)
-        abandon(group.futures)
+        self._parts.body_budget.release(group.held_bytes)
+        cancel_unfinished(group.futures)
 
     async def _answer(self, group: _Group) -> bytes:
         """Wait for a group and render its lines; a line that failed is answered with its error."""

@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.text import Encoded, TextTokenizer
-from inference.batching.batcher import Observer
 from inference.batching.calls import Answer
 from inference.batching.classifier import Classifier, QueueLimits
+from inference.metrics import ServerMetrics
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine
 
 MAX_LENGTH = 16
@@ -44,8 +44,9 @@ class StandInModel:
         self.tokenizer = PickyTokenizer(tokenizer, max_length)
 
 
-class Counts(Observer):
+class Counts(ServerMetrics):
     def __init__(self) -> None:
+        super().__init__()
         self.of: Counter[str] = Counter()
 
     def tokenized(self, texts: int, seconds: float) -> None:

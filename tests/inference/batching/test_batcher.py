@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass, Observer
+from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
 from inference.batching.scheduler import FairQueue, Flow, QueuedText
 from inference.engines.base import PASSES_AT_ONCE
 from inference.errors import ForwardError, WorkerDownError
+from inference.metrics import ServerMetrics
 from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine, answer_of
 from tests.processes import wait_until
 
@@ -25,8 +26,9 @@ NEVER = float("inf")
 PATIENCE = 30  # seconds; far more than anything here takes
 
 
-class Counts(Observer):
+class Counts(ServerMetrics):
     def __init__(self) -> None:
+        super().__init__()
         self.failures = 0
         self.passes: list[tuple[int, int]] = []
 
@@ -41,15 +43,13 @@ class Counts(Observer):
 class Bench:
     """A batcher with all that it reports, one entry a text."""
 
-    def __init__(self, engine: StandInEngine, seconds_between_trials: float = 60) -> None:
+    def __init__(self, engine: StandInEngine, retry_interval_s: float = 60) -> None:
         self.engine = engine
         self.counts = Counts()
         self.reports: queue.Queue[tuple[QueuedText, object]] = queue.Queue()
         waiting = FairQueue(BUDGET, pads=engine.pads, length_window=16)
         reports = (self._finished, self._expired)
-        self.batcher = Batcher(
-            engine, waiting, self.counts, *reports, GOOD, seconds_between_trials=seconds_between_trials
-        )
+        self.batcher = Batcher(engine, waiting, self.counts, *reports, GOOD, retry_interval_s=retry_interval_s)
 
     def _finished(self, done: FinishedPass) -> None:
         for pair in zip(done.texts, done.outcomes, strict=True):
@@ -73,8 +73,8 @@ class Bench:
 
 
 @contextmanager
-def running(engine: StandInEngine, seconds_between_trials: float = 60) -> Iterator[Bench]:
-    bench = Bench(engine, seconds_between_trials)
+def running(engine: StandInEngine, retry_interval_s: float = 60) -> Iterator[Bench]:
+    bench = Bench(engine, retry_interval_s)
     try:
         yield bench
     finally:
@@ -204,7 +204,7 @@ def test_an_engine_that_fails_on_a_good_text_too_is_broken_after_three_passes() 
 
 def test_a_broken_engine_is_tried_again_without_any_text() -> None:
     engine = StandInEngine(num_slots=2)
-    with running(engine, seconds_between_trials=0.01) as bench:
+    with running(engine, retry_interval_s=0.01) as bench:
         engine.broken = "CUDA error: device-side assert triggered"
         for i in range(3):
             bench.put_call([(i,)])
