@@ -69,11 +69,7 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
 
 
 def create_app(settings: Settings | None = None, load_model: LoadModel | None = None) -> FastAPI:
-    """Build the server.
-
-    Args:
-        settings: by default read from the environment.
-        load_model: from path and engine name to a loaded model; by default a `ModelLoader` on the settings' hardware.
+    """Build the server, by default for the settings in the environment.
 
     Raises:
         SettingsError: an environment variable has an invalid value, or asks for something that is not installed.

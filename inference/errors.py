@@ -58,11 +58,7 @@ class WorkerDownError(Exception):
 
 
 class ExportRefusedError(ForeseenError):
-    """An artefact answers too differently from its reference to be kept.
-
-    Args:
-        changed: One line for each of the first texts whose label changed.
-    """
+    """An artefact answers too differently from its reference; ``changed`` has a line for each text whose label changed."""
 
     code = "export-refused"
 
@@ -71,7 +67,6 @@ class ExportRefusedError(ForeseenError):
         self.changed = changed
 
     def say(self) -> None:
-        """Print the error, then the texts."""
         super().say()
         for line in self.changed:
             print(f"  {line}", file=sys.stderr)

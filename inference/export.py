@@ -55,12 +55,6 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command.
-
-    Raises:
-        ExportRefusedError: The artefact answers too differently from the model.
-        UserError: The model, the rows or the engine cannot be used.
-    """
     options = _parse_arguments(arguments)
     sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)

@@ -110,7 +110,6 @@ class ServerMetrics:
         self._queue.observe(seconds)
 
     def deduplicated(self) -> None:
-        """Count a text that shared the forward pass of an identical one."""
         self._deduplicated.inc()
 
     def cache_hit(self) -> None:
@@ -120,9 +119,7 @@ class ServerMetrics:
         self._cache_miss.inc()
 
     def dropped(self, reason: str) -> None:
-        """Count a text that was cancelled or expired."""
         self._dropped.labels(reason).inc()
 
     def worker_failed(self) -> None:
-        """Count a failed forward pass or tokenizer call."""
         self._worker_failures.inc()

@@ -40,11 +40,6 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command.
-
-    Raises:
-        UserError: A text cannot be classified.
-    """
     options = _parse_arguments(arguments)
     sys.stdout.reconfigure(errors="replace")  # for terminals without block characters
     try:

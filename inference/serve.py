@@ -23,11 +23,6 @@ _KEEP_ALIVE_SECONDS = 65
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Raises:
-        UserError: A setting has no valid value, or nothing can listen there.
-    """
     settings = Settings.from_environment()
     options = _parse_arguments(arguments, settings)
     _refuse_taken_port(options.host, options.port)
@@ -63,7 +58,7 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    """Raise `UserError` if the port is in use; uvicorn would only say so between its other lines."""
+    """uvicorn would only mention it between its other lines."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -21,7 +21,6 @@ MAX_LINES = 5  # of what a rank printed
 
 
 def main() -> int:
-    """Check a file; returns 0 if all of it is right."""
     parser = OneLineParser(prog="python -m learn.check", description=__doc__)
     parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of learn/by_hand/exercise.py")
     parser.add_argument(

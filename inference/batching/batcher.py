@@ -63,13 +63,12 @@ class Batcher:
         """Start the worker threads, one per pass that may run at the same time.
 
         Args:
-            engine: runs the passes.
             queue: where texts wait; from here on only the batcher uses it.
             on_finished: receives every text that a worker took, once; called from worker threads.
             on_expired: receives the texts whose deadline passed in the queue; called from worker threads.
-            good_ids: token ids of a text that the engine can answer.
+            good_ids: token ids of a text that the engine can answer, tried every ``retry_interval_s`` while it is
+                broken.
             tokens_per_second: speed of the engine, until passes have been measured.
-            retry_interval_s: how often a broken engine is tried with that text.
         """
         self.health = EngineHealth(engine, good_ids)
         self._retry_interval_s = retry_interval_s
@@ -112,7 +111,6 @@ class Batcher:
         return not self._closed and all(worker.thread.is_alive for worker in self._workers)
 
     def put(self, texts: Iterable[tuple[Flow, QueuedText]]) -> None:
-        """Queue texts, each as the next of its call."""
         with self._changed:
             for flow, text in texts:
                 self._queue.put(flow, text)
@@ -129,7 +127,6 @@ class Batcher:
             return True
 
     def remove(self, text: QueuedText) -> bool:
-        """Remove a text from the queue; False if it is not waiting there."""
         with self._changed:
             return self._queue.remove(text)
 
@@ -201,9 +198,11 @@ class Batcher:
             return
         if not len(self._queue):
             return
+        # Divide what waits over the passes that may run at once, and the free slots among them.
         num_parts, slots = spread(len(self._queue), self._free_slots, self._free_passes, len(self._workers))
         worker.texts = self._queue.take(num_parts, time.monotonic(), self.tokens_per_second)
         worker.num_tokens = sum(text.num_tokens for text in worker.texts)
+        # A short pass gains nothing from more slots; those it leaves go to the next worker, which is woken below.
         worker.slots = min(slots, useful_slots(worker.num_tokens))
         self._tokens_in_hand += worker.num_tokens
         self._free_slots -= worker.slots
@@ -214,6 +213,7 @@ class Batcher:
     def _measure(self, worker: _Worker, seconds: float) -> None:
         busy_s = seconds * worker.slots / self._engine.num_slots
         with self._changed:
+            # An exponentially weighted mean by time worked, so that a quiet night does not fade what was measured.
             kept = 0.5 ** (busy_s / _SPEED_HALF_LIFE_S)
             self._tokens_done = self._tokens_done * kept + worker.num_tokens
             self._busy_s = self._busy_s * kept + busy_s

@@ -42,7 +42,6 @@ class AnswerCache:
         return answer
 
     def put(self, key: bytes, answer: Probabilities) -> None:
-        """Keep an answer, and drop the least recently used one."""
         if not self.max_entries:
             return
         self._answers[key] = answer

@@ -117,7 +117,7 @@ class Classifier:
             raise WorkerDownError(self.health.failure)
 
     def full_error(self) -> QueueFullError | None:
-        """What a single text of usual length would be refused with now; None if it would be accepted."""
+        """What a single text of usual length would be refused with now, if it would be."""
         return self._refusal(int(self._lengths.tokens_per_text), 1)
 
     def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:

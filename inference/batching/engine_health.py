@@ -46,7 +46,6 @@ class EngineHealth:
                 self._recover()
 
     def works(self, threads: int) -> bool:
-        """Try the known text; called from a worker that holds this many slots."""
         problem = self._problem(threads)
         with self._lock:
             if problem is None:

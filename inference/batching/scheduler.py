@@ -148,10 +148,7 @@ class FairQueue:
     def take(self, num_parts: int = 1, now: float = 0.0, tokens_per_second: float = math.inf) -> list[QueuedText]:
         """Take the texts of the next forward pass; none only if none is waiting.
 
-        Args:
-            num_parts: passes that the waiting texts will be spread over; this is the first of them.
-            now: monotonic time.
-            tokens_per_second: speed at which waiting texts are processed.
+        ``num_parts``: passes that the waiting texts will be spread over; this is the first of them.
         """
         if not self._waiting:
             return []
@@ -220,17 +217,10 @@ def _lies_beyond(share: float, total: int, last: QueuedText) -> bool:
 
 
 def spread(num_texts: int, free_slots: int, free_passes: int, num_passes: int) -> tuple[int, int]:
-    """How to use the free slots for the waiting texts.
+    """Into how many passes the waiting texts are divided, and the slots of the first.
 
-    Args:
-        num_texts: how many wait, at least 1.
-        free_slots: idle threads, at least 1.
-        free_passes: how many more passes may begin, at least 1.
-        num_passes: how many passes may run at once.
-
-    Returns:
-        Into how many passes the waiting texts are divided, and the slots of the first. A single text takes all free
-        slots; more are shared with the slots that are busy now, which are free again before one large pass would end.
+    A single text takes all free slots; more are shared with the slots that are busy now, which are free again before
+    one large pass would end. All numbers are at least 1.
 
     Source:
         Polychronopoulos, Kuck, *Guided Self-Scheduling* (1987): each takes its share of what is left.
@@ -250,13 +240,6 @@ def overrun_s(
 
     Everything accepted counts, not only what is ahead of the call in the fair order: texts that overtake others delay
     them, and those must be in time too.
-
-    Args:
-        waiting_tokens: of all accepted texts without an answer.
-        call_tokens: of the call's own texts.
-        num_texts: how many those are.
-        tokens_per_second: speed at which all are processed.
-        limit_s: longest time to an answer.
     """
     if num_texts == 1 and not waiting_tokens:
         return 0.0  # there is nothing to wait for, and without any pass the speed would never be measured again

@@ -17,13 +17,7 @@ class SupervisedThread:
     """
 
     def __init__(self, name: str, step: Callable[[], bool], on_failure: Callable[[BaseException], None]) -> None:
-        """Create the thread; `start` starts it.
-
-        Args:
-            name: of the thread.
-            step: waits for a piece of work and does it; returns False to end the thread.
-            on_failure: called with what a step raised, before the next one.
-        """
+        """``step`` does one piece of work, and returns False to end the thread; ``on_failure`` gets what it raised."""
         self.busy_since: float | None = None
         self._step = step
         self._on_failure = on_failure

@@ -33,13 +33,8 @@ class TokenizerThread:
         lengths: TextLengths,
         on_encoded: Callable[[Sequence[EncodedText], float], None],
     ) -> None:
-        """Start the thread.
-
-        Args:
-            tokenizer: cleans and tokenizes.
-            lengths: records the length of every text.
-            on_encoded: receives the texts of a round with their results, and the round's seconds; called from the
-                thread.
+        """``on_encoded`` receives the texts of a round with their results and the round's seconds, called from the
+        thread.
         """
         self._tokenizer = tokenizer
         self._metrics = metrics

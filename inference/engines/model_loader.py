@@ -71,7 +71,6 @@ class ModelLoader:
         }
 
     def predict(self, text: str) -> Prediction:
-        """Classify one text; raises as `predict_batch`."""
         self._refuse_blank("text", text)
         return self._classify([text])[0]
 

@@ -61,11 +61,6 @@ class LoadedModel:
 def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVICE) -> LoadedModel:
     """Load a model into an engine.
 
-    Args:
-        path: A model folder, a .pt file, or an artefact folder.
-        wanted: One of `ENGINES`.
-        hardware: What it may run on.
-
     Raises:
         ModelLoadError: The model is missing or damaged, or the wanted engine cannot be used.
     """
@@ -195,12 +190,7 @@ def _artefact_engine(folder: Path, manifest: Manifest, config: Mapping[str, Any]
 def build_engine(
     name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware = _ANY_DEVICE
 ) -> Engine:
-    """Build the engine of an artefact folder.
-
-    Raises:
-        ImportError: Its runtime is not installed.
-        Exception: Any error of the runtime, for files that it cannot read.
-    """
+    """Build the engine of an artefact folder."""
     threads = hardware.num_threads
     if name == "native":
         from inference.engines.native import is_supported

@@ -41,19 +41,12 @@ def check_engine(
 ) -> NDArray[np.float64]:
     """Classify texts of one, some and ``max_length`` tokens, each alone and several together.
 
-    Args:
-        place: The model, for errors.
-        engine: What is tested.
-        tokenizer: The model's own.
-        labels: The model's class names.
-        tolerance: How much a probability may change when other texts are in the same forward pass.
-
-    Returns:
-        The probabilities of each text alone, (texts, labels).
+    ``tolerance``: how much a probability may change when other texts are in the same forward pass. Returns the
+    probabilities of each text alone, (texts, labels).
 
     Raises:
-        ModelLoadError: The engine fails on one of them, returns another number of classes or NaN, or a text's answer
-            depends on its neighbours because the model does not mask padding.
+        ModelLoadError: The engine fails on one of them, returns another number of classes or NaN, or a text's
+            answer depends on its neighbours because the model does not mask padding.
     """
     longest = min(tokenizer.max_length, _LONGEST)
     num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has at least one token
@@ -89,13 +82,10 @@ def _classify(place: Path, engine: Engine, token_ids: Sequence[Sequence[int]]) -
 
 
 def measure_speed(engine: Engine, tokenizer: TextTokenizer, max_length: int, seconds: float = 0.15) -> float:
-    """Return tokens per second in the fastest of a few passes.
+    """Return tokens per second in the fastest of a few passes, the first not counted: many runtimes prepare themselves
+    in it.
 
-    Args:
-        engine: What is measured. A first pass is not counted, since many runtimes prepare themselves in it.
-        tokenizer: The model's own.
-        max_length: The most tokens per text.
-        seconds: No pass begins after this time, but one is always measured.
+    No pass begins after ``seconds``, but one is always measured.
     """
     ids = tokenizer.encode([_SPEED_TEXT])[0].ids
     batch = TokenBatch.of([np.resize(ids, min(length, max_length)) for length in _SPEED_LENGTHS])

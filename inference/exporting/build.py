@@ -67,8 +67,6 @@ _PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A finished export."""
-
     folder: Path
     manifest: Manifest
 
@@ -76,19 +74,11 @@ class Exported:
 def export(
     saved: SavedModel, engine: str, precision: str, rows: LabelledRows, max_drop: float, console: Console
 ) -> Exported:
-    """Write a model's artefact for an engine into a folder next to the weights.
-
-    Args:
-        saved: The model, with its weights.
-        engine: A key of `common.model_folder.PRECISIONS`.
-        precision: One of the engine's.
-        rows: What to measure on.
-        max_drop: Percentage points of accuracy that it may lose.
-        console: Shows the progress.
+    """Write a model's artefact for an engine into a folder next to the weights, measured on ``rows``.
 
     Raises:
-        ExportRefusedError: It loses more, or a probability differs too much from the reference's. An older artefact
-            stays as it is.
+        ExportRefusedError: It loses more than ``max_drop`` percentage points of accuracy, or a probability differs
+            too much from the reference's. An older artefact stays as it is.
         ImportError: A package that the engine needs is not installed.
         ModelLoadError: The model or the artefact fails the tests of every model that is loaded.
         UserError: Something else is where the artefact belongs.

@@ -53,7 +53,6 @@ class Comparison:
 
     @property
     def texts_per_second(self) -> tuple[float, float]:
-        """Of the reference and of the artefact."""
         return len(self.before) / self.before_seconds, len(self.after) / self.after_seconds
 
     def changed_lines(self, texts: Sequence[str], labels: Sequence[str], limit: int) -> list[str]:

@@ -94,7 +94,6 @@ def _hash(key: bytes) -> bytes:
 
 
 def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """What a request sends as keys, valid or not."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, credentials = value.partition(b" ")

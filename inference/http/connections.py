@@ -33,8 +33,6 @@ _FULL = (
 
 
 class ConnectionKeeper:
-    """Keeps track of a server's connections."""
-
     def __init__(self, max_connections: int, timeout_s: float) -> None:
         """Create the keeper; `watching` starts it.
 
@@ -95,6 +93,7 @@ class ConnectionKeeper:
         return WatchedProtocol
 
     def _admit(self, connection: Any) -> None:
+        # Full: the connection that has been idle longest makes room; a request in progress is never ended.
         if len(self._open) >= self._max_connections:
             idle = [one for one in self._open if not _is_at_work(one)]
             if not idle:
@@ -122,6 +121,7 @@ class ConnectionKeeper:
         # uvicorn ends idle connections itself, but stops its timer at the first byte, whatever that is.
         if now - connection.idle_since > connection.timeout_keep_alive + self._timeout_s:
             return True
+        # An answer that nobody reads: the write buffer is not empty and has not shrunk since the last check.
         unread, before = connection.transport.get_write_buffer_size(), connection.unread_bytes
         connection.unread_bytes = unread
         if not unread or not before or unread < before:

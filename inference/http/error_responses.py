@@ -76,15 +76,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def error_response(
     scope: MutableMapping[str, Any], status: int, code: str, message: str, retry_after_s: float | None = None
 ) -> Response:
-    """Build the response to a refused request.
-
-    Args:
-        scope: the request's ASGI scope.
-        status: HTTP status.
-        code: a short name for programs.
-        message: one line for people.
-        retry_after_s: seconds after which to retry, rounded up.
-    """
+    """Build the response to a refused request: HTTP status, a code for programs, one line for people, when to retry."""
     context = RequestContext.of(scope)
     context.error_code = code
     headers = {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}

@@ -58,6 +58,7 @@ class RequestGate:
         headers = scope["headers"]
         announced = next((value for name, value in headers if name == b"content-length"), b"0")
         num_bytes = int(announced) if announced.isdigit() else 0
+        # Content-Length is only an announcement, so `receive` counts again; but an honest client hears at once.
         if num_bytes > self.max_body_bytes and not is_stream(headers):
             return 413, "body_too_large", self.too_large, None
         if not self.body_budget.has_room(min(num_bytes, self.max_body_bytes)):
@@ -144,7 +145,6 @@ class _Passage:
             log_request(context, method, route, self.status, seconds)
 
     async def send(self, message: Message) -> None:
-        """Send an answer, with the headers that every answer has."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = self.complete(message.get("headers", []))

@@ -40,12 +40,10 @@ class RateLimiter:
         self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str | bytes, at_least: int, per_second: float | None = None) -> float:
-        """Seconds until the client's bucket has this much, 0 if it does.
+        """Seconds until the client's bucket has this much, 0 if it does; ``per_second`` is the client's own rate, if
+        any.
 
-        Args:
-            client: the bucket's owner.
-            at_least: 1 for a new request, 0 for one that has already taken its first text.
-            per_second: the client's own rate.
+        ``at_least``: 1 for a new request, 0 for one that has already taken its first text.
         """
         rate = per_second or self._per_second
         return max(0.0, (at_least - self._left(client, rate)) / rate)

@@ -42,7 +42,6 @@ class BodyBudget:
         self._released.set()
 
     async def wait_for_room(self) -> None:
-        """Wait until there is room for a byte."""
         while not self.has_room(1):
             self._released.clear()
             await self._released.wait()
@@ -55,8 +54,6 @@ def weight_of(texts: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Created once by `create_app`."""
-
     settings: Settings
     metrics: ServerMetrics
     lifecycle: Lifecycle

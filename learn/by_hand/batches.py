@@ -23,12 +23,6 @@ def training_batches(split: Split, sampler: DistributedSampler, rows_per_rank: i
     order: the same global batch on 1, 2 or 4 ranks. The last one is dropped if it is not full, even if the sampler
     filled it up: it repeats rows if the ranks do not divide them. How an image is augmented depends on its row, not on
     the rank that trains on it.
-
-    Args:
-        split: the training images.
-        sampler: over them, with the epoch set.
-        rows_per_rank: rows per batch.
-        seed: together with the epoch, decides how images are augmented.
     """
     draws = np.random.default_rng([seed, sampler.epoch]).integers(
         [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(len(split), 3)

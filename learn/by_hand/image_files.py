@@ -24,12 +24,7 @@ IN_A_FOLDER = ("*", "*/*", "*/*/*", "*/*/*/*")
 
 
 def read_files(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Files of a folder or an archive with their names in it, one at a time, because all may not fit into memory.
-
-    Args:
-        path: a folder, of which four levels are searched, or a ``.tar``, packed or not, which is not unpacked onto the
-            disk.
-        wanted: whether a file is to be read, by its name.
+    """Files of a folder (four levels) or a ``.tar`` with their names in it, one at a time: all may not fit into memory.
 
     Raises:
         UserError: something cannot be read, or a file is larger than ``MAX_BYTES``.
@@ -64,11 +59,7 @@ def is_image_of_class(name: PurePosixPath) -> bool:
 
 
 def decode(name: PurePosixPath, data: bytes) -> np.ndarray:
-    """An image, uint8, (32, 32, 3); one of another size is scaled.
-
-    Raises:
-        UserError: it is none.
-    """
+    """An image, uint8, (32, 32, 3); one of another size is scaled."""
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG")).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

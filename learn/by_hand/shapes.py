@@ -35,14 +35,8 @@ SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
 
 
 def draw_shapes(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images of one shape each, of random class, place, size, turn and colours, with noise.
-
-    Args:
-        count: images.
-        seed: the same one draws the same images.
-
-    Returns:
-        Pixels, uint8, (count, 32, 32, 3), and labels, int64, (count,), in the order of :data:`SHAPES`.
+    """Images of one shape each, of random class, place, size, turn and colours, with noise: pixels, uint8, (count, 32,
+    32, 3), and labels, int64, (count,), in the order of :data:`SHAPES`.
     """
     generator = np.random.default_rng(seed)
     labels = generator.integers(len(SHAPES), size=count)

@@ -46,10 +46,7 @@ class _SumOverRanks(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes its share of the outputs: ``y_r = x A_r + b_r``.
 
-    Args:
-        weight: this rank's rows of ``nn.Linear``'s weight (columns of A), (out_features / ranks, in_features).
-        bias: this rank's part of the bias, (out_features / ranks,), or None.
-        group: the ranks; None for all.
+    ``weight``: this rank's rows of ``nn.Linear``'s weight (columns of A), (out_features / ranks, in_features).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None = None) -> None:
@@ -76,10 +73,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer of which each rank reads its share of the inputs: ``y = sum over ranks of x_r A_r, + b``.
 
-    Args:
-        weight: this rank's columns of ``nn.Linear``'s weight (rows of A), (out_features, in_features / ranks).
-        bias: the whole bias, (out_features,), or None; it is added once, after the sum.
-        group: the ranks; None for all.
+    ``weight``: this rank's columns of ``nn.Linear``'s weight (rows of A), (out_features, in_features / ranks). The bias
+    is added once, after the sum.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None = None) -> None:

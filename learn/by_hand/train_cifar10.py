@@ -50,11 +50,7 @@ def main() -> None:
 
 
 def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
-    """Train; rank 0 prints one line per epoch. Returns the model.
-
-    Raises:
-        UserError: there are not enough rows for one batch.
-    """
+    """Train; rank 0 prints one line per epoch. Returns the model."""
     steps = len(data.train) // options.batch_size
     if not steps:
         message = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"

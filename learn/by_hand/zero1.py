@@ -35,12 +35,7 @@ from training.parallelism.distributed import Ranks
 
 
 class Zero1Adam:
-    """Adam over all ranks' gradients, with its state sharded over the ranks.
-
-    Args:
-        parameters: of one dtype, equal on all ranks, each with a gradient at every step.
-        learning_rate: of Adam; the rest is PyTorch's default.
-    """
+    """Adam over all ranks' gradients, with its state sharded over the ranks."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
         self.parameters = list(parameters)
@@ -49,7 +44,6 @@ class Zero1Adam:
         self.optimizer = torch.optim.Adam([self.share], lr=learning_rate)
 
     def step(self) -> None:
-        """Step by the mean of the ranks' gradients; afterwards every rank has all new weights."""
         gradients = self._flatten([parameter.grad for parameter in self.parameters])
         self.share.grad = torch.empty_like(self.share)
         dist.reduce_scatter(self.share.grad, list(gradients.chunk(dist.get_world_size())))

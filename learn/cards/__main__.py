@@ -18,7 +18,6 @@ DEFAULT_PORT = 8420
 
 
 def build_parser() -> OneLineParser:
-    """The flags of the three commands."""
     parser = OneLineParser(prog="python -m learn.cards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a pipeline on real ranks")
@@ -39,11 +38,7 @@ def build_parser() -> OneLineParser:
 
 
 def configured(flags: argparse.Namespace) -> Pipeline:
-    """The pipeline that the flags name, with what they set.
-
-    Raises:
-        UserError: it cannot be read or run, or has no card for a flag, or none that takes its value.
-    """
+    """The pipeline that the flags name, with what they set."""
     from learn.cards.pipeline import DEFAULT_PIPELINE, SETTINGS, read_pipeline
 
     pipeline = read_pipeline(flags.pipeline or DEFAULT_PIPELINE)
@@ -55,7 +50,6 @@ def configured(flags: argparse.Namespace) -> Pipeline:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Run a pipeline to its end."""
     from learn.cards.console import Progress
     from learn.cards.history import History
     from learn.cards.report import check_report, write_report
@@ -84,7 +78,6 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def show(flags: argparse.Namespace) -> None:
-    """Draw the wiring of a pipeline."""
     from rich.console import Console
 
     from learn.cards.console import as_mermaid, as_table
@@ -98,14 +91,12 @@ def show(flags: argparse.Namespace) -> None:
 
 
 def serve(flags: argparse.Namespace) -> None:
-    """Step through a pipeline on a page, until Ctrl-C."""
     from learn.cards.serve import serve_page
 
     serve_page(configured(flags), flags.output, flags.port)
 
 
 def main() -> None:
-    """Parse, and do what is asked for."""
     flags = build_parser().parse_args()
     if flags.command == "show":
         show(flags)

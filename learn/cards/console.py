@@ -13,7 +13,7 @@ from training.monitoring.records import format_time
 
 
 def as_table(pipeline: Pipeline, num_workers: int, epochs: int) -> Table:
-    """The cards in the order in which they run, and what each takes; a bracket stands beside the training loop."""
+    """The cards in the order in which they run, with a bracket beside the training loop."""
     title = f"{pipeline.name}: {len(pipeline.nodes)} cards, {num_workers} ranks, {epochs} epochs"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("", "node", "card", "runs on", "takes"):
@@ -36,7 +36,7 @@ def _bracket(loop: tuple[Node, ...], node: Node) -> str:
 
 
 def as_mermaid(pipeline: Pipeline) -> str:
-    """A flow chart; the training loop is a box of its own, with the way back from its last card to its first."""
+    """A flow chart; the training loop is a box of its own."""
     # Numbers, since a node may be called what Mermaid calls something else, such as end.
     names = {node.id: f"card{number}" for number, node in enumerate(pipeline.nodes, start=1)}
     boxes = {node.id: f'{names[node.id]}["{node.card.display_name}"]' for node in pipeline.nodes}
@@ -53,13 +53,6 @@ EPOCH_LINES = 10  # of the training loop, where there is no terminal
 
 
 class Progress:
-    """Shows a run; a context manager, whose :meth:`show` is told of every event.
-
-    Args:
-        pipeline: that runs.
-        history: of the run, which is told of every event first.
-    """
-
     def __init__(self, pipeline: Pipeline, history: History) -> None:
         self.pipeline = pipeline
         self.history = history
@@ -67,7 +60,6 @@ class Progress:
         self._live = Live(console=self.console, get_renderable=self._table) if self.console.is_terminal else None
 
     def show(self, event: Event) -> None:
-        """A card begins, is done, or failed."""
         if self._live is None and event.state == "done":
             self._print(event)
 

@@ -154,17 +154,7 @@ class PrepareData(BaseCard[PrepareDataConfig]):
 def stratified_split(
     labels: torch.Tensor, classes: list[str], test_ratio: float, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows for training and rows for the test, each in ascending order, with the same share of every class.
-
-    Args:
-        labels: class numbers, (rows,).
-        classes: their names.
-        test_ratio: share of each class for the test; at least one row goes to either side.
-        seed: of the random choice.
-
-    Raises:
-        UserError: a class has a single row.
-    """
+    """Rows for training and rows for the test, each in ascending order, with the same share of every class."""
     generator = torch.Generator().manual_seed(seed)
     test = []
     for number, name in enumerate(classes):
@@ -239,10 +229,6 @@ def global_batches(prepared: Values, epoch: int) -> tuple[torch.Tensor, ...]:
     """The batches of an epoch, each over all ranks, as row numbers of the training rows.
 
     Their order follows from seed and epoch alone: on any number of ranks the same rows make up the same batches.
-
-    Args:
-        prepared: what card 2 puts out.
-        epoch: from 0.
     """
     generator = torch.Generator().manual_seed(prepared["seed"] + epoch)
     return torch.randperm(prepared["train_rows"], generator=generator).split(prepared["batch_size"])

@@ -11,11 +11,7 @@ from learn.cards.runner import Event, num_epochs
 
 
 class History:
-    """Keeps every card's latest event, and the loss of every pass of the training loop.
-
-    Args:
-        pipeline: that runs.
-    """
+    """Keeps every card's latest event, and the loss of every pass of the training loop."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.epochs = num_epochs(pipeline)
@@ -35,16 +31,10 @@ class History:
             self.losses.append(event.metrics["loss"])
 
     def has_run(self, node_id: str) -> bool:
-        """Whether a card has finished at least once."""
         event = self.latest.get(node_id)
         return event is not None and (event.state == "done" or (event.epoch, event.batch) > (1, 1))
 
     def state(self, losses_from: int = 0) -> dict[str, Any]:
-        """All of it as JSON.
-
-        Args:
-            losses_from: index of the first loss to include.
-        """
         cards = {}
         for node_id in self._nodes:
             event = self.latest.get(node_id)

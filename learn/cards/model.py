@@ -19,12 +19,7 @@ MAX_PARAMETERS = 1_000_000
 
 
 def build_mlp(layers: Sequence[int], seed: int = 0) -> nn.Sequential:
-    """Linear layers with ReLU between them, from random weights.
-
-    Args:
-        layers: sizes: features, hidden ..., classes.
-        seed: of the weights.
-    """
+    """Linear layers with ReLU between them, from random weights; ``layers``: features, hidden ..., classes."""
     torch.manual_seed(seed)
     modules: list[nn.Module] = []
     for inputs, outputs in pairwise(layers):

@@ -58,11 +58,9 @@ def _node_picture(node: Node) -> dict[str, Any]:
 
 
 def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
-    """What a card made and what each rank held, of a card that has run.
+    """A picture of what a card made and what each rank held.
 
-    Returns:
-        One picture, or of a card of the training loop two, once there are: of its first pass, and of the latest that
-        was kept. Each has the card's preview, and what there is of: shards, batch, held, counts.
+    Of a card of the training loop there are two, once it has run twice: its first pass, and the latest that was kept.
     """
     storage = runner.storage.at(node.id)
     latest = _pass_picture(node, storage, runner.pipeline)

@@ -47,7 +47,6 @@ class Node:
 
     @property
     def in_loop(self) -> bool:
-        """Whether the training loop repeats it."""
         return self.card.card_type in LOOP
 
 
@@ -60,25 +59,17 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """Of the folder that its values are kept in."""
         return self.path.stem
 
     @property
     def loop(self) -> tuple[Node, ...]:
-        """The nodes that the training loop repeats."""
         return tuple(node for node in self.nodes if node.in_loop)
 
     @property
     def edges(self) -> Iterator[tuple[Source, Node, str]]:
-        """Every connection: an output, the node that it goes to, and the input there."""
         return ((source, node, name) for node in self.nodes for name, source in node.inputs.items())
 
     def node(self, node_id: str) -> Node:
-        """The node of an id.
-
-        Raises:
-            UserError: there is none.
-        """
         for node in self.nodes:
             if node.id == node_id:
                 return node
@@ -92,19 +83,10 @@ class Pipeline:
         return next((node for node in self.nodes if node.card.card_type == card_type), None)
 
     def configured(self, node_id: str, **changes: Any) -> Pipeline:
-        """The same pipeline with other values on one card.
-
-        Raises:
-            UserError: the card does not take them.
-        """
         return self._changed(self.node(node_id), changes, f"{self.path}, node {node_id}")
 
     def with_setting(self, name: str, value: Any, where: str) -> Pipeline:
-        """The same pipeline with another value of one of ``SETTINGS``.
-
-        Raises:
-            UserError: there is no card for it, or it does not take the value; said after ``where``.
-        """
+        """The same pipeline with another value of one of ``SETTINGS``."""
         card_type, field = SETTINGS[name]
         node = self.of_type(card_type)
         if node is None:
@@ -117,11 +99,7 @@ class Pipeline:
 
 
 def read_config(card: BaseCard, values: Mapping[str, Any], where: str) -> CardConfig:
-    """A card's configuration.
-
-    Raises:
-        UserError: a field is unknown, missing or wrong; the first is named, after ``where``.
-    """
+    """A card's configuration."""
     try:
         return card.config_schema.model_validate(values)
     except ValidationError as error:
@@ -143,11 +121,7 @@ _ID = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")  # it names a folder
 
 
 def read_pipeline(path: Path) -> Pipeline:
-    """Read a pipeline and check all of it.
-
-    Raises:
-        UserError: the file cannot be read, or what it says cannot be run; the first mistake is named.
-    """
+    """Read a pipeline and check all of it."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -161,10 +135,6 @@ def read_pipeline(path: Path) -> Pipeline:
 
 def build_pipeline(document: Any, path: Path) -> Pipeline:
     """Make a pipeline of what its file holds, and check all of it.
-
-    Args:
-        document: ``{"nodes": [{"id", "card", "config", "inputs"}, ...]}``.
-        path: of the file, for the errors and the name.
 
     Raises:
         UserError: what it says cannot be run; the first mistake is named.

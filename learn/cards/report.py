@@ -21,11 +21,7 @@ _PAGE = Path(__file__).with_name("page")
 
 
 def render_page(run: dict[str, Any] | None = None) -> str:
-    """The page with its style and scripts in it.
-
-    Args:
-        run: what :func:`run_picture` gives, to be shown as it is; without it, the page asks the server that it is from.
-    """
+    """The page with its style and scripts in it, showing a ``run`` (:func:`run_picture`) or asking its server for one."""
     # A module within a page can be imported by name once an import map says where it is: here, in its own address.
     modules = {f"cards/{path.stem}": _address(path) for path in sorted(_PAGE.glob("*.js"))}
     return Template((_PAGE / "index.html").read_text(encoding="utf-8")).substitute(
@@ -37,7 +33,6 @@ def render_page(run: dict[str, Any] | None = None) -> str:
 
 
 def run_picture(runner: Runner, history: History) -> dict[str, Any]:
-    """All that there is to see of a run."""
     nodes = [node for node in runner.pipeline.nodes if history.has_run(node.id)]
     return {
         "pipeline": pipeline_picture(runner.pipeline),
@@ -47,11 +42,7 @@ def run_picture(runner: Runner, history: History) -> dict[str, Any]:
 
 
 def check_report(path: Path) -> None:
-    """Make sure that a report can be written, before a run that may take long.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Make sure that a report can be written, before a run that may take long."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -62,11 +53,7 @@ def check_report(path: Path) -> None:
 
 
 def write_report(path: Path, runner: Runner, history: History) -> None:
-    """Write the page of a run as one file, which needs no other and no network.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the page of a run as one file, which needs no other and no network."""
     page = render_page(run_picture(runner, history))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,10 +29,7 @@ class Event:
 class Runner:
     """One run of a pipeline; a context manager, after which no process is left.
 
-    Args:
-        pipeline: a checked one.
-        folder: values are kept in its subfolder with the pipeline's name; the first step removes an earlier run's.
-        on_event: called when a card begins and ends, in the thread that runs it.
+    Values are kept in a subfolder of ``folder`` with the pipeline's name; the first step removes an earlier run's.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Runner:
 
     @property
     def next_node(self) -> Node | None:
-        """The node whose card runs next; None at the end."""
         return self.pipeline.nodes[self._next] if self._next < len(self.pipeline.nodes) else None
 
     @property
@@ -66,25 +62,16 @@ class Runner:
         return outputs[0]["sharded_data"]["batches_per_epoch"] if outputs else 0
 
     def step(self) -> bool:
-        """Run and record the next card; returns whether there was one.
-
-        Raises:
-            UserError: a configuration does not fit the data, or the folder is not a run's.
-            TrainingFailure: a rank died, or the card failed.
-        """
+        """Run and record the next card; returns whether there was one."""
         return self._step(recording=True)
 
     def run(self) -> None:
-        """Run all remaining cards; the first and last pass of the training loop are recorded.
-
-        Raises:
-            UserError, TrainingFailure: as :meth:`step`.
-        """
+        """Run all remaining cards; the first and last pass of the training loop are recorded."""
         while self._step(recording=self.passes_done in (0, self.total_passes - 1)):
             pass
 
     def close(self) -> None:
-        """End all processes, also from another thread than the one that runs."""
+        """Also from another thread than the one that runs."""
         if self._workers is not None:
             self._workers.close()
 

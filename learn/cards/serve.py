@@ -154,16 +154,7 @@ class _Server(uvicorn.Server):
 
 
 def serve_page(pipeline: Pipeline, folder: Path, port: int) -> None:
-    """Serve the page until SIGTERM or Ctrl-C.
-
-    Args:
-        pipeline: that is stepped and run.
-        folder: for the values of its runs.
-        port: to listen on; 0 for any that is free.
-
-    Raises:
-        UserError: the port is not available.
-    """
+    """Serve the page until SIGTERM or Ctrl-C."""
     try:
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:

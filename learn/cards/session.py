@@ -37,12 +37,7 @@ class _Run:
 
 
 class Session:
-    """A pipeline that can be stepped, run, configured and reset; a context manager that ends all ranks.
-
-    Args:
-        pipeline: a checked one.
-        folder: for the values of its runs, of which the latest is kept.
-    """
+    """A pipeline that can be stepped, run, configured and reset; a context manager that ends all ranks."""
 
     def __init__(self, pipeline: Pipeline, folder: Path) -> None:
         self.folder = folder
@@ -73,39 +68,20 @@ class Session:
         return self.runner.pipeline
 
     def step(self) -> None:
-        """Start to run the next card.
-
-        Raises:
-            Refused: one runs already, one has failed, or all are done.
-        """
         self._start(lambda runner: runner.step())
 
     def run(self) -> None:
-        """Start to run all cards that are left.
-
-        Raises:
-            Refused: as :meth:`step`.
-        """
         self._start(lambda runner: runner.run())
 
     def configure(self, node_id: str, values: dict[str, Any]) -> None:
-        """Set a card, and start over.
-
-        Raises:
-            Refused: a card runs.
-            UserError: the card does not take the values.
-        """
+        """Set a card, and start over."""
         with self._lock:
             if self.busy:
                 raise Refused("a run is in progress; wait until it is done, or reset")
             self._start_over(self.pipeline.configured(node_id, **values))
 
     def reset(self, workers: int | None = None) -> None:
-        """Abort the current run and start over, with another number of ranks if given.
-
-        Raises:
-            UserError: no card says how many ranks there are, or it does not take as many.
-        """
+        """Abort the current run and start over, with another number of ranks if given."""
         with self._lock:
             pipeline = self.pipeline
             if workers is not None:
@@ -113,11 +89,7 @@ class Session:
             self._start_over(pipeline)
 
     def picture(self, node_id: str) -> list[dict[str, Any]]:
-        """The card's picture; empty before it has run.
-
-        Raises:
-            UserError: there is no such card.
-        """
+        """The card's picture; empty before it has run."""
         with self._lock:
             node = self.pipeline.node(node_id)
             return card_picture(self.runner, node) if self.history.has_run(node_id) else []
@@ -144,7 +116,6 @@ class Session:
             self._followers.discard(notify)
 
     def end(self) -> None:
-        """End the streams of all followers."""
         self.is_over = True
         self._notify()
 

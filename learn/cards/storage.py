@@ -29,10 +29,9 @@ class Storage:
     What it saves has a key, the path without its ending, relative to the folder: ``forward/rank_0/batch``.
 
     Args:
-        folder: of the pipeline.
-        node: of the card.
         rank: of the process that the card runs in; None for a local card, or to read all ranks.
-        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward pass.
+        live: what no file can hold, kept by a rank from card to card: model, optimizer, the graph of a forward
+            pass.
         recording: if false, nothing is written: most passes of the training loop are not looked at.
     """
 
@@ -52,11 +51,7 @@ class Storage:
         self.recording = recording
 
     def begin_run(self) -> None:
-        """Make an empty folder, deleting what an earlier run left in it.
-
-        Raises:
-            UserError: the folder is not a run's, or cannot be written.
-        """
+        """Make an empty folder, deleting what an earlier run left in it."""
         if self.folder.exists() and not (self.folder / MARK).exists():
             raise UserError(
                 f"{self.folder}: already exists and is not a run of cards; choose another --output",
@@ -74,12 +69,6 @@ class Storage:
         return Storage(self.folder, node)
 
     def key(self, name: str, rank: int | None = None) -> str:
-        """The key of something of this card.
-
-        Args:
-            name: under which it is saved.
-            rank: of the owner; this storage's own by default.
-        """
         rank = self.rank if rank is None else rank
         return "/".join([self.node, *([] if rank is None else [f"rank_{rank}"]), name])
 
@@ -99,11 +88,6 @@ class Storage:
         return key
 
     def load(self, key: str) -> Any:
-        """The value under any card's key.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
         return json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
@@ -111,9 +95,6 @@ class Storage:
 
         Sorted because a file may return empty tensors in any order, and ranks that run a collective per tensor must go
         through them in the same order.
-
-        Raises:
-            FileNotFoundError: there are none.
         """
         return dict(sorted(load_file(self.folder / f"{key}.safetensors").items()))
 

@@ -135,11 +135,7 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
 
 
 def choose_backend(asked: str, world_size: int) -> str:
-    """The library that the ranks communicate through: NCCL if each has its own GPU.
-
-    Raises:
-        UserError: NCCL is asked for, and there are fewer GPUs than ranks.
-    """
+    """The library that the ranks communicate through: NCCL if each has its own GPU."""
     num_gpus = torch.cuda.device_count()
     if asked == "nccl" and num_gpus < world_size:
         raise UserError(
@@ -152,11 +148,7 @@ def choose_backend(asked: str, world_size: int) -> str:
 
 
 def join_group(backend: str, init_method: str, rank: int, world_size: int, device: torch.device) -> None:
-    """Form the process group; returns when all ranks have joined.
-
-    Raises:
-        UserError: they did not all join.
-    """
+    """Form the process group; returns when all ranks have joined."""
     bound = device if backend == "nccl" else None
     if bound:
         torch.cuda.set_device(bound)

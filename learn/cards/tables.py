@@ -54,13 +54,10 @@ class Table:
 
 
 def read_table(source: str, seconds: float = READ_TIMEOUT, max_bytes: int = MAX_BYTES) -> Table:
-    """Read a table.
+    """Read a table: ``iris``, a path, or an http, https or file address of a CSV.
 
-    Args:
-        source: ``iris``, a path, or an http, https or file address of a CSV. If all cells but one of its first line are
-            numbers, as in UCI's files, there is no header, and the columns are numbered.
-        seconds: to read all of it.
-        max_bytes: of its size.
+    If all cells but one of its first line are numbers, as in UCI's files, there is no header, and the columns are
+    numbered.
 
     Raises:
         UserError: it cannot be read, or is not a table (with the line).

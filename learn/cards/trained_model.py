@@ -145,13 +145,7 @@ def average(own: dict[str, torch.Tensor], weight: float, device: torch.device) -
 
 
 def gather(own: dict[str, torch.Tensor], shapes: dict[str, list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole tensors from the ranks' shards of their first dimension: one all-gather per tensor.
-
-    Args:
-        own: this rank's shards; those of the last ranks may be shorter, or empty.
-        shapes: of the whole tensors.
-        device: of the shards.
-    """
+    """Whole tensors from the ranks' shards of their first dimension: one all-gather per tensor."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = {}
     for name, tensor in own.items():

@@ -144,9 +144,7 @@ class AllReduce(BaseCard[CardConfig]):
 def all_reduce_gradients(model: nn.Module, share: float) -> None:
     """Average each gradient over the ranks, in place.
 
-    Args:
-        model: the same on every rank, with the gradients of the mean loss of the rank's own rows.
-        share: those rows as a part of the global batch's, 1 / N if all N ranks have equally many.
+    ``share``: this rank's rows as a part of the global batch, 1 / N if all N ranks have equally many.
     """
     gradients = [parameter.grad for parameter in model.parameters()]
     # All gradients in one bucket (DDP uses buckets of 25 MB): every collective makes the ranks wait for each other, so
@@ -159,24 +157,14 @@ def all_reduce_gradients(model: nn.Module, share: float) -> None:
 
 
 def all_reduce_with_deepspeed(engine: DeepSpeedEngine, share: float) -> None:
-    """Average each gradient over the ranks with DeepSpeed, which gives all ranks the same weight.
-
-    Args:
-        engine: around the same model on every rank, with the gradients of the mean loss of the rank's own rows.
-        share: those rows as a part of the global batch's.
-    """
+    """Average each gradient over the ranks with DeepSpeed, which gives all ranks the same weight."""
     for parameter in engine.module.parameters():
         parameter.grad *= share * dist.get_world_size()
     engine.allreduce_gradients()
 
 
 def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
-    """Average each gradient over the ranks, and leave on each rank the slice that goes with its slice of the weights.
-
-    Args:
-        model: fully sharded, its layers gathered, with whole gradients of the mean loss of the rank's own rows.
-        share: those rows as a part of the global batch's.
-    """
+    """Average each gradient over the ranks, and leave on each rank the slice that goes with its slice of the weights."""
     whole = {}
     for name, parameter in model.named_parameters():
         whole[name], parameter.grad = parameter.grad * share, None

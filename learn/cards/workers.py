@@ -49,10 +49,6 @@ class Workers:
     """The processes of all ranks, until :meth:`close` ends them.
 
     They find each other as under torchrun: by its environment variables, and a store in the parent.
-
-    Args:
-        count: of ranks.
-        folder: of the pipeline's storage.
     """
 
     def __init__(self, count: int, folder: Path) -> None:
@@ -122,7 +118,6 @@ class Workers:
             return Answer("failed", {}, f"the process ended ({how})")
 
     def close(self) -> None:
-        """End all ranks, whatever they are doing."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

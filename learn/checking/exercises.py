@@ -12,12 +12,8 @@ from learn.checking.finding import Finding
 
 @dataclass(frozen=True)
 class Exercise:
-    """One function.
-
-    Args:
-        promise: what the right function guarantees.
-        observe: calls a solution on a rank and returns what it did; must pickle.
-        judge: gets the observations of all ranks, in order; returns what is wrong, or None.
+    """One function: what it ``promise``s, what a call on a rank does (``observe``), and what all ranks' calls show
+    (``judge``).
     """
 
     promise: str

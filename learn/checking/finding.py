@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a function, and where to look; never the answer.
-
-    Args:
-        problem: one line.
-        hint: what to think about.
-        detail: evidence, line by line: numbers, or lines of the learner's file.
-    """
+    """What is wrong with a function, and where to look; never the answer."""
 
     problem: str
     hint: str

@@ -9,11 +9,7 @@ from torch import nn
 
 
 class Probe(nn.Module):
-    """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient.
-
-    Args:
-        rank: whose numbers it is filled with.
-    """
+    """Weights, buffers (one of whole numbers, one not in the state_dict), a frozen weight, one without a gradient."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -48,13 +48,6 @@ class Report:
 
 
 class Rank:
-    """This process, a rank.
-
-    Args:
-        pipe: to the parent, for the report.
-        path: the learner's file.
-    """
-
     def __init__(self, pipe: Connection, path: Path) -> None:
         self.pipe, self.path = pipe, path
         self.printed = StringIO()
@@ -98,7 +91,6 @@ class Rank:
         os._exit(0)
 
     def _place(self, frames: traceback.StackSummary) -> str:
-        """The innermost line of the learner's file."""
         own = [frame for frame in frames if frame.filename == str(self.path)]
         return f"line {own[-1].lineno}: {own[-1].line}" if own else ""
 
@@ -110,14 +102,6 @@ class Rank:
 
 
 def run_rank(pipe: Connection, environment: Mapping[str, str], path: Path, name: str) -> None:
-    """Run a rank's process until its parent ends it.
-
-    Args:
-        pipe: to the parent.
-        environment: torchrun's variables.
-        path: the learner's file.
-        name: of the function.
-    """
     os.setsid()  # Ctrl-C is for the parent, which ends the ranks
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # drops what C++ writes about connections; Python's prints are captured

@@ -49,13 +49,8 @@ class _Started:
 def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> list[Report]:
     """Call a learner's function on new gloo ranks; returns one report per rank, in order.
 
-    Soon after one has failed, the others are asked where they are, because they may wait for it forever.
-
-    Args:
-        world_size: number of ranks.
-        path: the learner's file, absolute.
-        name: the function's name.
-        seconds: time limit of the call, without the start of the processes.
+    Soon after one has failed, the others are asked where they are, because they may wait for it forever. ``seconds``
+    limits the call, without the start of the processes.
 
     Raises:
         TrainingFailure: the ranks did not form a group.

@@ -29,15 +29,6 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one function.
-
-    Args:
-        name: of the function.
-        finding: what is wrong; None if nothing is.
-        world_size: ranks of the last call.
-        printed: what the learner's file printed in it, by rank.
-    """
-
     name: str
     finding: Finding | None
     world_size: int
@@ -45,14 +36,7 @@ class Verdict:
 
 
 def check_function(path: Path, name: str, world_sizes: Sequence[int], seconds: float = SECONDS) -> Verdict:
-    """Call a learner's function on each number of ranks, until something is wrong.
-
-    Args:
-        path: the learner's file.
-        name: of the function, as in the exercise.
-        world_sizes: numbers of ranks, at least one.
-        seconds: time after which a call counts as hanging.
-    """
+    """Call a learner's function on each number of ranks, until something is wrong."""
     for world_size in world_sizes:
         reports = call_on_ranks(world_size, path.resolve(), name, seconds)
         finding = explain(name, reports, seconds)

@@ -31,7 +31,6 @@ class EncoderShape:
 
     @property
     def head_size(self) -> int:
-        """Features of one attention head."""
         return self.hidden_size // self.num_heads
 
     @property

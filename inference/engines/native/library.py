@@ -68,7 +68,6 @@ class ModelStruct(ctypes.Structure):
 
 
 def library_path() -> Path | None:
-    """Return the compiled kernels, or None if the installation could not compile them."""
     here = Path(__file__).parent
     candidates = (here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)

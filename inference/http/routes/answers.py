@@ -21,14 +21,7 @@ from inference.settings import Settings
 async def classify(
     request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str = "texts[{}]"
 ) -> list[Answer]:
-    """Classify texts in order, all or none.
-
-    Args:
-        request: the current request.
-        parts: of the server.
-        served: the model and its queue.
-        texts: at least one.
-        name: what the client calls them, with ``{}`` for their position.
+    """Classify texts in order, all or none; ``name`` is what the client calls them, with ``{}`` for their position.
 
     Raises:
         RefusedTextError: a text is blank.

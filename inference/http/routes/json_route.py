@@ -92,11 +92,7 @@ def refuse_encoded(request: Request) -> None:
 
 
 async def read_body(request: Request, num_json_bytes: int | None = None) -> bytes:
-    """Read the whole body, nearly always one piece; the gate counts it and limits its time.
-
-    Args:
-        request: the current request.
-        num_json_bytes: how much of the body is JSON; None for all of it.
+    """Read the whole body, of which ``num_json_bytes`` (None: all) are JSON; the gate counts it and limits its time.
 
     Raises:
         RefusedTextError: the JSON exceeds `JsonBounds`; the rest is not read.
