@@ -24,9 +24,9 @@ from deployment.image_context import (
     TORCH_DOCKERFILE,
     DeploymentError,
     build_arguments,
+    copy_files,
     exported_artefacts,
     image_files,
-    lay_out,
     torch_image_files,
     version,
 )
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 20
 
 @dataclass(frozen=True)
 class Image:
-    """What a builder is told: which Dockerfile, the files of its context, its arguments, and the image's names."""
+    """A Dockerfile, the files of its context, its arguments, and the image's names."""
 
     dockerfile: Path
     files: dict[str, Path]
@@ -45,17 +45,10 @@ class Image:
     tags: list[str]
 
 
-class BuildFailure(ForeseenError):
-    """The builder ran and failed."""
+class BuildFailure(ForeseenError): ...
 
 
 def main() -> None:
-    """Build what the arguments ask for.
-
-    Raises:
-        DeploymentError: There is nothing to build, or nothing to build it with.
-        BuildFailure: The builder failed.
-    """
     options = _parse()
     builder = options.builder or find_builder()
     image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
@@ -77,11 +70,7 @@ def _parse() -> argparse.Namespace:
 
 
 def find_builder() -> str:
-    """Return the first of `BUILDERS` that is installed and answers.
-
-    Raises:
-        DeploymentError: None does.
-    """
+    """The first of `BUILDERS` that is installed and responds."""
     for name in BUILDERS:
         if shutil.which(name) and _answers(name):
             return name
@@ -99,11 +88,6 @@ def _answers(name: str) -> bool:
 
 
 def serving_image(model: Path, tag: str | None) -> Image:
-    """Describe the image that serves a model folder.
-
-    Raises:
-        DeploymentError: The folder has nothing to serve.
-    """
     if "onnx" not in exported_artefacts(model):
         remedy = f"python -m inference.export {model} --engine onnx adds what others need"
         print(f"note: without onnx the image serves only on x86-64 with AVX512-VNNI; {remedy}")
@@ -111,7 +95,6 @@ def serving_image(model: Path, tag: str | None) -> Image:
 
 
 def torch_image(build: str, tag: str | None) -> Image:
-    """Describe the image with one of `TORCH_BUILDS`."""
     arguments = {"TORCH": build, "VERSION": version()}
     return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(tag or "distrinews-torch"))
 
@@ -133,7 +116,7 @@ def build(builder: str, image: Image, flags: list[str]) -> int:
     for name, value in image.arguments.items():
         command += ["--build-arg", f"{name}={value}"]
     with tempfile.TemporaryDirectory(prefix="distrinews-image-") as context:
-        lay_out(image.files, Path(context))
+        copy_files(image.files, Path(context))
         return subprocess.run([*command, *flags, context]).returncode
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Compile; returns the compiler's exit code."""
     pyproject = Path(sys.argv[1] if len(sys.argv) > 1 else "pyproject.toml")
     if platform.machine() != "x86_64":
         print(f"no kernels for {platform.machine()}: the onnx engine serves there")

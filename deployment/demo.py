@@ -26,7 +26,6 @@ START_SECONDS = 120
 
 
 def main() -> int:
-    """Serve, ask, print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="a model folder or .pt file")
     parser.add_argument("--port", type=int, default=7860, help="default: 7860")

@@ -50,7 +50,7 @@ STAGES = ("detection", "rendezvous", "import", "group", "load", "first_step", "t
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done to the run: a name for a person, when (Unix time), and after which optimizer step."""
+    """What was done to the run, when (Unix time), and after which optimizer step."""
 
     name: str
     time: float
@@ -59,7 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Start:
-    """A start that came to a first step, at ``time`` (Unix), on so many ranks; ``step`` steps were done before."""
+    """A start that reached its first step at ``time`` (Unix), on so many ranks, resuming after ``step``."""
 
     time: float
     world_size: int
@@ -67,7 +67,7 @@ class Start:
 
 
 class Stage:
-    """Shows the run and what is done to it; live in a terminal, else a line for each thing done."""
+    """Shows the run and the faults injected into it: live in a terminal, otherwise one line per fault."""
 
     def __init__(self, run_dir: Path, console: Console) -> None:
         self.run_dir = run_dir
@@ -79,7 +79,6 @@ class Stage:
 
     @contextlib.contextmanager
     def showing(self) -> Iterator[None]:
-        """Show the run while the context lasts."""
         if not self._console.is_terminal:
             yield
             return
@@ -90,14 +89,12 @@ class Stage:
         self._console.print(*self._said[before:], sep="\n")
 
     def say(self, text: str) -> None:
-        """Tell what is being done."""
         line = Text(f"{time.monotonic() - self._began:6.1f} s  {text}")
         self._said.append(line)
         if self._live is None:
             self._console.print(line, soft_wrap=True)
 
     def redraw(self) -> None:
-        """Draw the run as it stands."""
         if self._live is None:
             return
         if self._folder is None:
@@ -108,7 +105,6 @@ class Stage:
 
 
 def main() -> int:
-    """Run the demonstration; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--output_dir",
@@ -126,42 +122,43 @@ def main() -> int:
     undisturbed.parent.mkdir(parents=True, exist_ok=True)
     console = make_console()
     stage = Stage(output_dir.with_name(output_dir.name + ".run"), console)
-    stage.say("First a run that nobody disturbs: 3 ranks ...")
+    stage.say("First an undisturbed run on 3 ranks ...")
     train_undisturbed(undisturbed)
     with contextlib.closing(Cluster(FLAGS, output_dir)) as cluster, stage.showing():
         faults = disturb(cluster, stage)
     stage.say("Both runs have ended.")
-    console.print(table_of(faults, stage.run_dir, cluster.log("A").read_text()))
+    console.print(recovery_table(faults, stage.run_dir, cluster.log("A").read_text()))
     return compare(output_dir, undisturbed, console)
 
 
 def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
-    """Train, and do to the run what happens to a cluster; returns what was done."""
+    """Train, and inject the faults that a cluster sees; returns them."""
     cores = usable_cores()
     faults: list[Fault] = []
 
-    def trains_again(name: str, since: float) -> None:
-        """Wait until the ranks have done a first step since then, and some steps more."""
-        wait_until(lambda: starts_of(stage.run_dir, since), f"a first step after: {name}", cluster, stage)
-        start = starts_of(stage.run_dir, since)[-1]
+    def wait_for_steps(name: str, since: float) -> None:
+        """Wait until the ranks have taken a first step since then, and a few more."""
+        wait_until(lambda: list_starts(stage.run_dir, since), f"a first step after: {name}", cluster, stage)
+        start = list_starts(stage.run_dir, since)[-1]
         stage.say(f"{start.world_size} ranks train, from step {start.step} on.")
         due = start.step + STEPS_BETWEEN
-        wait_until(lambda: saved_of(stage.run_dir) >= due, f"a checkpoint after: {name}", cluster, stage)
+        wait_until(lambda: last_saved_step(stage.run_dir) >= due, f"a checkpoint after: {name}", cluster, stage)
 
     def do(name: str, deed: Callable[[], None]) -> None:
-        fault = Fault(name, time.time(), step_of(stage.run_dir))
+        fault = Fault(name, time.time(), current_step(stage.run_dir))
         stage.say(f"{name}, at step {fault.step} ...")
         deed()
         faults.append(fault)
-        trains_again(name, fault.time)
+        wait_for_steps(name, fault.time)
 
     stage.say("Then the same run on two machines: A with 2 ranks, B with 1 ...")
     cluster.start("A", 2, cores[:2])
     cluster.start("B", 1, cores[-1:])
-    trains_again("the start", since=0.0)
-    if starts_of(stage.run_dir)[0].world_size != 3:
+    wait_for_steps("the start", since=0.0)
+    if list_starts(stage.run_dir)[0].world_size != 3:
         raise TrainingFailure(
-            "machine B came too late for the first start; is this machine busy? Try again", code="demo-failed"
+            "machine B joined too late for the first start, perhaps because this machine is busy; try again",
+            code="demo-failed",
         )
     do("Rank 1 is killed", lambda: kill([read_statuses(stage.run_dir)[1].pid]))
     do("Machine B is lost", lambda: cluster.lose("B"))
@@ -172,7 +169,7 @@ def disturb(cluster: Cluster, stage: Stage) -> list[Fault]:
 
 
 def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: Stage) -> None:
-    """Look four times a second.
+    """Poll four times per second.
 
     Raises:
         TrainingFailure: a machine failed, or it took too long.
@@ -187,8 +184,7 @@ def wait_until(holds: Callable[[], object], what: str, cluster: Cluster, stage: 
 
 
 def train_undisturbed(output_dir: Path) -> None:
-    """Train on three ranks to the end."""
-    log = log_of(output_dir)
+    log = undisturbed_log(output_dir)
     flags = (*FLAGS, "--output_dir", str(output_dir))
     launcher = launch(("--standalone", "--nproc_per_node=3"), flags, log, usable_cores()[:3])
     try:
@@ -202,14 +198,10 @@ def train_undisturbed(output_dir: Path) -> None:
 
 
 def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
-    """Remove what an earlier demonstration left, and nothing else.
-
-    Raises:
-        UserError: something is there that none has left.
-    """
+    """Remove what an earlier demonstration left; anything else is refused."""
     folders = [path.with_name(path.name + ending) for path in (output_dir, undisturbed) for ending in ("", ".run")]
     found = next((folder for folder in folders if folder.exists()), None)
-    if found and not log_of(undisturbed).exists():
+    if found and not undisturbed_log(undisturbed).exists():
         raise UserError(
             f"--output_dir {output_dir}: {found} is not from an earlier demonstration; name a new folder",
             code="output-not-empty",
@@ -218,13 +210,12 @@ def remove_earlier(output_dir: Path, undisturbed: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def log_of(undisturbed: Path) -> Path:
-    """What the undisturbed run prints: the first thing that a demonstration writes."""
+def undisturbed_log(undisturbed: Path) -> Path:
     return undisturbed.with_name(f"{undisturbed.name}.log")
 
 
-def starts_of(run_dir: Path, since: float = 0.0) -> list[Start]:
-    """The starts that came to a first step, those after ``since`` (Unix time)."""
+def list_starts(run_dir: Path, since: float = 0.0) -> list[Start]:
+    """The starts that reached a first step after ``since`` (Unix time)."""
     starts, begun = [], {}
     for event in read_events(run_dir):
         if event["kind"] == "start":
@@ -234,18 +225,16 @@ def starts_of(run_dir: Path, since: float = 0.0) -> list[Start]:
     return starts
 
 
-def step_of(run_dir: Path) -> int:
-    """Optimizer steps done."""
+def current_step(run_dir: Path) -> int:
     return max((record["step"] for record in read_metrics(run_dir)), default=0)
 
 
-def saved_of(run_dir: Path) -> int:
-    """The step of the newest checkpoint."""
+def last_saved_step(run_dir: Path) -> int:
     return max((event["step"] for event in read_events(run_dir) if event["kind"] == "checkpoint"), default=0)
 
 
-def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
-    """What was done, what it cost in steps, and how many seconds each part of the recovery took."""
+def recovery_table(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table:
+    """Each fault, the steps it cost, and the seconds of each part of the recovery."""
     title = "\nSeconds from the last sign of life to the first step after it"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("what")
@@ -254,7 +243,7 @@ def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table
     splits = {split.stepped: split.seconds() for split in restart_split(run_dir, launcher_log)}
     for fault in faults:
         # The first start after it: where a machine came late to that one, there is a second.
-        start = starts_of(run_dir, fault.time)[0]
+        start = list_starts(run_dir, fault.time)[0]
         seconds = splits[start.time]
         shown = ("–" if np.isnan(seconds[stage]) else f"{seconds[stage]:.1f}" for stage in STAGES)
         table.add_row(fault.name, str(fault.step), str(start.step), *shown)
@@ -262,8 +251,8 @@ def table_of(faults: Sequence[Fault], run_dir: Path, launcher_log: str) -> Table
 
 
 def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
-    """Hold the disturbed run's steps, losses and weights to the undisturbed one's; returns the exit code."""
-    ours, theirs = (losses_of(folder) for folder in (output_dir, undisturbed))
+    """Compare steps, losses and weights with the undisturbed run's; returns the exit code."""
+    ours, theirs = (recorded_losses(folder) for folder in (output_dir, undisturbed))
     steps = range(1, max(theirs) + 1)
     whole = sorted(ours) == sorted(theirs) == list(steps)
     same = next((step - 1 for step in steps if ours.get(step) != theirs.get(step)), len(steps))
@@ -271,10 +260,11 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     weights, expected = (load_file(folder / "model.safetensors") for folder in (output_dir, undisturbed))
     farthest = max(float(np.abs(weights[name] - expected[name]).max()) for name in expected)
     lines = (
-        f"Each of {len(steps)} steps is on record once: {'yes' if whole else 'NO'}. Its loss, the mean over 24 rows:",
-        f"up to step {same} it equals the undisturbed run's to the last bit, then it is {apart:.0e} off at most,",
-        "since sums over 2 ranks round otherwise than over 3. A row left out or seen twice would show.",
-        f"The final weights are {farthest:.0e} off at most.",
+        f"Each of the {len(steps)} steps was recorded exactly once: {'yes' if whole else 'NO'}.",
+        f"Loss (mean over 24 rows): up to step {same} it equals the undisturbed run's to the last bit,",
+        f"then it differs by at most {apart:.0e},",
+        "because sums over 2 ranks round differently than over 3. A missing or repeated row would show.",
+        f"The final weights differ by at most {farthest:.0e}.",
     )
     console.print("", *lines, sep="\n", soft_wrap=True)
     equal = whole and apart < LOSSES_MAY_DIFFER and farthest < WEIGHTS_MAY_DIFFER
@@ -282,8 +272,8 @@ def compare(output_dir: Path, undisturbed: Path, console: Console) -> int:
     return 0 if equal else 1
 
 
-def losses_of(output_dir: Path) -> dict[int, float]:
-    """The loss of each step on record; of a step that is there twice, infinity."""
+def recorded_losses(output_dir: Path) -> dict[int, float]:
+    """The recorded loss of each step; infinity for a step that was recorded twice."""
     losses: dict[int, float] = {}
     for record in read_metrics(output_dir.with_name(output_dir.name + ".run")):
         if record["kind"] == "step":

@@ -23,21 +23,16 @@ _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 _SOURCES = {".py", ".c", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt", ".yaml", ".json"}
 
 
-class DeploymentError(UserError):
-    """Something cannot be deployed; the one line says what, where, and what to do."""
+class DeploymentError(UserError): ...
 
 
 def image_files(model: Path) -> dict[str, Path]:
-    """List what the served image is built from, besides the Dockerfile.
+    """The files that the serving image is built from, besides the Dockerfile: source by path in the build context.
 
-    Args:
-        model: A model folder with an artefact of `ENGINES` beside its weights, which stay behind.
-
-    Returns:
-        The source of each file, by its path in the context.
+    The model's own weights are left out; the image serves one of its artefacts.
 
     Raises:
-        DeploymentError: The folder is no model, or has no artefact, or one that does not belong to it.
+        DeploymentError: the folder is not a model, or has no artefact that belongs to it.
     """
     artefacts = exported_artefacts(model)
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
@@ -51,7 +46,7 @@ def image_files(model: Path) -> dict[str, Path]:
 
 
 def torch_image_files() -> dict[str, Path]:
-    """List what the image with PyTorch is built from, besides its Dockerfile; it holds no model."""
+    """The same for the image with PyTorch, which contains no model."""
     locks = ("requirements-torch.txt", *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS))
     packages = [name for package in ("common", "inference", "training") for name in _sources(package)]
     names = [*(f"deployment/{lock}" for lock in locks), *_KERNEL_FILES, *packages]
@@ -59,11 +54,7 @@ def torch_image_files() -> dict[str, Path]:
 
 
 def build_arguments(model: Path) -> dict[str, str]:
-    """Return the values of the Dockerfile's arguments that depend on the model and the version.
-
-    Raises:
-        DeploymentError: As `image_files`.
-    """
+    """The Dockerfile's arguments that depend on the model and the version."""
     manifest = next(iter(exported_artefacts(model).values()))
     return {
         "MODEL": MODEL_FOLDER,
@@ -73,11 +64,7 @@ def build_arguments(model: Path) -> dict[str, str]:
 
 
 def exported_artefacts(model: Path) -> dict[str, Manifest]:
-    """Return the manifests of a model folder's artefacts for the image, by engine, all of them verified.
-
-    Raises:
-        DeploymentError: As `image_files`.
-    """
+    """The verified manifests of a model folder's artefacts that the image can serve, by engine."""
     if not model.is_dir():
         raise DeploymentError(
             f"{model}: no such model folder; train one (python -m training.train_single)", code="model-not-found"
@@ -107,8 +94,8 @@ def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def lay_out(files: dict[str, Path], folder: Path) -> None:
-    """Copy files to their places in a folder, readable by every user whatever the sources are."""
+def copy_files(files: dict[str, Path], folder: Path) -> None:
+    """Copy files to their places in a folder, readable by every user."""
     for name, source in files.items():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)

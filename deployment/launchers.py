@@ -21,12 +21,8 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": 
 
 
 class Cluster:
-    """Machines that train together, and meet on a port of this one.
-
-    Args:
-        flags: of train_ddp.py.
-        output_dir: the model folder.
-        most: machines that may train at a time; with fewer, a start waits a few seconds for more.
+    """Machines that train together, simulated on this one; with fewer than ``most``, a start waits a few seconds for
+    more.
     """
 
     def __init__(self, flags: Sequence[str], output_dir: Path, most: int = 2) -> None:
@@ -39,7 +35,7 @@ class Cluster:
             self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
 
     def start(self, name: str, processes: int, cores: Sequence[int]) -> None:
-        """Start a machine of so many ranks on some cores; the first one hosts the meeting, and is not to be lost."""
+        """Start a machine with some ranks on some cores; the first one hosts the rendezvous and must not be lost."""
         is_host = int(not self.machines)
         launcher = (
             *(f"--nnodes=1:{self._most} --nproc_per_node={processes} --max_restarts=5 --rdzv_backend=c10d".split()),
@@ -49,19 +45,14 @@ class Cluster:
         self.machines[name] = launch(launcher, self._flags, self.log(name), cores)
 
     def log(self, name: str) -> Path:
-        """What a machine prints."""
         return self.output_dir.with_name(f"{self.output_dir.name}.machine_{name}.log")
 
     def lose(self, name: str) -> None:
-        """SIGKILL a machine's ranks and its launcher, as when its power fails."""
+        """SIGKILL a machine's ranks and its launcher, as in a power failure."""
         kill_tree(self.machines.pop(name))
 
     def check(self) -> None:
-        """See that none has failed.
-
-        Raises:
-            TrainingFailure: one has.
-        """
+        """Raise TrainingFailure if a machine has failed."""
         for name, launcher in self.machines.items():
             if launcher.poll():
                 raise TrainingFailure(
@@ -69,13 +60,12 @@ class Cluster:
                 )
 
     def close(self) -> None:
-        """End what still runs."""
         for launcher in self.machines.values():
             kill_tree(launcher)
 
 
 def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start torchrun on some cores alone, as few as it has ranks, so that each rank computes with one thread."""
+    """Start torchrun on as many cores as it has ranks, so that each rank computes with one thread."""
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAIN), *flags]
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -89,12 +79,12 @@ def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequ
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use, by number; empty where the system does not tell (not Linux)."""
+    """The cores that this process may use, by number; empty if the system does not say (not Linux)."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def kill_tree(launcher: subprocess.Popen[bytes]) -> None:
-    """SIGKILL a launcher and its ranks, as when a machine's power fails."""
+    """SIGKILL a launcher and its ranks."""
     if launcher.poll() is None:
         listed = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
         kill([*map(int, listed.stdout.split()), launcher.pid])
@@ -102,7 +92,6 @@ def kill_tree(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def kill(pids: Sequence[int]) -> None:
-    """SIGKILL processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

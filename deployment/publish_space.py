@@ -25,11 +25,11 @@ from training.publishing.hub_upload import (
     content_of,
     full_name,
     hub_errors,
-    lay_out,
     publishing_parser,
     show,
     sign_in,
     upload,
+    write_files,
 )
 
 DRY_RUN_FOLDER = Path("build/space")
@@ -38,12 +38,11 @@ PRICES = "https://huggingface.co/pricing"
 
 
 def main() -> None:
-    """Check the folder, show what goes up, publish it, wait for the build, and ask the Space."""
     options = _parse()
     files = space_files(options.model)
     if options.dry_run:
         show(files)
-        lay_out(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
+        write_files(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
         print(f"Written to {options.dry_run}: docker build {options.dry_run} builds it. Nothing was sent.")
         print(f"On the hub {PLAN} ({PRICES}).")
         return

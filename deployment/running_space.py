@@ -38,17 +38,17 @@ _WHAT_TO_DO = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What a Space should answer with: one of these labels, by the model of this revision."""
+    """A valid answer of the Space: one of these labels, from the model of this revision."""
 
     labels: list[str]
     revision: str
 
 
 def wait_until_running(api: HfApi, name: str, commit: str) -> None:
-    """Wait for the build of a commit, telling each stage.
+    """Wait for the build of a commit, and print each stage.
 
     Raises:
-        PublishFailure: The build fails, with the end of its log, or takes too long.
+        PublishFailure: the build fails, with the end of its log, or takes too long.
     """
     began, pause, stage, built = time.monotonic(), 0.5, "", False
     while (waited := time.monotonic() - began) < BUILD_SECONDS:
@@ -71,18 +71,10 @@ def wait_until_running(api: HfApi, name: str, commit: str) -> None:
 
 
 def ask(address: str, token: str | None, expected: Expected) -> str:
-    """Ask a Space for its health, its model and a prediction.
-
-    Args:
-        address: Of the Space's server.
-        token: Of the hub, for a private Space.
-        expected: What a right answer is.
-
-    Returns:
-        The answer in a line.
+    """Query a Space's health, model and a prediction; ``token`` is needed for a private Space. Returns one line.
 
     Raises:
-        PublishFailure: It does not answer, or with something else.
+        PublishFailure: it does not answer as ``expected``.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     _wait_until_healthy(f"{address}/health", headers)
@@ -109,7 +101,7 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
 
 
 def _runtime(api: HfApi, name: str) -> SpaceRuntime | None:
-    """Return the stage, or None if this one poll failed: the caller polls again."""
+    """The stage, or None if this poll failed: the caller polls again."""
     with suppress(HTTPError, OSError):
         return api.get_space_runtime(name)
     return None

@@ -21,11 +21,6 @@ _CARD, _METRICS = "README.md", "model/metrics.json"
 
 
 def space_files(model: Path) -> Files:
-    """List what a Space with a model holds.
-
-    Raises:
-        UserError: The folder cannot be served.
-    """
     try:
         files = image_files(model)
         arguments = build_arguments(model)
@@ -36,14 +31,14 @@ def space_files(model: Path) -> Files:
 
 
 def linked(files: Files, published: str) -> Files:
-    """Let the card link to the model's own repository."""
+    """Link the card to the model's own repository."""
     card = SpaceCard(content_of(files[_CARD]).decode())
     card.data.models = [published]
     return {**files, _CARD: str(card).encode()}
 
 
 def published_model(api: HfApi, target: Target, weights_sha256: str) -> str | None:
-    """Find the account's model repository with exactly these weights that every viewer of the Space may see."""
+    """The account's model repository that has exactly these weights and that every viewer of the Space may see."""
     with suppress(HTTPError):  # a Space without a link is as good
         for model in api.list_models(author=target.name.split("/")[0], filter=TAG):
             if model.private and not target.private:

@@ -19,12 +19,10 @@ from deployment.image_context import ROOT
 LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in ("", "-torch", "-torch-cuda")]
 
 
-class SbomError(UserError):
-    """A bill or the audit cannot be made; the one line says why."""
+class SbomError(UserError): ...
 
 
 def main() -> int:
-    """Write the bills, then the audit; returns the exit code where both are whole."""
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("build/sbom"), help="default: build/sbom")
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
@@ -43,21 +41,13 @@ def main() -> int:
 
 
 def write_bill(lock: Path, target: Path) -> None:
-    """Write the CycloneDX list of a lock's packages with their hashes.
-
-    Raises:
-        SbomError: The tool is missing or fails.
-    """
+    """Write the CycloneDX list of a lock's packages with their hashes."""
     described = ["--output-reproducible", "--no-validate", "--pyproject", str(ROOT / "pyproject.toml")]
     _run(["cyclonedx_py", "requirements", *described, "--output-file", str(target), str(lock)], target)
 
 
 def audit(locks: list[Path], target: Path, osv_url: str | None) -> list[dict[str, Any]]:
-    """Ask for the known vulnerabilities of all locked packages; return each package with its own.
-
-    Raises:
-        SbomError: The tool is missing, nobody answers, or a package could not be looked up.
-    """
+    """Query the known vulnerabilities of all locked packages; returns each package with its own."""
     command = ["pip_audit", "--disable-pip", "--require-hashes", "--format", "json", "--progress-spinner", "off"]
     service = ["--vulnerability-service", "osv", *(["--osv-url", osv_url] if osv_url else [])]
     requirements = [word for lock in locks for word in ("--requirement", str(lock))]

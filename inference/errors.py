@@ -58,7 +58,7 @@ class WorkerDownError(Exception):
 
 
 class ExportRefusedError(ForeseenError):
-    """An artefact answers too differently from its reference; ``changed`` has a line for each text whose label changed."""
+    """An artefact answers too differently; ``changed`` has a line for each of the first texts with another label."""
 
     code = "export-refused"
 

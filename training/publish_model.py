@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from common.errors import run_command
 from common.model_folder import PRECISIONS
-from training.publishing.hub_upload import Target, full_name, lay_out, publishing_parser, show, sign_in, upload
+from training.publishing.hub_upload import Target, full_name, publishing_parser, show, sign_in, upload, write_files
 from training.publishing.published_files import model_files, named
 
 DRY_RUN_FOLDER = Path("build/model")
@@ -31,7 +31,7 @@ def main() -> None:
     if options.dry_run:
         files = named(files, options.model, options.name)
         show(files)
-        lay_out(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
+        write_files(files, options.dry_run, replaces=options.dry_run == DRY_RUN_FOLDER)
         print(f"Written to {options.dry_run}; nothing was sent.")
         return
     api, account = sign_in()

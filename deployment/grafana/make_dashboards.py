@@ -19,17 +19,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel, as a file in `panels/` has it.
+    """One panel, as a file in `panels/` describes it.
 
-    Args:
-        title: above it.
-        queries: PromQL by its legend; ``$here`` stands for the chosen jobs and instances.
-        unit: Grafana's name of the unit.
-        kind: timeseries, stat or table.
-        limits: values from which on it turns yellow and red; falling ones mark what must not fall.
-        width: of 24 columns; a stat has 3.
-        stacked: whether the lines add up.
-        description: what the title does not say.
+    ``queries``: PromQL by legend, in which ``$here`` stands for the selected jobs and instances. ``limits``: the values
+    at which it turns yellow and red; falling ones mark a lower bound. ``width``: of 24 columns.
     """
 
     title: str
@@ -43,7 +36,6 @@ class Panel:
 
 
 def make_dashboard(source: Path) -> str:
-    """The JSON of the dashboard that a file in `panels/` describes."""
     described = yaml.safe_load(source.read_text(encoding="utf-8"))
     rows = {title: [Panel(**panel) for panel in panels] for title, panels in described["rows"].items()}
     made = _dashboard(described["uid"], described["title"], described["instances_of"], rows)
@@ -51,7 +43,7 @@ def make_dashboard(source: Path) -> str:
 
 
 def _dashboard(uid: str, title: str, instances_of: str, rows: dict[str, list[Panel]]) -> Json:
-    """A whole dashboard; `instances_of` is the metric whose jobs and instances can be chosen."""
+    """``instances_of``: the metric whose jobs and instances can be selected."""
     return {
         "uid": uid,
         "title": title,
@@ -86,7 +78,7 @@ def _choice(label: str, metric: str) -> Json:
 
 
 def _laid_out(rows: dict[str, list[Panel]]) -> list[Json]:
-    """Rows of panels from top to bottom, each with a place and a number."""
+    """Rows of panels from top to bottom, each with a position and a number."""
     made: list[Json] = []
     y = 0
     for title, panels in rows.items():
@@ -158,7 +150,6 @@ def _options(kind: str) -> Json:
 
 
 def main() -> None:
-    """Write the JSON of each file in `panels/`."""
     for source in sorted((FOLDER / "panels").glob("*.yaml")):
         target = FOLDER / "dashboards" / f"{source.stem}.json"
         target.write_text(make_dashboard(source), encoding="utf-8")

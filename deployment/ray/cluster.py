@@ -15,18 +15,11 @@ _ATTEMPTS_TO_START = 3
 
 
 def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> bool:
-    """Connect to the cluster at an address, or at RAY_ADDRESS; without either, start one on this machine.
+    """Connect to the cluster at an address (``auto``: this machine's), or at RAY_ADDRESS; without either, start one
+    here.
 
-    Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise.
-
-    Args:
-        address: ``auto`` for the cluster of this machine.
-        dashboard: whether a cluster started here has a dashboard, for this machine alone; Ray Train asks it for the
-            state of its workers.
-        environment: variables for all that this command starts there.
-
-    Returns:
-        Whether the cluster was started here.
+    Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise. A ``dashboard`` is for this machine
+    only; Ray Train asks it for the state of its workers. Returns whether the cluster was started here.
 
     Raises:
         UserError: Ray is missing, or no cluster answers.
@@ -56,14 +49,8 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
 
 
 def check_room(what: str, wanted: Mapping[str, float]) -> None:
-    """Refuse what a cluster of this machine alone would wait for without end; larger clusters may grow.
-
-    Args:
-        what: the flags that ask for it.
-        wanted: counts by Ray's names, such as CPU.
-
-    Raises:
-        UserError: the cluster has less.
+    """Refuse what a one-machine cluster would wait for forever; larger clusters may grow. ``wanted``: counts by Ray's
+    names.
     """
     import ray
 

@@ -13,17 +13,16 @@ _RETRY_AFTER_SECONDS = 1
 
 
 class RetryableRefusals:
-    """Gives every 503 its Retry-After, and answers 503 where the proxy ends a request without any answer.
+    """Adds Retry-After to every 503, and answers 503 if the proxy ends a request without any answer.
 
-    That is what it does when the replica that had the request is gone, and its HTTP server would make a plain 500
-    of it. An answer that has begun is broken off, which clients see as a connection lost.
+    That happens when the replica of a request is gone, and Ray's HTTP server would turn it into a plain 500. An answer
+    that has begun is cut off, which clients see as a lost connection.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request through."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -54,5 +53,5 @@ def _complete_headers(message: Message) -> None:
 
 
 def layers() -> list[Middleware]:
-    """Return what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH asks for."""
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH asks for."""
     return [Middleware(RetryableRefusals)]

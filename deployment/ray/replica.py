@@ -35,7 +35,7 @@ QUIET = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=Fa
 
 
 class Arguments(BaseModel):
-    """What an application is told; all else is the replicas' environment (docs/serving.md)."""
+    """An application's arguments; everything else comes from the replicas' environment (docs/serving.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,15 +60,11 @@ class Server:
         self.app_of_server = create_app(settings, _loading_for(num_cores))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Give Serve the application."""
+        """Serve's hook."""
         return self.app_of_server
 
     async def check_health(self) -> None:
-        """Fail while no text can be classified: Serve sends requests elsewhere, and starts another replica.
-
-        Raises:
-            RuntimeError: the reason, as /readyz gives it.
-        """
+        """Fail while no text can be classified: Serve then sends requests elsewhere and starts another replica."""
         parts = self.app_of_server.state.parts
         while parts.served_model.is_loading and parts.served_model.current is None:
             await asyncio.sleep(0.05)
@@ -79,11 +75,8 @@ class Server:
 def build(fields: dict[str, Any]) -> serve.Application:
     """Build the application, for the command line or as a Serve configuration's ``import_path``.
 
-    Args:
-        fields: of `Arguments`; ``args`` in a configuration.
-
     Raises:
-        SettingsError: A variable of the environment has no valid value.
+        SettingsError: a variable of the environment has an invalid value.
     """
     arguments = Arguments.model_validate(fields)
     settings = Settings.from_environment()
@@ -112,7 +105,7 @@ def build(fields: dict[str, Any]) -> serve.Application:
 
 
 def _loading_for(num_cores: int) -> LoadModel:
-    """Load models for so many cores: Ray counts cores but keeps no process to them, and an engine takes all it sees."""
+    """Load models for this many cores: Ray counts cores but does not pin processes, and an engine uses all it sees."""
 
     def load(path: Path, engine: str) -> ModelLoader:
         with _sees_only(num_cores):
@@ -123,7 +116,7 @@ def _loading_for(num_cores: int) -> LoadModel:
 
 @contextmanager
 def _sees_only(num_cores: int) -> Iterator[None]:
-    """Bind this thread, and those that it starts meanwhile; afterwards all are free to run where there is room."""
+    """Pin this thread, and those that it starts meanwhile; afterwards all may run on any core."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:num_cores])
     try:

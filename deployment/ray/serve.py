@@ -24,7 +24,6 @@ _PROXY_ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployment.r
 
 
 def main() -> None:
-    """Serve until SIGTERM or Ctrl-C, then drain."""
     options = _parse()
     if not options.model.exists():
         raise UserError(
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def _refuse_running_serve() -> None:
-    """Keep off a Serve that somebody runs: it has an address of its own, and its end would end their applications."""
+    """Refuse to attach to an existing Serve: shutting it down would stop other applications."""
     from ray import serve
 
     status = serve.status()
@@ -103,7 +102,7 @@ def _stop() -> None:
 
 
 def _reason(status: ServeStatus, otherwise: str) -> str:
-    """Find what a replica said in what Serve makes of it: a traceback in a traceback."""
+    """Extract a replica's own error from Serve's message: a traceback within a traceback."""
     told = [it.message for application in status.applications.values() for it in application.deployments.values()]
     said = re.findall(r"RuntimeError: (?!Traceback)(.+)", "\n".join(told))
     return said[-1] if said else otherwise.strip().splitlines()[0]

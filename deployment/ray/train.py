@@ -22,7 +22,6 @@ from training.run.trainer import Trainer
 
 
 def main() -> None:
-    """Check the flags, find the cluster, train on it."""
     options, config = _parse(sys.argv[1:])
     is_local = connect(options.address, dashboard=True)
     use_gpu = _uses_gpus(config, options.num_workers)
@@ -42,15 +41,9 @@ def main() -> None:
 
 
 def fit(config: TrainConfig, scaling: dict[str, Any], max_failures: int) -> dict[str, Any]:
-    """Run the Trainer in Ray's workers; when one is lost, in new ones, which go on from the newest checkpoint.
+    """Run the Trainer in Ray's workers, restarting them up to ``max_failures`` times from the newest checkpoint.
 
-    Args:
-        config: the run.
-        scaling: how many workers, with what, in the words of Ray's ScalingConfig.
-        max_failures: how often workers are started again.
-
-    Returns:
-        What the model folder's ``metrics.json`` holds.
+    ``scaling``: the fields of Ray's ScalingConfig. Returns the model folder's ``metrics.json``.
 
     Raises:
         UserError: the run cannot start as asked.
@@ -107,7 +100,7 @@ def _uses_gpus(config: TrainConfig, num_workers: int) -> bool:
 
 
 def _last_words(error: Exception) -> str:
-    """Say in one line what the first of the failed ranks failed from."""
+    """The error of the first rank that failed, in one line."""
     failures = getattr(error, "worker_failures", {}) or {0: error}
     rank, failure = min(failures.items())
     line, own = str(failure).strip().splitlines()[-1], f"{TrainingFailure.__module__}.TrainingFailure: "
@@ -117,11 +110,7 @@ def _last_words(error: Exception) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainConfig]:
-    """Take Ray's flags out; the others are those of training/train_ddp.py.
-
-    Raises:
-        UserError: an unknown flag, or a value out of its limits.
-    """
+    """Take Ray's flags out; the others are those of training/train_ddp.py."""
     parser = OneLineParser(usage="train.py [flags of Ray] [flags of training]", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("flags of Ray")
     group.add_argument("--num_workers", "--num-workers", type=positive, default=2, help="processes (default: 2)")

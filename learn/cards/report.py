@@ -21,7 +21,7 @@ _PAGE = Path(__file__).with_name("page")
 
 
 def render_page(run: dict[str, Any] | None = None) -> str:
-    """The page with its style and scripts in it, showing a ``run`` (:func:`run_picture`) or asking its server for one."""
+    """The page with its style and scripts, showing a ``run`` (:func:`run_picture`) or asking its server for one."""
     # A module within a page can be imported by name once an import map says where it is: here, in its own address.
     modules = {f"cards/{path.stem}": _address(path) for path in sorted(_PAGE.glob("*.js"))}
     return Template((_PAGE / "index.html").read_text(encoding="utf-8")).substitute(

@@ -164,7 +164,7 @@ def all_reduce_with_deepspeed(engine: DeepSpeedEngine, share: float) -> None:
 
 
 def reduce_scatter_gradients(model: nn.Module, share: float) -> None:
-    """Average each gradient over the ranks, and leave on each rank the slice that goes with its slice of the weights."""
+    """Average each gradient over the ranks, and leave on each rank the slice that matches its slice of the weights."""
     whole = {}
     for name, parameter in model.named_parameters():
         whole[name], parameter.grad = parameter.grad * share, None

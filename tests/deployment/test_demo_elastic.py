@@ -52,7 +52,7 @@ def test_a_machine_that_comes_late_to_a_start_gives_no_fault_a_second_row(tmp_pa
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     faults = [demo_elastic.Fault("Rank 1 is killed", 90.0, 29), demo_elastic.Fault("Machine B is lost", 195.0, 70)]
 
-    table = demo_elastic.table_of(faults, tmp_path, launcher_log="")
+    table = demo_elastic.recovery_table(faults, tmp_path, launcher_log="")
 
     console = Console(file=io.StringIO(), width=200)
     console.print(table)

@@ -84,7 +84,6 @@ class Console:
             self.epoch_table(epochs)
 
     def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table whose first column is words and whose others are figures."""
         table = self._table(headings)
         table.columns[0].justify = "left"
         for row in rows:
@@ -143,8 +142,7 @@ class ProgressBar(Subscriber):
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Leave the bar as it is."""
+    def __exit__(self, *error: object) -> None: ...
 
     def receive(self, event: Event) -> None:
         """Move to the last step, and print a validated epoch."""

@@ -326,7 +326,6 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's curves: the records of its ``metrics.jsonl``."""
     return read_lines(run_dir / METRICS_FILE)
 
 

@@ -145,7 +145,6 @@ class Exporter(Subscriber):
         self._stop_listening = _listen(config.metrics_port, ranks.local_rank, self.registry)
 
     def receive(self, event: Event) -> None:
-        """Count it."""
         match event:
             case StepStarted():
                 self._observe_phases()
@@ -207,7 +206,6 @@ class Exporter(Subscriber):
             self._collective_seconds.labels(operation).observe(seconds)
 
     def close(self) -> None:
-        """Free the port."""
         self._stop_listening()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

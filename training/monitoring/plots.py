@@ -35,11 +35,9 @@ class Curves:
     epochs: list[dict[str, Any]]
 
     def column(self, name: str) -> list[float]:
-        """One field of the step records; null became NaN."""
         return _nan_for_null([record[name] for record in self.steps])
 
     def validation(self, name: str) -> list[float]:
-        """One figure of each epoch's validation; null became NaN."""
         return _nan_for_null([record["validation"][name] for record in self.epochs])
 
 

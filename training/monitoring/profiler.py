@@ -101,7 +101,6 @@ class Profiler(Subscriber):
         self._problem = ""
 
     def receive(self, event: Event) -> None:
-        """Start before the first chosen step, stop after the last one."""
         match event:
             case StepStarted(step):
                 is_chosen = self.steps and step >= self.steps.start and self._ranks.rank in self._chosen
@@ -292,7 +291,6 @@ def read_summary(run_dir: Path) -> list[RankProfile]:
 
 
 def rank_table(profiles: Sequence[RankProfile]) -> Table:
-    """What each rank's time went into."""
     rows = []
     for rank in profiles:
         shares = [rank.phases.get(name, 0.0) for name in _PHASES]
@@ -304,7 +302,6 @@ def rank_table(profiles: Sequence[RankProfile]) -> Table:
 
 
 def operator_table(profile: RankProfile) -> Table:
-    """A rank's costliest operators."""
     rows = [[o.name, f"{o.calls:,}", _milliseconds(o.seconds), format_percent(o.share, 1)] for o in profile.operators]
     return ["Operator", "Calls", "Own time", "Share"], rows
 

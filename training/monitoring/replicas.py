@@ -112,10 +112,7 @@ class ReplicaCheck(Subscriber):
 def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, when: str = "") -> None:
     """Compare the gradients of all copies, bit by bit; called on every rank after a step's last backward pass.
 
-    Args:
-        parameters: this rank's, by name; a shard of a parameter is compared with the same shard.
-        ranks: all of them call this.
-        when: for the message, such as ``step 1``.
+    A shard is compared with the same shard; ``when`` is for the message, such as ``step 1``.
 
     Raises:
         TrainingFailure: they differ, on all ranks; the message names the first parameter and the ranks.
@@ -133,9 +130,7 @@ def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, wh
 def first_difference(tensors: Mapping[str, torch.Tensor | None], ranks: Ranks) -> Difference | None:
     """The first tensor that is not the same, bit by bit, on all ranks that hold it; a collective call.
 
-    Args:
-        tensors: this rank's, plain or DTensors; a shard is compared with the same shard. None differs from any tensor.
-        ranks: all of them call this, each with the tensors that it holds, and get the same answer.
+    A shard is compared with the same shard; None differs from any tensor.
     """
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
     numbers = [checksum(tensor).to(ranks.device) for tensor in local if tensor is not None]

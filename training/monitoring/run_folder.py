@@ -66,7 +66,6 @@ class RunSnapshot:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
         last = self.recent[-1]["step"] if self.recent else 0
         return max([last, *(status.step for status in self.statuses)])
 
@@ -157,7 +156,7 @@ class _Tail:
         self._inode, self._offset = 0, 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The new records, and whether the file was replaced, so that those read before do not count."""
+        """The new records, and whether the file was replaced, so that earlier ones do not count."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -216,11 +215,8 @@ class RestartSplit:
 
 
 def restart_split(run_dir: Path, launcher_log: str = "") -> list[RestartSplit]:
-    """What the time of each restart of a run went into.
-
-    Args:
-        run_dir: the run folder.
-        launcher_log: what torchrun printed on the machine of the lost rank, for ``detected``.
+    """What the time of each restart of a run went into; ``launcher_log`` is torchrun's output on the lost rank's
+    machine.
     """
     attempts: list[list[dict[str, Any]]] = []
     for event in read_events(run_dir):

@@ -134,12 +134,10 @@ class StatusFile(Subscriber):
             self._lock.release()
 
     def failed(self, message: str) -> None:
-        """Write at once why this rank ends."""
         self.status.state, self.status.message = "failed", message
         self.write()
 
     def receive(self, event: Event) -> None:
-        """Keep what the next writing is to show."""
         status = self.status
         match event:
             case StepsAgreed(steps):

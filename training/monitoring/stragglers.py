@@ -69,7 +69,6 @@ class CollectiveRecorder(Subscriber):
         self._records = False
 
     def receive(self, event: Event) -> None:
-        """Record a step that is due, unless another profiler is at work."""
         match event:
             case StepStarted(step):
                 self.waited = None
@@ -240,11 +239,10 @@ class BackwardStopwatch(Stopwatch):
 
 
 def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
-    """Each rank's seconds in each phase, with the lower median of the ranks that do the same work.
+    """Each rank's seconds per step in each phase, with the lower median of the ranks that do the same work.
 
-    Args:
-        by_rank: seconds per step; a phase counts if all ranks of a stage measured it.
-        stages: by rank, the same number for ranks that do the same work.
+    ``stages``: by rank, the same number for ranks that do the same work. A phase counts if all ranks of a stage
+    measured it.
     """
     found: Slowness = {}
     for stage in set(stages):

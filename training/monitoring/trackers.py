@@ -217,7 +217,6 @@ class TrackerThread:
             self._lost += 1
 
     def close(self, *, finished: bool) -> None:
-        """Let the thread end, and wait for it as long as a run may."""
         deadline = time.monotonic() + (SECONDS_TO_FINISH if finished else SECONDS_TO_LEAVE)
         # The queue may be full, and stay so if the service hangs.
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -264,7 +263,6 @@ class Trackers(Subscriber):
         self._finished = False
 
     def receive(self, event: Event) -> None:
-        """Queue what belongs to the curves."""
         match event:
             case StepMetrics():
                 figures = vars(event)

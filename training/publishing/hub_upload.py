@@ -43,13 +43,7 @@ class PublishFailure(ForeseenError):
 
 @dataclass(frozen=True)
 class Target:
-    """A repository that files go to.
-
-    Attributes:
-        name: ``account/name``.
-        kind: What it is to the hub.
-        private: Whether nobody else may see it; a repository that exists is never made public or private.
-    """
+    """A repository to upload to; ``name`` is ``account/name``. An existing one is never made public or private."""
 
     name: str
     kind: Literal["model", "space"]
@@ -76,10 +70,10 @@ def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneL
 
 
 def sign_in() -> tuple[HfApi, str]:
-    """Return the hub's client, with the token of HF_TOKEN or of the hub's login, and the account's name.
+    """The hub's client, with the token of HF_TOKEN or of the hub's login, and the account's name.
 
     Raises:
-        UserError: There is no token, it is not valid, or the hub is out of reach.
+        UserError: there is no token, it is not valid, or the hub cannot be reached.
     """
     if not sys.stderr.isatty():  # a bar that nobody watches fills the log
         disable_progress_bars()
@@ -94,11 +88,7 @@ def sign_in() -> tuple[HfApi, str]:
 
 
 def full_name(name: str, account: str) -> str:
-    """Return ``account/name`` for a name that may lack the account.
-
-    Raises:
-        UserError: The hub allows no such name.
-    """
+    """``account/name`` for a name that may lack the account."""
     full = name if "/" in name else f"{account}/{name}"
     with hub_errors(f"name {name!r}"):
         validate_repo_id(full)
@@ -112,16 +102,13 @@ def show(files: Files) -> None:
     print(f"{sum(sizes.values()):>12,}  bytes in {len(files)} files")
 
 
-def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
-    """Write the files into a folder, as they would lie in the repository.
+def write_files(files: Files, folder: Path, *, replaces: bool = False) -> None:
+    """Write the files into a new or empty folder, as in the repository.
 
-    Args:
-        files: What to write.
-        folder: New or empty.
-        replaces: Whether it may hold what an earlier dry run wrote.
+    ``replaces``: it may hold what an earlier dry run wrote.
 
     Raises:
-        UserError: The folder holds something, or cannot be written.
+        UserError: the folder holds something else, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (replaces and _is_laid_out(folder)):
         raise UserError(f"{folder}: is not empty; name a new or empty folder", code="output-not-empty")
@@ -144,23 +131,14 @@ def lay_out(files: Files, folder: Path, *, replaces: bool = False) -> None:
 def upload(
     api: HfApi, target: Target, files: Files, folders: Collection[str], reasons: Mapping[int, str] | None = None
 ) -> str:
-    """Make the repository if it is not there, put these files into it in one commit, and read them back.
+    """Create the repository if needed, commit these files to it at once, and read them back. Returns the commit.
 
-    What a broken upload has sent is kept by the hub and not sent again.
-
-    Args:
-        api: A client that has signed in.
-        target: Where to.
-        files: What the repository is to hold.
-        folders: Those whose other files go, from an earlier upload; what people put elsewhere stays.
-        reasons: What some of the hub's status codes mean here.
-
-    Returns:
-        The commit.
+    The hub keeps what a broken upload has sent, so it is not sent again. Other files in ``folders``, from an earlier
+    upload, are deleted; other files elsewhere stay. ``reasons``: what some of the hub's status codes mean here.
 
     Raises:
-        UserError: The hub refuses, something else is kept there, or the connection breaks.
-        PublishFailure: The hub holds other bytes than were sent.
+        UserError: the hub refuses, something else is kept there, or the connection breaks.
+        PublishFailure: the hub holds other bytes than were sent.
     """
     with hub_errors(str(target), reasons):
         there = _open(api, target)
@@ -182,11 +160,7 @@ def _is_laid_out(folder: Path) -> bool:
 
 @contextmanager
 def hub_errors(what: str, reasons: Mapping[int, str] | None = None) -> Iterator[None]:
-    """Turn what goes wrong between here and the hub into one line.
-
-    Raises:
-        UserError: With `what`, the reason, and what to do.
-    """
+    """Turn connection errors and refusals into one line: ``what``, the reason, and what to do."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError, ValueError) as error:

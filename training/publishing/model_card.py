@@ -19,13 +19,7 @@ _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 
 
 def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
-    """Write a model's card.
-
-    Args:
-        metrics: the contents of ``metrics.json``.
-        name: by which the model is loaded.
-        cleaning: what texts went through in training, ``news`` or ``none``.
-    """
+    """A model's card, from ``metrics.json``."""
     base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
     classes = "\n".join(
         f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
@@ -127,12 +121,12 @@ def is_on_the_hub(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a dataset's or a model's name as others may read it: of a path on this machine the last part alone."""
+    """A dataset's or a model's name for publication: of a local path only the last part."""
     return Path(name).name if _is_path(name) else name
 
 
 def recorded_name(name: str) -> str:
-    """Return a dataset's or a model's name as ``metrics.json`` keeps it: a path can be told from a name of the hub."""
+    """A dataset's or a model's name as ``metrics.json`` keeps it: a path can be told from a name on the hub."""
     is_bare_path = Path(name).exists() and not name.startswith(("/", ".", "~"))
     return f"./{name}" if is_bare_path and name not in _MADE_HERE else name
 

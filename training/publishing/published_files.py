@@ -39,10 +39,10 @@ _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:-])(?:~|/(?P<root>\w+))/[^\s`"')]+""")
 
 
 def model_files(model: Path) -> Files:
-    """List what a model's repository holds: weights, tokenizer, metrics, every exported artefact and the card.
+    """The files of a model's repository: weights, tokenizer, metrics, every exported artefact and the card.
 
     Raises:
-        UserError: The folder is no whole model, an artefact does not belong to it, or its card names a path.
+        UserError: the folder is not a complete model, an artefact does not belong to it, or its card names a path.
     """
     if is_artefact(model) or model.is_file():
         raise UserError(
@@ -60,13 +60,13 @@ def model_files(model: Path) -> Files:
 
 
 def named(files: Files, model: Path, name: str) -> Files:
-    """Let the card tell how to load the model by the name of its repository."""
+    """Let the card show how to load the model by its repository's name."""
     card = content_of(files[_CARD]).replace(f'model="{model.name}"'.encode(), f'model="{name}"'.encode())
     return {**files, _CARD: card}
 
 
 def without_local_paths(files: Files) -> dict[str, Path | bytes]:
-    """Give datasets and base models their names where ``metrics.json`` and manifests hold paths of this machine."""
+    """Shorten the paths of datasets and base models in ``metrics.json`` and manifests to plain names."""
     public = dict(files)
     for name in [name for name in files if Path(name).name == _METRICS]:
         public[name] = _renamed(public[name], [], ("dataset", "base_model"))
@@ -79,7 +79,6 @@ def without_local_paths(files: Files) -> dict[str, Path | bytes]:
 
 
 def _renamed(source: Path | bytes, where: list[str], keys: tuple[str, ...]) -> Path | bytes:
-    """The same file if nothing in it is a path, else its new contents."""
     content = _read(source)
     place: Any = content
     for step in where:

@@ -25,12 +25,7 @@ ANSWER_SECONDS = 60
 
 
 class Client(Thread):
-    """One client: sends texts one after the other until the end, and keeps what became of them.
-
-    Attributes:
-        outcomes: Statuses, and names of errors, counted.
-        seconds: Of each answer with status 200.
-    """
+    """Sends texts one after the other until the deadline, and records statuses, errors and seconds per answer."""
 
     def __init__(self, number: int, address: str, end: float) -> None:
         super().__init__()
@@ -46,7 +41,6 @@ class Client(Thread):
             self._headers["Authorization"] = f"Bearer {key}"
 
     def run(self) -> None:
-        """Send until the end."""
         while (began := time.monotonic()) < self._end:
             outcome = self._ask(TEXTS[self._next % len(TEXTS)])
             self.outcomes[outcome] += 1
@@ -68,7 +62,6 @@ class Client(Thread):
 
 
 def summary(clients: list[Client], seconds: float) -> dict[str, object]:
-    """What a person wants to know: how many a second, how late, and what went wrong."""
     outcomes = sum((client.outcomes for client in clients), Counter())
     ordered = sorted(latency for client in clients for latency in client.seconds)
     quantiles = {

@@ -23,7 +23,7 @@ from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, ru
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.training.test_export import write_tiny
-from training.publishing.hub_upload import lay_out
+from training.publishing.hub_upload import write_files
 from training.publishing.published_files import model_files
 
 PUBLISH = ("-m", "training.publish_model")
@@ -121,11 +121,11 @@ def test_a_dry_run_replaces_an_older_one_and_nothing_else(model: Path, tmp_path:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "README.md").write_text("years of work")
 
-    lay_out(model_files(model), tmp_path / "out")
-    lay_out({"README.md": b"tags: [distrinews]"}, tmp_path / "out", replaces=True)
+    write_files(model_files(model), tmp_path / "out")
+    write_files({"README.md": b"tags: [distrinews]"}, tmp_path / "out", replaces=True)
     for folder, replaces in ((tmp_path / "out", False), (tmp_path / "thesis", True)):
         with pytest.raises(UserError, match="is not empty; name a new or empty folder"):
-            lay_out(model_files(model), folder, replaces=replaces)
+            write_files(model_files(model), folder, replaces=replaces)
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis", "tiny"]
