@@ -246,7 +246,7 @@ def test_a_best_epoch_with_a_damaged_checkpoint_is_passed_over_in_the_final_test
 
     out = capfd.readouterr().out
     assert code == 0
-    assert f"Passing over epoch 1, as good as it was: {best} {why}" in out
+    assert f"Skipping epoch 1, although it scored best: {best} {why}" in out
     assert "Testing epoch 2" in out
     assert (copied / "model.safetensors").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from tests.processes import here
 from training.model.classifier import NewsClassifier, stored_dtype
 from training.parallelism.fsdp import apply_fsdp
 from training.parallelism.tensor_parallel import apply_tensor_parallel
+
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _stored(folder: Path, **size: int) -> Path:
@@ -114,6 +117,8 @@ def _anonymous_bytes() -> int:
 
 def _most_memory(folder: Path, how: str) -> float:
     """The most that loading and laying out add to this process, in parts of the whole model in fp32."""
+    # glibc raises this threshold as it goes, and then keeps freed tensors for later. Fixed, it returns them at once.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     _laid_out(folder.parent / "warm", how)  # what libraries take, once
     before, most, done = _anonymous_bytes(), [0], threading.Event()
 
@@ -138,4 +143,4 @@ def test_no_rank_holds_the_whole_model_in_fp32(
     warm.symlink_to(stored)
 
     for share in run_on_ranks(4, _most_memory, large, how):
-        assert share < 0.95  # a quarter, and a few copies of one block; without, a whole copy and the quarter
+        assert share < 0.6  # a quarter, and a few copies of one block; without, a whole copy and the quarter
