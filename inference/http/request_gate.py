@@ -45,7 +45,7 @@ class RequestGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        await _Passage(self, scope, receive, send).run()
+        await _GatedRequest(self, scope, receive, send).run()
 
     def refusal(self, scope: Scope) -> Refusal | None:
         """Why a request may not pass, judged by its headers alone."""
@@ -84,8 +84,8 @@ def is_stream(headers: list[tuple[bytes, bytes]]) -> bool:
     return content_type.partition(b";")[0].strip().lower() == b"application/x-ndjson"
 
 
-class _Passage:
-    """One request on its way; stands between the server's receive and send and those of the app."""
+class _GatedRequest:
+    """One request in progress: wraps the server's receive and send, which the app then uses."""
 
     __slots__ = (
         "context",
