@@ -36,7 +36,7 @@ install-dev: $(INSTALLED_DEV) ## The same and what the tests need
 
 # PyTorch comes first and by itself: asked for together with the rest, an installer may take a build of several gigabytes.
 # pip installs it, since pip.conf may name a mirror or a folder of wheels.
-$(INSTALLED): requirements.txt pyproject.toml inference/engines/native/kernels.c
+$(INSTALLED): requirements.txt pyproject.toml $(wildcard inference/engines/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1 || true): Python 3.11 or newer is needed; name one, as make PYTHON=python3.12" >&2; exit 2; }
 	@[ -x $(BIN)/python ] || { echo "Install 1/3: a Python environment in .venv"; $(PYTHON) -m venv .venv; }
@@ -46,6 +46,7 @@ $(INSTALLED): requirements.txt pyproject.toml inference/engines/native/kernels.c
 	else $(BIN)/pip install --disable-pip-version-check --progress-bar on "$(TORCH)"; fi
 	@echo "Install 3/3: transformers, FastAPI, ONNX Runtime and about 80 more; compiles the int8 kernels"
 	$(call install,.)
+	@$(BIN)/python -c 'from inference.engines import native; print("Serving: " + native.is_supported()[1])'
 	@touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -12,7 +12,8 @@ class EncoderFamily:
     """A family of sequence classifiers in transformers.
 
     Module names are dotted. Those of a block are relative to the block, all others to the network; None if the family
-    has no such module. Llama is a decoder, but its classifier is built like the others: embeddings, blocks, head.
+    has no such module. Parts with the same name are the rows of one module, in the order of the fields. Llama is a
+    decoder, but its classifier is built like the others: embeddings, blocks, head.
     """
 
     name: str
@@ -23,12 +24,15 @@ class EncoderFamily:
     embeddings: str  # from ids to the hidden states that enter the first block
     word_embeddings: str
     position_embeddings: str | None = None
+    relative_positions: str | None = None  # a bias for each head and bucket of distances
     token_type_embeddings: str | None = None
     embedding_norm: str | None = None
+    embedding_projection: str | None = None  # if embeddings are narrower than the hidden states
     blocks: str
     final_norm: str | None = None  # after the last block
     pooler: str | None = None  # the linear layer between the last block and the classifier
     pooler_activation: str = ""
+    pooler_norm: str | None = None
     classifier: str = "classifier"
     head_dropout: tuple[str, ...] = ()
 
@@ -55,6 +59,9 @@ class EncoderFamily:
     intermediate_size_key: str = "intermediate_size"
     activation_key: str = "hidden_act"
     norm_epsilon: str | float = "layer_norm_eps"  # a key, or the value that the family fixes
+
+    has_biases: bool = True  # False: some configurations have none
+    padding_id: str | int | None = None  # positions count from behind it: a key, or the id that the family fixes
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -116,6 +123,100 @@ BERT = EncoderFamily(
     output="output.dense",
     output_norm="output.LayerNorm",
     output_dropout=("attention.output.dropout", "output.dropout"),
+)
+ROBERTA = replace(
+    BERT,
+    name="RoBERTa",
+    model_type="roberta",
+    network_class="RobertaForSequenceClassification",
+    embeddings="roberta.embeddings",
+    word_embeddings="roberta.embeddings.word_embeddings",
+    position_embeddings="roberta.embeddings.position_embeddings",
+    token_type_embeddings="roberta.embeddings.token_type_embeddings",
+    embedding_norm="roberta.embeddings.LayerNorm",
+    blocks="roberta.encoder.layer",
+    pooler="classifier.dense",
+    classifier="classifier.out_proj",
+    head_dropout=("classifier.dropout",),
+    padding_id="pad_token_id",
+)
+XLM_ROBERTA = replace(
+    ROBERTA, name="XLM-RoBERTa", model_type="xlm-roberta", network_class="XLMRobertaForSequenceClassification"
+)
+CAMEMBERT = replace(
+    ROBERTA, name="CamemBERT", model_type="camembert", network_class="CamembertForSequenceClassification"
+)
+ELECTRA = replace(
+    BERT,
+    name="ELECTRA",
+    model_type="electra",
+    network_class="ElectraForSequenceClassification",
+    embeddings="electra.embeddings",
+    word_embeddings="electra.embeddings.word_embeddings",
+    position_embeddings="electra.embeddings.position_embeddings",
+    token_type_embeddings="electra.embeddings.token_type_embeddings",
+    embedding_norm="electra.embeddings.LayerNorm",
+    embedding_projection="electra.embeddings_project",
+    blocks="electra.encoder.layer",
+    pooler="classifier.dense",
+    pooler_activation="gelu",
+    classifier="classifier.out_proj",
+    head_dropout=("classifier.dropout",),
+)
+MPNET = EncoderFamily(
+    name="MPNet",
+    model_type="mpnet",
+    network_class="MPNetForSequenceClassification",
+    embeddings="mpnet.embeddings",
+    word_embeddings="mpnet.embeddings.word_embeddings",
+    position_embeddings="mpnet.embeddings.position_embeddings",
+    relative_positions="mpnet.encoder.relative_attention_bias",
+    embedding_norm="mpnet.embeddings.LayerNorm",
+    blocks="mpnet.encoder.layer",
+    pooler="classifier.dense",
+    pooler_activation="tanh",
+    classifier="classifier.out_proj",
+    head_dropout=("classifier.dropout",),
+    attention="attention.attn",
+    query="attention.attn.q",
+    key="attention.attn.k",
+    value="attention.attn.v",
+    attention_output="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+    attention_dropout=("attention.attn.dropout",),
+    intermediate="intermediate.dense",
+    output="output.dense",
+    output_norm="output.LayerNorm",
+    output_dropout=("attention.dropout", "output.dropout"),
+    padding_id=1,
+)
+MODERNBERT = EncoderFamily(
+    name="ModernBERT",
+    model_type="modernbert",
+    network_class="ModernBertForSequenceClassification",
+    embeddings="model.embeddings",
+    word_embeddings="model.embeddings.tok_embeddings",
+    embedding_norm="model.embeddings.norm",
+    blocks="model.layers",
+    final_norm="model.final_norm",
+    pooler="head.dense",
+    pooler_norm="head.norm",
+    head_dropout=("drop",),
+    attention="attn",
+    query="attn.Wqkv",
+    key="attn.Wqkv",
+    value="attn.Wqkv",
+    attention_output="attn.Wo",
+    attention_norm="attn_norm",
+    feed_forward="mlp",
+    intermediate="mlp.Wi",
+    gate="mlp.Wi",
+    output="mlp.Wo",
+    output_norm="mlp_norm",
+    output_dropout=("attn.out_drop", "mlp.drop"),
+    activation_key="hidden_activation",
+    norm_epsilon="norm_eps",
+    has_biases=False,
 )
 LLAMA = EncoderFamily(
     name="Llama",

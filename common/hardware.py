@@ -30,11 +30,13 @@ class Hardware:
     """What a model may run on.
 
     ``threads``: processors, 0 for all that this process may use. ``device``: ``cuda`` requires a GPU, ``cpu`` uses
-    none, ``auto`` uses one that PyTorch supports.
+    none, ``auto`` uses one that PyTorch supports. ``instruction_set``: what the native engine's kernels use, ``auto``
+    for the fastest of this processor.
     """
 
     threads: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    instruction_set: str = "auto"
 
     @property
     def num_threads(self) -> int:

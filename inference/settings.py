@@ -45,6 +45,11 @@ class Settings(BaseSettings):
         description="Where PyTorch runs the model. auto takes a GPU if it can use one, and says in the log if it "
         "cannot; cuda refuses to serve without one.",
     )
+    instruction_set: str = Field(
+        default="auto",
+        description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm, "
+        "neon_dotprod, neon or plain. auto takes the fastest that is there. Answers are the same to the last bit.",
+    )
     listen_host: str = Field(
         default="0.0.0.0",
         description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out.",
@@ -191,7 +196,7 @@ class Settings(BaseSettings):
 
     @property
     def hardware(self) -> Hardware:
-        return Hardware(self.threads, self.device)
+        return Hardware(self.threads, self.device, self.instruction_set)
 
     @property
     def max_body_bytes(self) -> int:

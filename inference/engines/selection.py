@@ -26,6 +26,7 @@ from common.model_folder import (
     weights_file,
 )
 from common.text import TextTokenizer
+from inference.engines import native
 from inference.engines.base import Engine, probabilities_of
 from inference.engines.self_test import (
     FLOAT_TOLERANCE,
@@ -105,16 +106,17 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     if not engines:
         reason = "the model has no artefact; python -m inference.export writes a faster one"
         return _load_torch(path, reason, hardware)
-    # PyTorch may be faster than int8 artefacts, but never on a processor that multiplies int8 fast. To import it there
-    # would cost every start seconds and hundreds of megabytes.
+    # PyTorch may be faster than int8 artefacts, but never than our kernels, nor on a processor that multiplies int8
+    # fast. To import it there would cost every start seconds and hundreds of megabytes.
     has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
-    if has_torch and (not has_fast_int8() or _has_cuda(hardware)):
+    int8_is_fast = has_fast_int8() or ("native" in engines and native.is_supported()[0])
+    if has_torch and (not int8_is_fast or _has_cuda(hardware)):
         engines.append("torch")
     # Measuring loads every candidate once, so the speeds are remembered for the next start.
     speeds: dict[str, float] = {}
     when = "at an earlier start"
     if len(engines) > 1:
-        key = speeds_key(path, engines, hardware.num_threads)
+        key = speeds_key(path, engines, hardware)
         speeds = recall_speeds(key)
         if not speeds:
             speeds, when = _measure_all(path, engines, hardware, skipped), "just now"
@@ -171,7 +173,9 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
     check_engine(folder, engine, tokenizer, saved.labels, tolerance)
     _check_probes(folder, manifest, tokenizer, engine)
-    if manifest.precision == "int8" and not has_fast_int8():
+    if manifest.engine == "native":
+        reason += f"; its kernels use {engine.instructions}"
+    elif manifest.precision == "int8" and not has_fast_int8():
         reason += "; this processor has no fast int8 instructions (VNNI), so it gains less than measured"
     revision = str(manifest.source.get("weights_sha256"))[:12]
     return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
@@ -193,13 +197,12 @@ def build_engine(
     """Build the engine of an artefact folder."""
     threads = hardware.num_threads
     if name == "native":
-        from inference.engines.native import is_supported
         from inference.engines.native.engine import NativeEngine
 
-        supported, why_not = is_supported()
-        if not supported:
+        supported, why_not = native.is_supported()
+        if not supported and hardware.instruction_set == "auto":
             raise OSError(why_not)
-        return NativeEngine(folder, config, threads)
+        return NativeEngine(folder, config, threads, hardware.instruction_set)
     if name == "openvino":
         from inference.engines.openvino_engine import OpenVinoEngine
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from common.errors import ModelLoadError, first_line
 from common.files import sha256_of
-from common.hardware import cpu_flags, cpu_name
+from common.hardware import Hardware, cpu_flags, cpu_name
 from common.model_folder import MANIFEST_FILE, artefact_folder, weights_file
 from common.text import TextTokenizer
 from inference.engines.base import Engine, TokenBatch, softmax
@@ -99,7 +99,7 @@ def measure_speed(engine: Engine, tokenizer: TextTokenizer, max_length: int, sec
     return len(batch.ids) / max(min(took), 1e-9)
 
 
-def speeds_key(path: Path, engines: list[str], threads: int) -> str:
+def speeds_key(path: Path, engines: list[str], hardware: Hardware) -> str:
     """Return a key for what measured speeds depend on: processor, threads, runtimes and artefacts."""
 
     def runtime(engine: str) -> str | None:
@@ -118,7 +118,8 @@ def speeds_key(path: Path, engines: list[str], threads: int) -> str:
         status = weights_file(path).stat()
         return [status.st_size, status.st_mtime_ns]
 
-    facts = [cpu_name(), sorted(cpu_flags()), threads, [(name, runtime(name), model(name)) for name in engines]]
+    processor = [cpu_name(), sorted(cpu_flags()), hardware.num_threads, hardware.instruction_set]
+    facts = [processor, [(name, runtime(name), model(name)) for name in engines]]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 

@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.encoders import BERT, DISTILBERT, EncoderFamily
+from common.encoders import (
+    BERT,
+    CAMEMBERT,
+    DISTILBERT,
+    ELECTRA,
+    MODERNBERT,
+    MPNET,
+    ROBERTA,
+    XLM_ROBERTA,
+    EncoderFamily,
+    max_positions,
+)
 
-LANES = 16  # floats per register, as in kernels.c
-# A product of uint8 and int8 is at most 255 x 127, and the kernels sum them in int32.
-MAX_INPUTS = (2**31 - 1) // (255 * 127)
-ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in kernels.c
+FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT)
+LANES = 16  # floats that one step of the kernels takes, see model.h
+# A product of uint8 and a weight of 7 bits is at most 255 x 63, and the kernels sum them in int32.
+MAX_INPUTS = (2**31 - 1) // (255 * 63)
+ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in model.h
+_HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +34,23 @@ class EncoderShape:
     family: EncoderFamily
     num_layers: int
     hidden_size: int
+    embedding_size: int
     intermediate_size: int
     num_heads: int
     num_labels: int
-    num_positions: int
+    num_positions: int  # tokens of the longest text
     vocab_size: int
     activation: int  # one of ACTIVATIONS
+    head_activation: int  # one of _HEAD_ACTIVATIONS
     norm_epsilon: float
+    padding_id: int | None  # gets the first position; the others count from behind it
+    mean_pool: bool  # the head reads the mean of a text's tokens instead of the first one
+    windows: tuple[int, ...]  # of each layer: how many tokens one sees to either side, 0 for all
+    rotary_thetas: tuple[float | None, ...]  # of each layer with rotary positions
 
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
-
-    @property
-    def head_is_tanh(self) -> bool:
-        """Whether the layer before the classifier ends in tanh (BERT) rather than ReLU (DistilBERT)."""
-        return self.family.pooler_activation == "tanh"
 
     def block_prefix(self, index: int) -> str:
         """What the names of a block's weights begin with."""
@@ -52,43 +66,94 @@ class EncoderShape:
         if config.get("is_decoder"):
             raise ValueError("is_decoder: the native engine computes encoders only, in which all tokens see each other")
         model_type = config.get("model_type")
-        family = next((family for family in (DISTILBERT, BERT) if family.model_type == model_type), None)
+        family = next((family for family in FAMILIES if family.model_type == model_type), None)
         if family is None:
-            raise ValueError(f"model_type {model_type!r}: the native engine computes bert and distilbert")
+            known = ", ".join(family.model_type for family in FAMILIES)
+            raise ValueError(f"model_type {model_type!r}: the native engine computes {known}")
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ValueError("position_embedding_type: the native engine computes absolute positions only")
-        activation = config[family.activation_key]
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r}: the native engine computes {' and '.join(ACTIVATIONS)}")
-        epsilon = family.norm_epsilon
+        num_layers = config[family.num_layers_key]
+        if num_layers < 1:
+            raise ValueError(f"{family.num_layers_key} {num_layers}: the native engine needs at least 1")
+        num_positions = max_positions(config)
+        if num_positions is None or num_positions < 1:
+            raise ValueError(f"max_position_embeddings {num_positions}: the native engine needs at least 1 position")
+        windows, thetas = (0,) * num_layers, (None,) * num_layers
+        head_activation = family.pooler_activation
+        if family is MODERNBERT:
+            windows, thetas = _modernbert_attention(config)
+            head_activation = config.get("classifier_activation", "gelu")
+        epsilon, padding = family.norm_epsilon, family.padding_id
         shape = cls(
             family=family,
-            num_layers=config[family.num_layers_key],
+            num_layers=num_layers,
             hidden_size=config[family.hidden_size_key],
+            embedding_size=config.get("embedding_size", config[family.hidden_size_key])
+            if family.embedding_projection
+            else config[family.hidden_size_key],
             intermediate_size=config[family.intermediate_size_key],
             num_heads=config[family.num_heads_key],
             num_labels=len(config["id2label"]),
-            num_positions=config["max_position_embeddings"],
+            num_positions=num_positions,
             vocab_size=config["vocab_size"],
-            activation=ACTIVATIONS[activation],
+            activation=_activation(family.activation_key, config[family.activation_key], ACTIVATIONS),
+            head_activation=_activation("classifier_activation", head_activation, _HEAD_ACTIVATIONS),
             norm_epsilon=config[epsilon] if isinstance(epsilon, str) else epsilon,
+            padding_id=config[padding] if isinstance(padding, str) else padding,
+            mean_pool=family is MODERNBERT and config.get("classifier_pooling", "cls") == "mean",
+            windows=windows,
+            rotary_thetas=thetas,
         )
-        if shape.num_layers < 1:
-            raise ValueError(f"{family.num_layers_key} {shape.num_layers}: the native engine needs at least 1")
-        if shape.hidden_size % shape.num_heads:
+        shape._check_sizes()
+        return shape
+
+    def _check_sizes(self) -> None:
+        family = self.family
+        if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"{family.hidden_size_key} {shape.hidden_size}: must be a multiple of its {shape.num_heads} heads"
+                f"{family.hidden_size_key} {self.hidden_size}: must be a multiple of its {self.num_heads} heads"
             )
-        sizes = {
-            family.hidden_size_key: shape.hidden_size,
-            family.intermediate_size_key: shape.intermediate_size,
-            "head size": shape.head_size,
-        }
-        for name, size in sizes.items():
-            if size % LANES:
-                raise ValueError(f"{name} {size}: the native engine needs multiples of {LANES}")
+        # Rotary positions turn the first half of a head's features against the second.
+        head_multiple = 2 * LANES if any(self.rotary_thetas) else LANES
+        for name, size, multiple in (
+            (family.hidden_size_key, self.hidden_size, LANES),
+            ("embedding_size", self.embedding_size, LANES),
+            (family.intermediate_size_key, self.intermediate_size, LANES),
+            ("head size", self.head_size, head_multiple),
+        ):
+            if size % multiple:
+                raise ValueError(f"{name} {size}: the native engine needs multiples of {multiple}")
             if size > MAX_INPUTS:
                 raise ValueError(
                     f"{name} {size}: the native engine sums at most {MAX_INPUTS} products without overflow"
                 )
-        return shape
+
+
+def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
+    if name not in known:
+        raise ValueError(f"{key} {name!r}: the native engine computes {' and '.join(known)}")
+    return known[name]
+
+
+def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
+    """Return the window and the base of the rotary frequencies of every layer, from old and new forms of the file."""
+    every = config.get("global_attn_every_n_layers", 3)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if layer % every else "full_attention" for layer in range(config["num_hidden_layers"])
+    ]
+    thetas: dict[str, float] = {}
+    for kind, old_key, usual in (
+        ("full_attention", "global_rope_theta", 160_000.0),
+        ("sliding_attention", "local_rope_theta", 10_000.0),
+    ):
+        parameters = (config.get("rope_parameters") or {}).get(kind) or {}
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type != "default" or config.get("rope_scaling"):
+            raise ValueError(f"rope_type {rope_type!r}: the native engine computes the default rotary positions only")
+        # A layer kind without a theta of its own has the usual one of the family.
+        thetas[kind] = float(parameters.get("rope_theta") or config.get(old_key) or usual)
+    window = config.get("local_attention", 128) // 2
+    return (
+        tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        tuple(thetas[kind] for kind in kinds),
+    )

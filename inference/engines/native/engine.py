@@ -1,4 +1,4 @@
-"""The engine on top of `kernels.c`: int8, without padding and with no runtime but numpy."""
+"""The engine on top of the kernels: int8, without padding and with no runtime but numpy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,44 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
-from inference.engines.native.architecture import EncoderShape
-from inference.engines.native.library import BlockStruct, LinearStruct, ModelStruct, NormStruct, load_library
+from inference.engines.native.architecture import LANES, EncoderShape
+from inference.engines.native.library import (
+    BlockStruct,
+    LinearStruct,
+    ModelStruct,
+    NormStruct,
+    chosen_instructions,
+    load_library,
+)
 from inference.engines.native.quantize import FILE_NAME
 
 _ALIGNMENT = 64
-_LINEARS = ("query", "key_value", "attention_out", "wide", "narrow")
 
 
 class NativeEngine:
-    """Runs a BERT or DistilBERT classifier in int8 on AVX512-VNNI; see `inference.engines.base.Engine`."""
+    """Runs an encoder's classifier in int8 on any processor; see `inference.engines.base.Engine`."""
 
     name = "native int8"
     batch_tokens = CPU_BATCH_TOKENS
     pads = False
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, instructions: str = "auto") -> None:
         """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.
 
+        ``instructions`` is one of `instruction_sets()`, or ``auto`` for the fastest.
+
         Raises:
-            OSError: The compiled kernels or the weights cannot be read.
+            OSError: The compiled kernels or the weights cannot be read, or this processor lacks the instructions.
             MemoryError: There is not enough memory for the buffers.
             ValueError: The weights do not fit the configuration, or the kernels do not compute this model.
         """
         self.num_slots = threads
         self._shape = EncoderShape.of(config)
         self._library = load_library()
+        self.instructions = chosen_instructions(instructions)
         self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
         self._model = self._model_struct()
-        self._threads = _Threads(self._library, self._model, threads)
+        self._threads = self._start_threads()
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         self._check(batch)
@@ -53,7 +62,7 @@ class NativeEngine:
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
         if here.process != os.getpid():  # after a fork, which copies memory but not threads
-            here = self._threads = _Threads(self._library, self._model, self.num_slots)
+            here = self._threads = self._start_threads()
         # A session has the buffers of one pass at a time; if all are in use, wait for one. ctypes releases the
         # interpreter's lock during the call, so passes really run in parallel.
         session = here.sessions.get()
@@ -83,55 +92,92 @@ class NativeEngine:
         if batch.ids.min() < 0 or batch.ids.max() >= self._shape.vocab_size:
             raise ValueError(f"token ids must be 0 to {self._shape.vocab_size - 1}")
 
+    def _start_threads(self) -> _Threads:
+        return _Threads(self._library, self._model, self.num_slots, self.instructions)
+
     def _model_struct(self) -> ModelStruct:
-        shape = self._shape
-        width = shape.hidden_size
+        shape, family = self._shape, self._shape.family
+        width, embedding_width, positions = shape.hidden_size, shape.embedding_size, shape.num_positions
+        self._rotations = {theta: self._rotation(theta) for theta in set(shape.rotary_thetas) if theta}
         self._blocks = (BlockStruct * shape.num_layers)()
         for index in range(shape.num_layers):
-            self._fill_block(self._blocks[index], f"block.{index}.")
-        return ModelStruct(
+            self._fill_block(self._blocks[index], index)
+        model = ModelStruct(
             blocks=shape.num_layers,
             width=width,
             wide=shape.intermediate_size,
             heads=shape.num_heads,
             labels=shape.num_labels,
+            embedding_width=embedding_width,
+            num_positions=positions,
             activation=shape.activation,
-            head_is_tanh=shape.head_is_tanh,
+            head_activation=shape.head_activation,
+            norm_first=family.final_norm is not None,
+            is_gated=family.gate is not None,
+            mean_pool=shape.mean_pool,
+            padding_id=-1 if shape.padding_id is None else shape.padding_id,
             norm_epsilon=shape.norm_epsilon,
-            words=self._pointer("words", np.float16, (shape.vocab_size, width)),
-            positions=self._pointer("positions", np.float32, (shape.num_positions, width)),
-            embedding_norm=self._norm("embedding_norm"),
+            words=self._pointer("words", np.float16, (shape.vocab_size, embedding_width)),
+            embedding_norm=self._norm("embedding_norm", embedding_width),
             block=self._blocks,
             pooler_weight=self._pointer("pooler.weight", np.float32, (width, width)),
             pooler_bias=self._pointer("pooler.bias", np.float32, (width,)),
             classifier_weight=self._pointer("classifier.weight", np.float32, (shape.num_labels, width)),
             classifier_bias=self._pointer("classifier.bias", np.float32, (shape.num_labels,)),
         )
+        if family.position_embeddings:
+            # With a padding id the first row is for it alone.
+            rows = positions + (shape.padding_id is not None)
+            model.positions = self._pointer("positions", np.float32, (rows, embedding_width))
+        if family.relative_positions:
+            model.distances = self._pointer("distances", np.float32, (shape.num_heads, 2 * positions + LANES))
+        if embedding_width != width:
+            model.projection = self._linear("projection", width, embedding_width)
+        if family.pooler_norm:
+            model.head_norm = self._norm("head_norm", width)
+        return model
 
-    def _fill_block(self, block: BlockStruct, prefix: str) -> None:
-        width, wide = self._shape.hidden_size, self._shape.intermediate_size
+    def _fill_block(self, block: BlockStruct, index: int) -> None:
+        prefix, shape = f"block.{index}.", self._shape
+        width, wide = shape.hidden_size, shape.intermediate_size
         # (outputs, inputs) of each; keys and values are one product.
-        sizes = ((width, width), (2 * width, width), (width, width), (wide, width), (width, wide))
-        for name, (outputs, inputs) in zip(_LINEARS, sizes, strict=True):
+        sizes = {
+            "query": (width, width),
+            "key_value": (2 * width, width),
+            "attention_out": (width, width),
+            "wide": (wide, width),
+            "narrow": (width, wide),
+        }
+        if shape.family.gate:
+            sizes["gate"] = (wide, width)
+        for name, (outputs, inputs) in sizes.items():
             setattr(block, name, self._linear(prefix + name, outputs, inputs))
-        block.attention_norm = self._norm(f"{prefix}attention_norm")
-        block.output_norm = self._norm(f"{prefix}output_norm")
+        block.attention_norm = self._norm(f"{prefix}attention_norm", width)
+        block.output_norm = self._norm(f"{prefix}output_norm", width)
+        block.window = shape.windows[index]
+        if theta := shape.rotary_thetas[index]:
+            block.rotation = self._rotations[theta].ctypes.data
+
+    def _rotation(self, theta: float) -> NDArray[np.float32]:
+        half, positions = self._shape.head_size // 2, self._shape.num_positions
+        rotation = np.empty((positions, 2 * half), dtype=np.float32)
+        frequencies = self._pointer(f"frequencies.{theta:g}", np.float32, (half,))
+        self._library.fill_rotation(frequencies, half, positions, rotation.ctypes.data)
+        return rotation
 
     def _linear(self, name: str, outputs: int, inputs: int) -> LinearStruct:
         return LinearStruct(
             outputs=outputs,
             inputs=inputs,
-            weight=self._pointer(f"{name}.weight", np.int8, (-(-outputs // 64), inputs // 4, 64, 4)),
+            weight=self._pointer(f"{name}.weight", np.int8, (outputs // LANES, inputs // 4, LANES, 4)),
             scale=self._pointer(f"{name}.scale", np.float32, (outputs,)),
-            row_offset=self._pointer(f"{name}.row_offset", np.float32, (outputs,)),
+            weight_sum=self._pointer(f"{name}.weight_sum", np.int32, (outputs,)),
             bias=self._pointer(f"{name}.bias", np.float32, (outputs,)),
         )
 
-    def _norm(self, name: str) -> NormStruct:
-        shape = (self._shape.hidden_size,)
-        return NormStruct(
-            gain=self._pointer(f"{name}.gain", np.float32, shape), bias=self._pointer(f"{name}.bias", np.float32, shape)
-        )
+    def _norm(self, name: str, width: int) -> NormStruct:
+        gain, bias = (self._pointer(f"{name}.{part}", np.float32, (width,)) for part in ("gain", "bias"))
+        return NormStruct(gain=gain, bias=bias)
 
     def _pointer(self, name: str, dtype: type, shape: tuple[int, ...]) -> int:
         array = self._tensors.get(name)
@@ -144,13 +190,13 @@ class NativeEngine:
 class _Threads:
     """The helper threads of one model in one process, and the sessions that share them."""
 
-    def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int, instructions: str) -> None:
         self.process = os.getpid()
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
         self._opened: list[ctypes.c_void_p] = []
-        self._pool = ctypes.c_void_p(library.open_pool(ctypes.byref(model), threads - 1))
+        self._pool = ctypes.c_void_p(library.open_pool(ctypes.byref(model), threads - 1, instructions.encode()))
         for _ in range(min(threads, PASSES_AT_ONCE)):
             session = ctypes.c_void_p(self._pool and library.open_session(self._pool))
             if not session:

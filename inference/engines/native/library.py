@@ -1,4 +1,4 @@
-"""Finds the compiled `kernels.c`, and declares its structures and functions for ctypes."""
+"""Finds the compiled kernels, and declares their structures and functions for ctypes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,43 @@ _INT = ctypes.c_int32
 
 
 class LinearStruct(ctypes.Structure):
-    """``Linear`` in kernels.c."""
+    """``Linear`` in model.h."""
 
     _fields_ = [
         ("outputs", _INT),
         ("inputs", _INT),
         ("weight", _POINTER),
         ("scale", _POINTER),
-        ("row_offset", _POINTER),
+        ("weight_sum", _POINTER),
         ("bias", _POINTER),
     ]
 
 
 class NormStruct(ctypes.Structure):
-    """``Norm`` in kernels.c."""
+    """``Norm`` in model.h."""
 
     _fields_ = [("gain", _POINTER), ("bias", _POINTER)]
 
 
 class BlockStruct(ctypes.Structure):
-    """``Block`` in kernels.c."""
+    """``Block`` in model.h."""
 
     _fields_ = [
         ("query", LinearStruct),
         ("key_value", LinearStruct),
         ("attention_out", LinearStruct),
         ("wide", LinearStruct),
+        ("gate", LinearStruct),
         ("narrow", LinearStruct),
         ("attention_norm", NormStruct),
         ("output_norm", NormStruct),
+        ("rotation", _POINTER),
+        ("window", _INT),
     ]
 
 
 class ModelStruct(ctypes.Structure):
-    """``Model`` in kernels.c."""
+    """``Model`` in model.h."""
 
     _fields_ = [
         ("blocks", _INT),
@@ -53,15 +56,24 @@ class ModelStruct(ctypes.Structure):
         ("wide", _INT),
         ("heads", _INT),
         ("labels", _INT),
+        ("embedding_width", _INT),
+        ("num_positions", _INT),
         ("activation", _INT),
-        ("head_is_tanh", _INT),
+        ("head_activation", _INT),
+        ("norm_first", _INT),
+        ("is_gated", _INT),
+        ("mean_pool", _INT),
+        ("padding_id", _INT),
         ("norm_epsilon", ctypes.c_float),
         ("words", _POINTER),
         ("positions", _POINTER),
         ("embedding_norm", NormStruct),
+        ("projection", LinearStruct),
+        ("distances", _POINTER),
         ("block", ctypes.POINTER(BlockStruct)),
         ("pooler_weight", _POINTER),
         ("pooler_bias", _POINTER),
+        ("head_norm", NormStruct),
         ("classifier_weight", _POINTER),
         ("classifier_bias", _POINTER),
     ]
@@ -78,22 +90,50 @@ def load_library() -> ctypes.CDLL:
     """Load the compiled kernels.
 
     Raises:
-        OSError: They are missing, do not load, or were compiled from another version of kernels.c.
+        OSError: They are missing, do not load, or were compiled from another version of their source.
     """
     path = library_path()
     if path is None:
         raise OSError("the native kernels are not compiled; install again with a C compiler")
     library = ctypes.CDLL(str(path))
-    if library.model_bytes() != ctypes.sizeof(ModelStruct) or not hasattr(library, "open_pool"):
+    if not hasattr(library, "instruction_set") or library.model_bytes() != ctypes.sizeof(ModelStruct):
         raise OSError("the native kernels were compiled from another version; install again")
-    library.open_pool.argtypes = [ctypes.POINTER(ModelStruct), _INT]
-    library.open_pool.restype = _POINTER
-    library.close_pool.argtypes = [_POINTER]
-    library.close_pool.restype = None
-    library.open_session.argtypes = [_POINTER]
-    library.open_session.restype = _POINTER
-    library.close_session.argtypes = [_POINTER]
-    library.close_session.restype = None
-    library.forward.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER]
-    library.forward.restype = _INT
+    for function, result, arguments in (
+        ("instruction_set", ctypes.c_char_p, [_INT]),
+        ("fill_rotation", None, [_POINTER, _INT, _INT, _POINTER]),
+        ("open_pool", _POINTER, [ctypes.POINTER(ModelStruct), _INT, ctypes.c_char_p]),
+        ("close_pool", None, [_POINTER]),
+        ("open_session", _POINTER, [_POINTER]),
+        ("close_session", None, [_POINTER]),
+        ("forward", _INT, [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER]),
+    ):
+        getattr(library, function).restype = result
+        getattr(library, function).argtypes = arguments
     return library
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets of this processor that the kernels are compiled for, the fastest first.
+
+    Raises:
+        OSError: See `load_library`.
+    """
+    library = load_library()
+    names: list[str] = []
+    while name := library.instruction_set(len(names)):
+        names.append(name.decode())
+    return tuple(names)
+
+
+def chosen_instructions(wanted: str = "auto") -> str:
+    """The instruction set that the kernels will use.
+
+    Raises:
+        OSError: This processor or these kernels lack the wanted one, or see `load_library`.
+    """
+    here = instruction_sets()
+    if wanted == "auto":
+        return here[0]
+    if wanted not in here:
+        raise OSError(f"instructions {wanted!r}: this processor and these kernels have {', '.join(here)}")
+    return wanted

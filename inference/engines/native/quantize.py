@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from inference.engines.native.architecture import EncoderShape
+from inference.engines.native.architecture import LANES, EncoderShape
 
 FILE_NAME = "model_int8.safetensors"
-PANEL = 64  # outputs that the kernels compute together, as in kernels.c
-_INT8_MAX = 127
+# Weights of 7 bits: processors without VNNI add pairs of products in int16, where 2 x 255 x 63 fits.
+WEIGHT_MAX = 63
+# MPNet's attention knows 32 kinds of distances: 0 to 7 to either side, and eight ranges of larger ones up to 128.
+_BUCKETS, _LARGEST_DISTANCE = 32, 128
 
 Weights = Mapping[str, NDArray[Any]]
 
@@ -22,8 +25,8 @@ Weights = Mapping[str, NDArray[Any]]
 def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> None:
     """Quantise a classifier and write it as `FILE_NAME`.
 
-    Weights become int8 with one symmetric scale per output channel; word embeddings become float16; everything else
-    stays float32.
+    Weights become int8 of `WEIGHT_MAX` at most, with one symmetric scale per output channel; word embeddings become
+    float16; everything else stays float32.
 
     Raises:
         ValueError: The kernels do not compute this architecture, or a weight is missing, is not finite or, in an
@@ -31,89 +34,148 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
     """
     shape = EncoderShape.of(config)
     family = shape.family
-    positions = _float(weights, f"{family.position_embeddings}.weight")
-    if family.token_type_embeddings:
-        # A single text is given, not a pair, so every token has type 0.
-        positions = positions + _float(weights, f"{family.token_type_embeddings}.weight")[0]
+    reader = _Reader(shape, weights)
     tensors: dict[str, NDArray[Any]] = {
-        "words": _half(weights, f"{family.word_embeddings}.weight"),
-        "positions": positions,
-        "classifier.weight": _float(weights, f"{family.classifier}.weight"),
-        "classifier.bias": _float(weights, f"{family.classifier}.bias"),
+        "words": _half(reader.tensor(f"{family.word_embeddings}.weight"), f"{family.word_embeddings}.weight"),
+        "classifier.weight": reader.tensor(f"{family.classifier}.weight"),
+        "classifier.bias": reader.tensor(f"{family.classifier}.bias"),
         # The kernels walk over inputs first.
-        "pooler.weight": np.ascontiguousarray(_float(weights, f"{family.pooler}.weight").T),
-        "pooler.bias": _float(weights, f"{family.pooler}.bias"),
-        **_norm("embedding_norm", weights, family.embedding_norm),
+        "pooler.weight": np.ascontiguousarray(reader.tensor(f"{family.pooler}.weight").T),
+        "pooler.bias": reader.bias(family.pooler, shape.hidden_size),
+        **reader.norm("embedding_norm", family.embedding_norm),
     }
+    if family.position_embeddings:
+        positions = reader.tensor(f"{family.position_embeddings}.weight")
+        if family.token_type_embeddings:
+            # A single text is given, not a pair, so every token has type 0.
+            positions = positions + reader.tensor(f"{family.token_type_embeddings}.weight")[0]
+        # Rows before the padding id's are never used.
+        tensors["positions"] = positions[shape.padding_id or 0 :]
+    if family.relative_positions:
+        table = reader.tensor(f"{family.relative_positions}.weight")
+        tensors["distances"] = _distances(table, shape.num_positions)
+    if shape.embedding_size != shape.hidden_size:
+        tensors |= _linear("projection", *reader.linear(family.embedding_projection))
+    if family.pooler_norm:
+        tensors |= reader.norm("head_norm", family.pooler_norm)
+    for theta in sorted({theta for theta in shape.rotary_thetas if theta}):
+        exponents = np.arange(0, shape.head_size, 2, dtype=np.float64) / shape.head_size
+        tensors[f"frequencies.{theta:g}"] = (theta**-exponents).astype(np.float32)
     for index in range(shape.num_layers):
-        tensors |= _block(f"block.{index}.", shape, weights, shape.block_prefix(index))
+        tensors |= _block(index, shape, reader)
     save_file(tensors, folder / FILE_NAME)
 
 
-def _block(prefix: str, shape: EncoderShape, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
-    def linear(name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return _float(weights, f"{source}{name}.weight"), _float(weights, f"{source}{name}.bias")
-
-    family = shape.family
-    query_weight, query_bias = linear(family.query)
-    key_weight, key_bias = linear(family.key)
-    value_weight, value_bias = linear(family.value)
+def _block(index: int, shape: EncoderShape, reader: _Reader) -> dict[str, NDArray[Any]]:
+    family, source, prefix = shape.family, shape.block_prefix(index), f"block.{index}."
+    query_weight, query_bias = reader.part(source, "query", ("query", "key", "value"))
+    key_weight, key_bias = reader.part(source, "key", ("query", "key", "value"))
+    value_weight, value_bias = reader.part(source, "value", ("query", "key", "value"))
     scaling = np.float32(shape.head_size**-0.5)  # saves a pass over the scores
-    return {
+    if family.final_norm is None:
+        after_attention, after_block = source + family.attention_norm, source + family.output_norm
+    else:
+        # This family normalises what enters attention and feed-forward. The kernels do that one step earlier, where the
+        # sum is at hand: behind attention for this block's feed-forward, behind the feed-forward for the next block.
+        is_last = index == shape.num_layers - 1
+        after_attention = source + family.output_norm
+        after_block = family.final_norm if is_last else shape.block_prefix(index + 1) + family.attention_norm
+    block = {
         **_linear(f"{prefix}query", query_weight * scaling, query_bias * scaling),
         **_linear(
             f"{prefix}key_value",
             np.concatenate([key_weight, value_weight]),
             np.concatenate([key_bias, value_bias]),
         ),
-        **_linear(f"{prefix}attention_out", *linear(family.attention_output)),
-        **_linear(f"{prefix}wide", *linear(family.intermediate)),
-        **_linear(f"{prefix}narrow", *linear(family.output)),
-        **_norm(f"{prefix}attention_norm", weights, source + family.attention_norm),
-        **_norm(f"{prefix}output_norm", weights, source + family.output_norm),
+        **_linear(f"{prefix}attention_out", *reader.linear(source + family.attention_output)),
+        **_linear(f"{prefix}wide", *reader.part(source, "intermediate", ("gate", "intermediate"))),
+        **_linear(f"{prefix}narrow", *reader.linear(source + family.output)),
+        **reader.norm(f"{prefix}attention_norm", after_attention),
+        **reader.norm(f"{prefix}output_norm", after_block),
     }
+    if family.gate:
+        block |= _linear(f"{prefix}gate", *reader.part(source, "gate", ("gate", "intermediate")))
+    return block
+
+
+class _Reader:
+    """The weights of a classifier, by the names of its family."""
+
+    def __init__(self, shape: EncoderShape, weights: Weights) -> None:
+        self._family = shape.family
+        self._weights = weights
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        if name not in self._weights:
+            raise ValueError(f"the weights lack {name}")
+        weight = np.asarray(self._weights[name], dtype=np.float32)
+        if not np.isfinite(weight).all():
+            raise ValueError(
+                f"{name} holds NaN or infinity because training diverged; train with a lower learning rate"
+            )
+        return weight
+
+    def bias(self, module: str, size: int) -> NDArray[np.float32]:
+        """A module's bias; zeros if its family allows it to have none."""
+        name = f"{module}.bias"
+        if name not in self._weights and not self._family.has_biases:
+            return np.zeros(size, np.float32)
+        return self.tensor(name)
+
+    def linear(self, module: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        weight = self.tensor(f"{module}.weight")
+        return weight, self.bias(module, len(weight))
+
+    def part(self, prefix: str, part: str, order: tuple[str, ...]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """One linear layer of a block; some families join several, as rows of one weight in this order."""
+        module = getattr(self._family, part)
+        joined = [name for name in order if getattr(self._family, name) == module]
+        weight, bias = self.linear(prefix + module)
+        place = joined.index(part)
+        return np.split(weight, len(joined))[place], np.split(bias, len(joined))[place]
+
+    def norm(self, name: str, module: str) -> dict[str, NDArray[np.float32]]:
+        gain = self.tensor(f"{module}.weight")
+        return {f"{name}.gain": gain, f"{name}.bias": self.bias(module, len(gain))}
 
 
 def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    scale = np.maximum(np.abs(weight).max(axis=1), np.finfo(np.float32).tiny) / _INT8_MAX
-    # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of its weights) to each
-    # output, and that sum is known here.
+    scale = np.maximum(np.abs(weight).max(axis=1), np.finfo(np.float32).tiny) / WEIGHT_MAX
     quantised = np.rint(weight / scale[:, None]).astype(np.int8)
     return {
         f"{name}.weight": _packed(quantised),
         f"{name}.scale": scale.astype(np.float32),
-        f"{name}.row_offset": (scale * quantised.sum(axis=1, dtype=np.int64)).astype(np.float32),
+        # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of its weights) to each
+        # output.
+        f"{name}.weight_sum": quantised.sum(axis=1, dtype=np.int32),
         f"{name}.bias": bias,
     }
 
 
 def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    # (outputs, inputs) -> (panels, inputs / 4, 64, 4). VPDPBUSD sums the products of four neighbouring inputs for each
-    # of 16 outputs, so these have to be contiguous.
+    # (outputs, inputs) -> (outputs / 16, inputs / 4, 16, 4): the kernels add a dot product of four neighbouring inputs
+    # to each of 16 sums, so these have to be contiguous.
     outputs, inputs = weight.shape
-    filled = np.zeros((-(-outputs // PANEL) * PANEL, inputs), dtype=np.int8)
-    filled[:outputs] = weight
-    return np.ascontiguousarray(filled.reshape(-1, PANEL, inputs // 4, 4).transpose(0, 2, 1, 3))
+    return np.ascontiguousarray(weight.reshape(outputs // LANES, LANES, inputs // 4, 4).transpose(0, 2, 1, 3))
 
 
-def _norm(name: str, weights: Weights, source: str) -> dict[str, NDArray[Any]]:
-    return {
-        f"{name}.gain": _float(weights, f"{source}.weight"),
-        f"{name}.bias": _float(weights, f"{source}.bias"),
-    }
+def _distances(table: NDArray[np.float32], num_positions: int) -> NDArray[np.float32]:
+    """(buckets, heads) -> (heads, 2 positions + 16): the bias for a key at query + i - (positions - 1).
+
+    As `MPNetEncoder.relative_position_bucket` of transformers computes it.
+    """
+    near = _BUCKETS // 4
+    step = math.log(_LARGEST_DISTANCE / near)
+    buckets = []
+    for distance in range(-num_positions + 1, num_positions + LANES + 1):
+        far = abs(distance)
+        if far >= near:
+            far = min(near + int(math.log(far / near) / step * near), _BUCKETS // 2 - 1)
+        buckets.append(far + (_BUCKETS // 2 if distance > 0 else 0))
+    return np.ascontiguousarray(table[buckets].T)
 
 
-def _float(weights: Weights, name: str) -> NDArray[np.float32]:
-    if name not in weights:
-        raise ValueError(f"the weights lack {name}")
-    weight = np.asarray(weights[name], dtype=np.float32)
-    if not np.isfinite(weight).all():
-        raise ValueError(f"{name} holds NaN or infinity because training diverged; train with a lower learning rate")
-    return weight
-
-
-def _half(weights: Weights, name: str) -> NDArray[np.float16]:
-    weight = _float(weights, name)
+def _half(weight: NDArray[np.float32], name: str) -> NDArray[np.float16]:
     largest = float(np.abs(weight).max())
     if largest > float(np.finfo(np.float16).max):
         raise ValueError(

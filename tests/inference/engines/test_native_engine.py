@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,93 +15,159 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    PreTrainedModel,
+from transformers import PreTrainedModel
+
+from inference.engines import native
+from inference.engines.base import TokenBatch
+from inference.engines.native.engine import NativeEngine
+from inference.engines.native.library import instruction_sets, library_path
+from inference.engines.native.quantize import FILE_NAME, write_native
+from tests.inference.engines import native_models
+from tests.inference.engines.native_models import (
+    LENGTHS,
+    MODELS,
+    POSITIONS,
+    VOCABULARY,
+    distilbert,
+    modernbert,
+    random_texts,
+    randomise,
+    reference_logits,
 )
 
-from inference.engines.base import TokenBatch
-from inference.engines.native import is_supported
-from inference.engines.native.engine import NativeEngine
-from inference.engines.native.quantize import FILE_NAME, write_native
-
-SUPPORTED, WHY_NOT = is_supported()
-pytestmark = pytest.mark.skipif(not SUPPORTED, reason=WHY_NOT)
-
-VOCABULARY, POSITIONS = 300, 160
-# Around the sizes of a register (16), a tile (6) and a block of rows (48).
-LENGTHS = [1, 2, 15, 16, 17, 5, 31, 33, 47, 48, 49, 63, 64, 65, 3, 97, 128, 160]
+pytestmark = pytest.mark.skipif(library_path() is None, reason=native.is_supported()[1])
+KERNELS = Path(native.__file__).parent
+ARM_COMPILER, ARM_EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
 
 MakeEngine = Callable[..., tuple[NativeEngine, PreTrainedModel]]
 
 
-def _distilbert(**changes: object) -> PreTrainedModel:
-    sizes = {"dim": 96, "hidden_dim": 208, "n_heads": 3, "n_layers": 3, "vocab_size": VOCABULARY, "num_labels": 5}
-    return DistilBertForSequenceClassification(
-        DistilBertConfig(max_position_embeddings=POSITIONS, initializer_range=0.15, **sizes | changes)
-    )
-
-
-def _bert() -> PreTrainedModel:
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.15,
-        num_labels=4,
-    )
-    return BertForSequenceClassification(config)
-
-
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
-    def make(model: PreTrainedModel, threads: int = 2) -> tuple[NativeEngine, PreTrainedModel]:
-        model.eval().save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        write_native(config, load_file(tmp_path / "model.safetensors"), tmp_path)
-        return NativeEngine(tmp_path, config, threads), model
+    def make(
+        model: PreTrainedModel, threads: int = 2, instructions: str = "auto"
+    ) -> tuple[NativeEngine, PreTrainedModel]:
+        return native_models.make_engine(model, tmp_path, threads, instructions)
 
     torch.manual_seed(0)
     return make
 
 
-def _random_texts(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+def _texts_with_padding_inside() -> list[list[int]]:
+    texts = random_texts(LENGTHS)
+    texts[7][3] = texts[9][0] = 1  # the padding id of the families that count positions from behind it
+    return texts
 
 
-@torch.inference_mode()
-def _reference(model: PreTrainedModel, texts: list[list[int]]) -> np.ndarray:
-    return np.concatenate([model(input_ids=torch.tensor([ids])).logits.numpy() for ids in texts])
-
-
-@pytest.mark.parametrize(
-    "model",
-    [_distilbert, lambda: _distilbert(activation="relu"), lambda: _distilbert(n_layers=1), _bert],
-    ids=["distilbert", "distilbert with relu", "one block", "bert"],
-)
-def test_logits_follow_transformers_for_every_length(make_engine: MakeEngine, model: Callable) -> None:
-    engine, reference = make_engine(model())
-    texts = _random_texts(LENGTHS)
-    expected = _reference(reference, texts)
-    found = engine.logits(TokenBatch.of(texts))
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_follow_transformers_for_every_length(make_engine: MakeEngine, family: str) -> None:
+    engine, reference = make_engine(randomise(MODELS[family]()))
+    texts = _texts_with_padding_inside()
+    expected = reference_logits(reference, texts)
+    difference = engine.logits(TokenBatch.of(texts)) - expected
     # Int8 keeps about two digits; far apart answers would show a wrong kernel, not rounding.
-    spread = expected.std()
-    assert np.abs(found - expected).max() < 0.15 * spread
-    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998
+    assert np.sqrt((difference**2).mean()) < 0.1 * expected.std()
+    assert np.abs(difference).max() < 0.3 * expected.std()
 
 
-def test_answers_are_bit_equal_alone_in_a_batch_and_on_any_number_of_threads(
-    make_engine: MakeEngine,
+@pytest.mark.parametrize("family", MODELS)
+def test_every_instruction_set_gives_the_same_bits(make_engine: MakeEngine, family: str) -> None:
+    model = randomise(MODELS[family]())
+    batch = TokenBatch.of(_texts_with_padding_inside())
+    expected = make_engine(model, 1, "plain")[0].logits(batch)
+    for instructions in instruction_sets():
+        engine, _ = make_engine(model, 2, instructions)
+        for threads in (1, 2):
+            np.testing.assert_array_equal(engine.logits(batch, threads), expected, err_msg=instructions)
+
+
+@pytest.fixture(scope="module")
+def arm_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels for ARM with a program that runs them, without optimisation, which must not change any bit."""
+    if not ARM_COMPILER or not ARM_EMULATOR:
+        pytest.skip("ARM is emulated with Debian's qemu-user-static and gcc-aarch64-linux-gnu, which are not installed")
+    program = tmp_path_factory.mktemp("arm") / "forward_image"
+    sources = [*sorted(KERNELS.glob("*.c")), Path(__file__).with_name("forward_image.c")]
+    flags = ["-O1", "-std=gnu11", "-ffp-contract=off", "-static", f"-I{KERNELS}", "-o", program]
+    subprocess.run([ARM_COMPILER, *flags, *sources, "-lpthread", "-lm"], check=True)
+    return program
+
+
+def _bits_on_arm(driver: Path, processor: str, image: Path, texts: list[list[int]]) -> dict[str, set[str]]:
+    """The logits by instruction set, on one thread and on two."""
+    batch = image.with_name("batch")
+    native_models.write_batch(texts, batch)
+    command = [ARM_EMULATOR, "-cpu", processor, driver, image, batch]
+    found: dict[str, set[str]] = {}
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        name, _, logits = line.partition(" ")
+        found.setdefault(name, set()).add(logits)
+    return found
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_arm_gives_the_bits_of_this_processor(
+    make_engine: MakeEngine, arm_driver: Path, tmp_path: Path, family: str
 ) -> None:
-    engine, _ = make_engine(_distilbert(), threads=3)
-    texts = _random_texts(LENGTHS)
+    engine, _ = make_engine(randomise(MODELS[family]()))
+    native_models.write_image(engine, tmp_path / "image")
+    texts = random_texts([1, 19, 50, 6])
+    texts[2][3] = 1  # a padding id
+    expected = " ".join(f"{bits:08x}" for bits in engine.logits(TokenBatch.of(texts)).view(np.uint32).ravel())
+    found = _bits_on_arm(arm_driver, "max", tmp_path / "image", texts)
+    assert found == {name: {expected} for name in ("neon_i8mm", "neon_dotprod", "neon", "plain")}
+    if family == "distilbert":  # older cores: without i8mm, and without dot products
+        assert list(_bits_on_arm(arm_driver, "cortex-a76", tmp_path / "image", texts)) == list(found)[1:]
+        assert list(_bits_on_arm(arm_driver, "cortex-a72", tmp_path / "image", texts)) == list(found)[2:]
+
+
+def test_instructions_that_this_processor_lacks_are_refused_by_name(make_engine: MakeEngine) -> None:
+    with pytest.raises(OSError, match=r"instructions 'sse9': this processor and these kernels have .*plain"):
+        make_engine(distilbert(), instructions="sse9")
+
+
+def test_local_attention_sees_exactly_its_window(make_engine: MakeEngine, tmp_path: Path) -> None:
+    _, reference = make_engine(modernbert())
+    texts = random_texts([40, 60, 100, 150, 160])
+    expected = reference_logits(reference, texts)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def error(window: int) -> float:
+        changed = config | {"local_attention": 2 * window}
+        return float(np.abs(NativeEngine(tmp_path, changed, 1).logits(TokenBatch.of(texts)) - expected).mean())
+
+    assert error(16) < 0.5 * min(error(15), error(17))
+
+
+def test_thousands_of_tokens_take_bounded_memory(make_engine: MakeEngine) -> None:
+    positions = 8192
+    engine, reference = make_engine(modernbert(max_position_embeddings=positions, num_hidden_layers=4))
+    before = _data_bytes()
+    texts = random_texts([positions, 10])
+    logits = engine.logits(TokenBatch.of(texts), 2)
+    # All scores of one head would take 256 MiB.
+    assert _data_bytes() - before < 64 * 2**20
+    expected = reference_logits(reference, texts)
+    assert np.abs(logits - expected).max() < 0.2 * expected.std()
+
+
+def test_configurations_of_modernbert_from_before_transformers_5_are_read(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    engine, _ = make_engine(modernbert())
+    config = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
+    old |= {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0}
+    batch = TokenBatch.of(random_texts(LENGTHS))
+    np.testing.assert_array_equal(NativeEngine(tmp_path, old, 1).logits(batch), engine.logits(batch))
+
+
+@pytest.mark.parametrize("family", ["distilbert", "electra with narrow embeddings", "mpnet", "modernbert"])
+def test_answers_are_bit_equal_alone_in_a_batch_and_on_any_number_of_threads(
+    make_engine: MakeEngine, family: str
+) -> None:
+    engine, _ = make_engine(MODELS[family](), threads=3)
+    texts = random_texts(LENGTHS)
     together = engine.logits(TokenBatch.of(texts))
     for threads in (1, 2, 3):
         np.testing.assert_array_equal(engine.logits(TokenBatch.of(texts), threads), together)
@@ -108,8 +176,8 @@ def test_answers_are_bit_equal_alone_in_a_batch_and_on_any_number_of_threads(
 
 
 def test_concurrent_passes_do_not_affect_each_other(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(_distilbert())
-    batches = [TokenBatch.of(_random_texts(LENGTHS[: 3 + i % 7], seed=i)) for i in range(40)]
+    engine, _ = make_engine(distilbert())
+    batches = [TokenBatch.of(random_texts(LENGTHS[: 3 + i % 7], seed=i)) for i in range(40)]
     alone = [engine.logits(batch) for batch in batches]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda batch: engine.logits(batch, 1 + len(batch.lengths) % 2), batches))
@@ -131,7 +199,7 @@ def test_concurrent_passes_do_not_affect_each_other(make_engine: MakeEngine) -> 
 def test_input_that_would_read_outside_of_a_table_is_refused(
     make_engine: MakeEngine, ids: list[int], lengths: list[int], what: str
 ) -> None:
-    engine, _ = make_engine(_distilbert())
+    engine, _ = make_engine(distilbert())
     with pytest.raises(ValueError, match=what):
         engine.logits(TokenBatch(np.array(ids, dtype=np.int32), np.array(lengths, dtype=np.int32)))
 
@@ -139,26 +207,26 @@ def test_input_that_would_read_outside_of_a_table_is_refused(
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_type": "roberta"}, "model_type 'roberta'"),
+        ({"model_type": "xlnet"}, "model_type 'xlnet'"),
         ({"activation": "silu"}, "activation 'silu'"),
         ({"n_heads": 4}, "head size 24"),
         ({"n_heads": 18, "dim": 304}, "dim 304: must be a multiple of its 18 heads"),
         ({"n_layers": 0}, "n_layers 0"),
-        ({"hidden_dim": 66_320}, "hidden_dim 66320"),
+        ({"hidden_dim": 133_680}, "hidden_dim 133680"),
         ({"is_decoder": True}, "is_decoder"),
     ],
 )
 def test_a_model_that_the_kernels_do_not_compute_is_refused_before_anything_is_written(
     make_engine: MakeEngine, tmp_path: Path, changes: dict[str, object], what: str
 ) -> None:
-    config = {"model_type": "distilbert", **_distilbert().config.to_dict(), **changes}
+    config = {"model_type": "distilbert", **distilbert().config.to_dict(), **changes}
     with pytest.raises(ValueError, match=what):
         write_native(config, {}, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_another_shape_are_refused_by_name(make_engine: MakeEngine, tmp_path: Path) -> None:
-    make_engine(_distilbert())
+    make_engine(distilbert())
     tensors = load_file(tmp_path / FILE_NAME)
     save_file(tensors | {"block.1.wide.bias": np.zeros(7, np.float32)}, tmp_path / FILE_NAME)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -178,8 +246,8 @@ def _data_bytes() -> int:
 
 @pytest.mark.parametrize("processors", [1, 2, 8, 64, 96, 128, 256])
 def test_there_are_as_many_threads_as_processors(make_engine: MakeEngine, processors: int) -> None:
-    engine, _ = make_engine(_distilbert(n_layers=1), threads=processors)
-    batch = TokenBatch.of(_random_texts([50, 160, 3, 97]))
+    engine, _ = make_engine(distilbert(n_layers=1), threads=processors)
+    batch = TokenBatch.of(random_texts([50, 160, 3, 97]))
     alone = engine.logits(batch)
     np.testing.assert_array_equal(engine.logits(batch, processors), alone)
     with_engine = _num_threads()
@@ -188,8 +256,8 @@ def test_there_are_as_many_threads_as_processors(make_engine: MakeEngine, proces
 
 
 def test_buffers_grow_linearly_with_the_processors(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(_distilbert(n_layers=1), threads=64)
-    batch = TokenBatch.of(_random_texts([POSITIONS] * 2))
+    engine, _ = make_engine(distilbert(n_layers=1), threads=64)
+    batch = TokenBatch.of(random_texts([POSITIONS] * 2))
     before = _data_bytes()
     for _ in range(64):  # every session in turn
         engine.logits(batch, 64)
@@ -197,8 +265,8 @@ def test_buffers_grow_linearly_with_the_processors(make_engine: MakeEngine) -> N
 
 
 def test_concurrent_passes_may_ask_for_more_threads_than_exist(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(_distilbert(), threads=3)
-    batches = [TokenBatch.of(_random_texts(LENGTHS[i % 9 :], seed=i)) for i in range(24)]
+    engine, _ = make_engine(distilbert(), threads=3)
+    batches = [TokenBatch.of(random_texts(LENGTHS[i % 9 :], seed=i)) for i in range(24)]
     alone = [engine.logits(batch) for batch in batches]
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda batch: engine.logits(batch, 3), batches))
@@ -207,8 +275,8 @@ def test_concurrent_passes_may_ask_for_more_threads_than_exist(make_engine: Make
 
 
 def test_a_forked_child_starts_its_own_threads(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(_distilbert(), threads=2)
-    batch = TokenBatch.of(_random_texts(LENGTHS))
+    engine, _ = make_engine(distilbert(), threads=2)
+    batch = TokenBatch.of(random_texts(LENGTHS))
     expected = engine.logits(batch, 2)
     child = os.fork()
     if child == 0:  # whatever happens here, pytest must not go on in this process
@@ -248,7 +316,7 @@ def _exit_code(child: int, seconds: float) -> int | None:
 def test_weights_that_are_not_finite_are_refused_by_name(
     make_engine: MakeEngine, name: str, what: str, value: float
 ) -> None:
-    model = _distilbert()
+    model = distilbert()
     with torch.no_grad():
         model.get_parameter(name).view(-1)[3] = value
     with pytest.raises(ValueError, match=f"{what} holds NaN or infinity"):
@@ -256,7 +324,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 
 
 def test_embeddings_too_large_for_float16_are_refused(make_engine: MakeEngine) -> None:
-    model = _distilbert()
+    model = distilbert()
     with torch.no_grad():
         model.distilbert.embeddings.word_embeddings.weight[7, 3] = 70_000
     with pytest.raises(ValueError, match=r"word_embeddings\.weight reaches 70000.* 65504"):
@@ -273,7 +341,7 @@ def _places(value: float) -> list[str]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
-    "make", [_distilbert, lambda: _distilbert(activation="relu"), _bert], ids=["gelu", "relu", "tanh"]
+    "make", [distilbert, lambda: distilbert(activation="relu"), MODELS["bert"]], ids=["gelu", "relu", "tanh"]
 )
 def test_a_non_finite_number_anywhere_in_a_pass_shows_in_the_answer(
     make_engine: MakeEngine, tmp_path: Path, make: Callable, value: float

@@ -1,0 +1,132 @@
+/* AVX2: a register holds 8 floats or 32 bytes, so that two make one step. Four products are summed in two instructions,
+ * pairs in int16 first, where 2 x 255 x 63 fits; with AVX-VNNI in one. */
+#if defined(__x86_64__)
+#include "model.h"
+
+#ifdef WITH_VNNI
+#define RUN_SHARE run_share_avx_vnni
+TARGET_BEGIN("avx2,fma,f16c,avxvnni")
+enum { INT_ROWS = 6, INT_VECTORS = 1 };
+#else
+#define RUN_SHARE run_share_avx2
+TARGET_BEGIN("avx2,fma,f16c")
+enum { INT_ROWS = 4, INT_VECTORS = 1 };
+#endif
+#include "x86.h"
+
+enum { FLOAT_ROWS = 6, FLOAT_VECTORS = 1 };
+
+typedef struct {
+    __m256 a, b;
+} vec;
+typedef struct {
+    __m256i a, b;
+} ints, weights;
+typedef __m256i activations;
+
+#define EACH(NAME, STEP) \
+    INLINE vec NAME(vec x, vec y) { return (vec){STEP(x.a, y.a), STEP(x.b, y.b)}; }
+EACH(v_add, _mm256_add_ps)
+EACH(v_sub, _mm256_sub_ps)
+EACH(v_mul, _mm256_mul_ps)
+EACH(v_div, _mm256_div_ps)
+EACH(v_max, _mm256_max_ps)
+EACH(v_min, _mm256_min_ps)
+INLINE vec v_load(const float *p) { return (vec){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void v_store(float *p, vec x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE vec v_splat(float x) { return (vec){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE vec v_sqrt(vec x) { return (vec){_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+INLINE vec v_fma(vec x, vec y, vec z) { return (vec){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE vec v_fnma(vec x, vec y, vec z) { return (vec){_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
+
+#define TO_EVEN (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+INLINE vec v_round(vec x) { return (vec){_mm256_round_ps(x.a, TO_EVEN), _mm256_round_ps(x.b, TO_EVEN)}; }
+
+INLINE __m256 power_of_2(__m256 n) {
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+INLINE vec v_scale(vec x, vec n) { return v_mul(x, (vec){power_of_2(n.a), power_of_2(n.b)}); }
+
+INLINE __m256 select_8(int from, int to, __m256 x, __m256 y) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(from), lane), inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane);
+    return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(_mm256_andnot_si256(before, inside)));
+}
+INLINE vec v_select(int from, int to, vec x, vec y) {
+    return (vec){select_8(from, to, x.a, y.a), select_8(from - 8, to - 8, x.b, y.b)};
+}
+
+INLINE float v_sum(vec x) { return sum_8(_mm256_add_ps(x.a, x.b)); }
+INLINE float v_largest(vec x) { return largest_8(_mm256_max_ps(x.a, x.b)); }
+INLINE float v_smallest(vec x) { return smallest_8(_mm256_min_ps(x.a, x.b)); }
+
+INLINE vec v_load_half(const uint16_t *p) {
+    const __m128i *q = (const __m128i *)p;
+    return (vec){_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+INLINE void v_store_bytes(uint8_t *p, vec x) {
+    __m256i y = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    y = _mm256_permute4x64_epi64(y, 0xd8); /* packing goes by halves of the register */
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+}
+
+INLINE vec i_to_float(ints x) { return (vec){_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE ints i_load(const int32_t *p) {
+    return (ints){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
+}
+INLINE ints i_start(const int32_t *weight_sum) {
+    (void)weight_sum;
+    return (ints){_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+
+INLINE activations four_inputs(const uint8_t *q) {
+    int32_t four;
+    memcpy(&four, q, 4);
+    return _mm256_set1_epi32(four);
+}
+
+INLINE weights four_weights(const int8_t *p) {
+    weights w = {_mm256_load_si256((const __m256i *)p), _mm256_load_si256((const __m256i *)p + 1)};
+    __asm__("" : "+x"(w.a), "+x"(w.b)); /* stay in registers: GCC would load them again for every row */
+    return w;
+}
+
+INLINE __m256i dot_8(__m256i sum, __m256i x, __m256i w) {
+#ifdef WITH_VNNI
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
+#else
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
+    __asm__("" : "+x"(sum)); /* GCC would sum several steps apart first, and spill them */
+#endif
+    return sum;
+}
+INLINE ints i_dot(ints sum, activations x, weights w) { return (ints){dot_8(sum.a, x, w.a), dot_8(sum.b, x, w.b)}; }
+
+/* The transpose of 8 rows of 8 floats, see avx512.c. */
+INLINE void transpose_8(const float *x, int x_stride, int rows, float *out, int out_stride) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i++) t[i] = i < rows ? _mm256_loadu_ps(x + (size_t)i * x_stride) : _mm256_setzero_ps();
+    for (int i = 0; i < 8; i += 2) {
+        u[i] = _mm256_unpacklo_ps(t[i], t[i + 1]);
+        u[i + 1] = _mm256_unpackhi_ps(t[i], t[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            t[i + 2 * j] = _mm256_shuffle_ps(u[i + j], u[i + j + 2], 0x44);
+            t[i + 2 * j + 1] = _mm256_shuffle_ps(u[i + j], u[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(out + (size_t)i * out_stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x20));
+        _mm256_storeu_ps(out + (size_t)(i + 4) * out_stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x31));
+    }
+}
+INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {
+    for (int i = 0; i < LANES; i += 8)
+        for (int j = 0; j < LANES; j += 8)
+            transpose_8(x + (size_t)i * x_stride + j, x_stride, rows - i, out + (size_t)j * out_stride + i, out_stride);
+}
+
+#include "encoder.h"
+TARGET_END
+#endif

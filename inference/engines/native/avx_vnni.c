@@ -1,0 +1,2 @@
+#define WITH_VNNI
+#include "avx2.c"

@@ -1,0 +1,113 @@
+/* The structures that all files here share. library.py declares those that Python fills. */
+#pragma once
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+/* What stands between TARGET_BEGIN and TARGET_END is compiled for a processor that has these features. */
+#define PRAGMA(X) _Pragma(#X)
+#ifdef __clang__
+#define TARGET_BEGIN(FEATURES) PRAGMA(clang attribute push(__attribute__((target(FEATURES))), apply_to = function))
+#define TARGET_END PRAGMA(clang attribute pop)
+#else
+#define TARGET_BEGIN(FEATURES) PRAGMA(GCC push_options) PRAGMA(GCC target(FEATURES))
+#define TARGET_END PRAGMA(GCC pop_options)
+#endif
+
+/* Floats that one step of the computation takes, whatever the width of the registers: sums over a row are kept in 16
+ * partial sums on every processor, and so come out equal to the last bit. */
+enum { LANES = 16 };
+/* Rows that go through a whole block together: their widest activation (rows x 3072 floats) stays in the L2 cache. Up to
+ * half as many more, so that a text of 50 tokens does not read all weights a second time for its last two. */
+enum { ROW_BLOCK = 48, MOST_ROWS = ROW_BLOCK * 3 / 2 };
+
+/* y = x W^T + bias with int8 weights of -63 to 63, packed as [outputs / 16][inputs / 4][16][4]. */
+typedef struct {
+    int32_t outputs, inputs;
+    const int8_t *weight;
+    const float *scale;        /* (outputs,) */
+    const int32_t *weight_sum; /* (outputs,): sum of the output's weights */
+    const float *bias;         /* (outputs,) */
+} Linear;
+
+typedef struct {
+    const float *gain, *bias;
+} Norm;
+
+typedef struct {
+    Linear query, key_value, attention_out, wide, gate, narrow; /* gate: if is_gated */
+    Norm attention_norm, output_norm;
+    const float *rotation; /* (positions, head width): cosines and then sines of the rotary positions, or NULL */
+    int32_t window;        /* a token sees so many to either side of it; 0: all */
+} Block;
+
+enum Activation { GELU = 0, RELU = 1, TANH = 2 };
+
+typedef struct {
+    int32_t blocks, width, wide, heads, labels, embedding_width, num_positions;
+    int32_t activation, head_activation; /* enum Activation */
+    /* A block normalises what enters its two halves, and adds to what was there before (ModernBERT), or else normalises
+     * what it has added (BERT). */
+    int32_t norm_first;
+    int32_t is_gated;   /* the feed-forward takes activation(gate) x wide instead of activation(wide) */
+    int32_t mean_pool;  /* the head reads the mean of a text's tokens, not the first one */
+    int32_t padding_id; /* gets the position 0, and does not count in the positions of others; -1: no such token */
+    float norm_epsilon;
+    const uint16_t *words;    /* float16 (vocabulary, embedding width) */
+    const float *positions;   /* (positions, embedding width), token type 0 added where the model has types, or NULL */
+    Norm embedding_norm;
+    Linear projection;        /* from embedding width to width; weight is NULL where they are equal */
+    /* (heads, 2 positions + 16): what a score gets by the key's position minus the query's, plus positions - 1; or NULL */
+    const float *distances;
+    const Block *block;
+    const float *pooler_weight, *pooler_bias; /* (width, width) input-major, (width,) */
+    Norm head_norm;                           /* before the classifier; gain is NULL where there is none */
+    const float *classifier_weight, *classifier_bias; /* (labels, width), (labels,) */
+} Model;
+
+typedef struct {
+    const int32_t *ids;    /* (rows,) */
+    const int32_t *starts; /* (texts + 1,): first row of each text, then the number of rows */
+    int32_t texts;
+    float *logits; /* (texts, labels) */
+} Batch;
+
+/* A quantised row is scale x q + offset. */
+typedef struct {
+    float scale, offset;
+} RowScale;
+
+/* What one thread works on: MOST_ROWS rows of everything. */
+typedef struct {
+    int32_t longest; /* text that fits */
+    float *wide, *scores, *keys, *row;
+    uint8_t *quantised;
+    RowScale *scales;
+} Scratch;
+
+typedef struct Session {
+    struct Pool *pool;
+    const Model *model;
+    int32_t row_capacity, text_capacity;
+    float *hidden;         /* (rows, width) */
+    uint8_t *quantised;    /* (rows, width) */
+    RowScale *scales;      /* (rows,) */
+    float *query;          /* (rows, width); attention turns each query into its context in place */
+    float *key_value[2];   /* (rows, 2 width); two, so that a fast thread may start the next block */
+    float *first, *pooled; /* (texts, width) */
+    uint8_t *first_quantised;
+    RowScale *first_scales;
+    Scratch scratch; /* of the thread that calls */
+    _Atomic int32_t arrived, generation;
+} Session;
+
+/* All threads of a call meet here. */
+void meet(Session *session, int threads);
+
+/* One thread's share of a call: every file of an instruction set makes its own of encoder.h. */
+typedef void RunShare(Session *, const Batch *, Scratch *, int thread, int threads);

@@ -1,0 +1,2 @@
+#define WITH_DOTPROD
+#include "neon.c"

@@ -1,0 +1,2 @@
+#define WITH_I8MM
+#include "neon.c"
