@@ -1,8 +1,8 @@
 """How fast is our server, compared with others under the same load, with the same weights, in the same run?
 
 Writes a page of tables, and next to it the rounds as JSON, after every round: if a run is cut short, the page of the
-finished rounds remains. A server takes about eight loads' time per round: three rounds of seven servers take a quarter
-of an hour with `--seconds 4`.
+finished rounds remains. The page has a section for each instruction set that was measured. A server takes about eight
+loads' time per round: three rounds of seven servers take a quarter of an hour with `--seconds 4`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from benchmarks import harness
 from benchmarks.harness import report
 from benchmarks.serving.measure import MANY, Plan, measure
 from benchmarks.serving.page import MODULE, render
-from benchmarks.serving.running import ServerFailure
+from benchmarks.serving.running import ServerFailure, bare_rate, compiled
 from benchmarks.serving.servers import DEFAULT, SERVERS, package_versions
 from benchmarks.serving.workload import Workload, read_workload
 from common.errors import UserError
-from common.hardware import cpu_flags
+from common.hardware import usable_cpus
+from inference.engines.native.architecture import EncoderShape
+from inference.engines.native.library import instruction_sets
 
 PACKAGES = ("fastapi", "uvicorn", "tokenizers", "numpy", "openvino", "onnxruntime", "torch")
 
@@ -31,7 +33,17 @@ def main() -> None:
     options = _parse()
     workload = read_workload(options.model, options.texts)
     run = new_run(options, workload)
-    plan = Plan(options.model, workload.texts, _pythons(options), options.seconds, options.poisson)
+    sections = harness.read_results(options.output.with_suffix(".json"))
+    with tempfile.TemporaryDirectory(prefix="hide-") as folder:
+        preload = ""
+        if options.avx2_only:
+            preload = str(compiled("hide_instructions.c", Path(folder), "-shared", "-fPIC"))
+        plan = Plan(options.model, workload.texts, _pythons(options), options.seconds, options.poisson, preload)
+        _measure_rounds(options, run, plan, sections)
+
+
+def _measure_rounds(options: Namespace, run: dict[str, Any], plan: Plan, sections: dict[str, Any]) -> None:
+    sections[run["instruction_set"]] = run
     failed: dict[str, str] = {}
 
     def measure_server(name: str, number: int) -> dict[str, Any]:
@@ -50,7 +62,7 @@ def main() -> None:
     servers = {name: name for name in run["servers"]}
     for found in harness.run_rounds(servers, options.rounds, measure_server, describe):
         run["rounds"].append(found)
-        harness.write_page(options.output, render(run), run)
+        harness.write_page(options.output, render(sections), sections)
 
 
 def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
@@ -68,14 +80,19 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         report(f"{name}: left out: {why}")
     if not servers:
         raise UserError("--servers: none of them can be measured, see above", code="benchmark-failed")
-    instructions = sorted(flag for flag in cpu_flags() if "vnni" in flag or flag == "amx_int8")
+    instruction_set = "avx2" if options.avx2_only else instruction_sets()[0]
     facts = harness.measurement_facts(MODULE, PACKAGES)
+    if options.avx2_only:
+        facts["Held to AVX2"] = "everything newer is hidden from all servers (`benchmarks/serving/hide_instructions.c`)"
     accuracy = {}
     for path in sorted(options.accuracy_model.glob("*/manifest.json")):
         manifest = json.loads(path.read_text())
         accuracy[path.parent.name] = {name: manifest[name] for name in ("precision", "accuracy", "size")}
     return {
-        "facts": facts | {"int8 instructions": ", ".join(instructions) or "none that this benchmark knows"},
+        "facts": facts,
+        "instruction_set": instruction_set,
+        "bare_operations_per_second": bare_rate(instruction_set, usable_cpus()),
+        "operations_per_text": _int8_operations(options.model, workload.facts["tokens_mean"]),
         "model": options.model.name,
         "workload": workload.facts,
         "servers": servers,
@@ -89,6 +106,16 @@ def new_run(options: Namespace, workload: Workload) -> dict[str, Any]:
         "wanted_rounds": options.rounds,
         "rounds": [],
     }
+
+
+def _int8_operations(model: Path, tokens: float) -> float:
+    """Operations of the int8 products of one text; a multiplication and an addition are two."""
+    shape = EncoderShape.of(json.loads((model / "config.json").read_text()))
+    width, wide = shape.hidden_size, shape.intermediate_size
+    block = 4 * width * width + 2 * width * wide
+    # The last block has keys and values for all tokens, and the rest for the first one.
+    products = tokens * ((shape.num_layers - 1) * block + 2 * width * width) + 2 * width * (width + wide)
+    return 2 * products
 
 
 def _pythons(options: Namespace) -> dict[str, str]:
@@ -109,6 +136,9 @@ def _parse() -> Namespace:
         help=f"of {', '.join(SERVERS)} (default: {','.join(DEFAULT)})",
     )
     parser.add_argument("--seconds", type=harness.seconds, default=10.0, help="of a load (default: 10)")
+    parser.add_argument(
+        "--avx2_only", action="store_true", help="hide what the processor has beyond AVX2 from all servers (Linux)"
+    )
     parser.add_argument("--poisson", action="store_true", help="random gaps in the open loops, instead of equal ones")
     parser.add_argument("--peer_python", help="the Python that has the peers (default: they are left out)")
     parser.add_argument("--infinity_python", help="the Python that has Infinity (default: it is left out)")

@@ -90,7 +90,7 @@ def _answers(name: str) -> bool:
 def serving_image(model: Path, tag: str | None) -> Image:
     if "onnx" not in exported_artefacts(model):
         remedy = f"python -m inference.export {model} --engine onnx adds what others need"
-        print(f"note: without onnx the image serves only on x86-64 with AVX512-VNNI; {remedy}")
+        print(f"note: without onnx the image serves only on x86-64 with AVX2 and on ARM; {remedy}")
     return Image(DOCKERFILE, image_files(model), build_arguments(model), _tags(tag or "distrinews"))
 
 

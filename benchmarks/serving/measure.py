@@ -25,7 +25,8 @@ class Plan:
     """What every server goes through.
 
     ``pythons``: the Python of each kind of server; ``seconds``: of a load, half of it with one client; ``poisson``:
-    open loops have random gaps; ``shares``: the rates of the open loops, as shares of the capacity.
+    open loops have random gaps; ``preload``: a library that every server loads first; ``shares``: the rates of the
+    open loops, as shares of the capacity.
     """
 
     model: Path
@@ -33,6 +34,7 @@ class Plan:
     pythons: dict[str, str]
     seconds: float
     poisson: bool
+    preload: str = ""
     shares: tuple[float, float] = (STEADY_SHARE, OVERLOAD_SHARE)
 
 
@@ -49,7 +51,7 @@ def measure(server: Server, plan: Plan, bodies: Path, number: int) -> dict[str, 
     singles, lists = bodies / "singles.jsonl", bodies / "lists.jsonl"
     server.write_bodies(singles, plan.texts, 1)
     server.write_bodies(lists, plan.texts, BATCH)
-    with started(server, plan.model, plan.pythons[server.python]) as running:
+    with started(server, plan.model, plan.pythons[server.python], plan.preload) as running:
         result: dict[str, Any] = {"start_s": running.start_s, "pss_idle": running.tree.pss_bytes()}
 
         def load(name: str, **how: Any) -> None:

@@ -35,6 +35,18 @@ Measured = dict[str, Any]  # one server in one round
 Figure = Callable[[Measured], float]
 Cell = Callable[[str], str]
 
+# Sections of the page: the instruction sets of the kernels, the fastest first.
+TITLES = {
+    "avx512_vnni": "AVX512-VNNI",
+    "avx_vnni": "AVX-VNNI",
+    "avx512": "AVX-512 without VNNI",
+    "avx2": "AVX2",
+    "neon_i8mm": "ARM with i8mm",
+    "neon_dotprod": "ARM with dot products",
+    "neon": "ARM with neither",
+    "plain": "Plain C",
+}
+
 INTRODUCTION = """
 The rounds are in the JSON file next to it. Every server classifies the same texts with the same weights on the
 same cores, asked by the same client; they alternate within a round, in another order each round, only one running at a
@@ -42,7 +54,7 @@ time, each started from scratch. Figures are medians over rounds; a ratio is the
 """
 
 CLOSED_LOOP = f"""
-## Closed loop: each client sends when it has its answer
+### Closed loop: each client sends when it has its answer
 
 *texts/s*: each client's answers over the time they took, summed. *1, 8, 64 clients* send single texts, *lists* are
 one client's requests of {BATCH} texts. *not answered*: anything but a 200, over all loads and rounds. Nothing is
@@ -51,7 +63,7 @@ cached.
 """
 
 OPEN_STEADY = f"""
-## Open loop below capacity
+### Open loop below capacity
 
 Texts are sent at {STEADY_SHARE:.0%} of what the server itself reached with 64 clients in the same round, however it
 answers. Latency counts from the time at which a text *should* have been sent, so a late client does not flatter the
@@ -60,7 +72,7 @@ server.
 """
 
 OPEN_OVERLOAD = f"""
-## Open loop at {OVERLOAD_SHARE:.0f} times the capacity
+### Open loop at {OVERLOAD_SHARE:.0f} times the capacity
 
 *answered in time*: answers of 200 while texts were being sent. *refused*: 429 or 503. *taken in and lost*: requests
 that were neither refused nor answered with 200: too late by the server's own clock (408, 504), failed, broken off, or
@@ -70,7 +82,7 @@ loses what it cannot do.
 """
 
 RESOURCES = """
-## What it takes
+### What it takes
 
 *start*: from the start of the process to its first answer to a text, files in the page cache. *memory*: resident, of
 all its processes, shared pages counted once (PSS), before the first load and after the last. *CPU-s*: of all its
@@ -80,7 +92,7 @@ processes, at 64 clients. *$*: at 64 clients, for a machine of {dollars:.2f} dol
 """
 
 ACCURACY = """
-## Accuracy
+### Accuracy
 
 From the manifests of the artefacts of {model}, which were compared with fp32 on the same rows when they were
 exported.{note} In this run, each server's labels for the same {batch} texts:
@@ -88,7 +100,7 @@ exported.{note} In this run, each server's labels for the same {batch} texts:
 """
 
 TRUST = """
-## How far to trust it
+### How far to trust it
 
 - Client and server share the cores. The client took {client} of them at most, other processes {others} in the median
   and {others_most} at most, the machine's host {stolen} at most, over all loads and rounds.
@@ -102,8 +114,13 @@ TRUST = """
   machine better.
 """
 
+SETTINGS = """
+### The servers and their settings
+
+"""
+
 PEERS = """
-## The servers and their settings
+## How to repeat this
 
 Peers with an int8 artefact clean and tokenise as ours do and answer with the same JSON. They run in a separate Python:
 
@@ -118,6 +135,7 @@ python -m inference.export MODEL --engine onnx
 python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python --infinity_python infinity/bin/python
 ```
 
+`--avx2_only` measures the section of AVX2 on a newer processor: everything newer is hidden from all servers.
 """
 
 
@@ -220,8 +238,16 @@ def _joined(separator: str, *cells: Cell) -> Cell:
     return lambda name: separator.join(cell(name) for cell in cells)
 
 
-def render(run: dict[str, Any]) -> str:
-    """The whole page."""
+def render(sections: dict[str, dict[str, Any]]) -> str:
+    """The whole page: a section for each instruction set."""
+    text = introduction(MODULE, "Serving under load", INTRODUCTION)
+    for name, title in TITLES.items():
+        if name in sections:
+            text += f"## {title}\n\n{_section(sections[name])}\n"
+    return text + PEERS.strip() + "\n"
+
+
+def _section(run: dict[str, Any]) -> str:
     results = Results(run)
     goals = goals_table(results)
     work, size = run["workload"], run["workload"]["size"]
@@ -236,9 +262,8 @@ def render(run: dict[str, Any]) -> str:
     }
     return "".join(
         [
-            introduction(MODULE, "Serving under load", INTRODUCTION),
             fact_list(facts),
-            f"\n## Goals\n\n{goals}" if goals else "",
+            f"\n### Goals\n\n{goals}" if goals else "",
             CLOSED_LOOP,
             *_closed_loop(results),
             OPEN_STEADY,
@@ -249,7 +274,7 @@ def render(run: dict[str, Any]) -> str:
             _resources(results),
             *_accuracy(results),
             _trust(results),
-            PEERS,
+            SETTINGS,
             *_settings(results),
         ]
     )
@@ -270,27 +295,36 @@ def goals_table(results: Results) -> str:
     def memory(measured: Measured) -> float:
         return measured["pss_loaded"] / MB
 
-    ours = [name for name in results.names if SERVERS[name].is_ours]
-    leanest = min(median(results.series(name, memory)) for name in ours)
     tail = results.median(OURS, ratio_of(latency(MANY, "p99"), latency(MANY, "p50")))
     start = results.median(OURS, lambda measured: measured["start_s"])
+    run = results.run
+    has_vnni = "vnni" in run["instruction_set"]  # PyTorch and the peers' runtimes gain less from it than the kernels
+    served = results.median(OURS, rate(MANY))
+    share = served and served * run["operations_per_text"] / run["bare_operations_per_second"]
     # What, measured, bound, goal, and how both are shown.
     goals = [
-        ("64 clients, × plain FastAPI + PyTorch", against(("naive",), rate(MANY)), "at least", 14, "{:.1f}"),
+        (
+            "64 clients, × plain FastAPI + PyTorch",
+            against(("naive",), rate(MANY)),
+            "at least",
+            14 if has_vnni else 8,
+            "{:.1f}",
+        ),
         ("64 clients, × the best stock peer", against(STOCK, rate(MANY)), "at least", 2.2, "{:.2f}"),
-        ("64 clients, × mosec tuned", against(TUNED, rate(MANY)), "at least", 1.3, "{:.2f}"),
+        ("64 clients, × mosec tuned", against(TUNED, rate(MANY)), "at least", 1.48 if has_vnni else 1.5, "{:.2f}"),
         ("64 clients, p99 ÷ median", tail, "at most", 1.5, "{:.2f}"),
-        ("8 clients, × mosec tuned", against(TUNED, rate(EIGHT)), "at least", 1.5, "{:.2f}"),
+        ("8 clients, × mosec tuned", against(TUNED, rate(EIGHT)), "at least", 1.5 if has_vnni else 1.6, "{:.2f}"),
         ("1 client, median × mosec tuned's", against(TUNED, latency(ONE, "p50"), max), "at most", 0.7, "{:.2f}"),
-        ("lists of 64, × mosec tuned", against(TUNED, rate(LISTS)), "at least", 1.3, "{:.2f}"),
+        ("lists of 64, × mosec tuned", against(TUNED, rate(LISTS)), "at least", 1.3 if has_vnni else 1.4, "{:.2f}"),
         ("70% of capacity, p99 ÷ a lone client's median", results.median(OURS, STEADY_TAIL), "at most", 6, "{:.1f}"),
         ("3 × capacity, goodput ÷ capacity", results.median(OURS, CAPACITY_KEPT), "at least", 0.9, "{:.2f}"),
         ("3 × capacity, p99 of a refusal", worst(refusal_latency("p99"), 1e3), "at most", 10, "{:.1f} ms"),
         ("3 × capacity, accepted and lost", worst(outcomes(OVERLOAD, LOST)), "at most", 0, "{:.0f}"),
-        ("first answer after the start", start, "at most", 1.5, "{:.2f} s"),
-        ("memory after load, the default engine", results.median(OURS, memory), "at most", 600, "{:.0f} MB"),
-        ("memory after load, the leanest engine", leanest, "at most", 450, "{:.0f} MB"),
+        ("first answer after the start", start, "at most", 1.0, "{:.2f} s"),
+        ("memory after load, the default engine", results.median(OURS, memory), "at most", 300, "{:.0f} MB"),
     ]
+    if not has_vnni:
+        goals.insert(3, ("64 clients, share of the bare int8 loop's rate", share, "at least", 0.8, "{:.0%}"))
     for name, manifest in results.run["accuracy"].items():
         found = manifest["accuracy"]
         if manifest["precision"] == "int8":

@@ -19,8 +19,9 @@ from typing import IO, Any
 from benchmarks.processes import ROOT, free_port, last_line
 from benchmarks.serving.client import Load
 from benchmarks.serving.servers import Server
-from common.errors import ForeseenError
+from common.errors import ForeseenError, UserError
 
+HERE = Path(__file__).parent
 START_TIMEOUT = 90.0  # seconds until the first answer
 GRACE = 8.0  # seconds for a server to stop by itself
 TEXTS_PER_LIST = 16
@@ -28,6 +29,31 @@ TEXTS_PER_LIST = 16
 # a server; a variable in the environment, which all of them inherit, does.
 MARK = "SERVING_LOAD_MARK"
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def compiled(source: str, folder: Path, *flags: str) -> Path:
+    """Compile a C file beside this module.
+
+    Raises:
+        UserError: there is no C compiler, or it fails.
+    """
+    target = folder / Path(source).stem
+    command = ["gcc", "-O3", "-std=gnu11", "-ffp-contract=off", *flags, str(HERE / source), "-o", str(target)]
+    try:
+        done = subprocess.run([*command, "-lpthread", "-lm"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"gcc: {error.strerror}; install a C compiler", code="benchmark-failed") from error
+    if done.returncode:
+        raise UserError(f"gcc {source}: {done.stderr.strip().splitlines()[-1]}", code="benchmark-failed")
+    return target
+
+
+def bare_rate(instruction_set: str, threads: int) -> float:
+    """Int8 operations per second of the kernels' innermost loop on so many threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = [f"-I{ROOT / 'inference/engines/native'}", f'-DKERNELS="{instruction_set}.c"']
+        program = compiled("bare_loop.c", Path(folder), *kernels)
+        return float(subprocess.run([program, str(threads)], capture_output=True, text=True, check=True).stdout) * 1e9
 
 
 class ServerFailure(ForeseenError):
@@ -129,8 +155,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(server: Server, model: Path, python: str) -> Iterator[Running]:
+def started(server: Server, model: Path, python: str, preload: str = "") -> Iterator[Running]:
     """Start a server and wait for its first answer; at the end, stop it with all its processes.
+
+    ``preload``: a library that all of its processes load first.
 
     Raises:
         ServerFailure: it ended or did not answer in time, with the last line that it wrote.
@@ -140,6 +168,7 @@ def started(server: Server, model: Path, python: str) -> Iterator[Running]:
     folder = str(server.folder(model).resolve())
     environment = os.environ | server.environment
     environment |= {MARK: mark, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment |= {"LD_PRELOAD": preload} if preload else {}
     environment |= {"SERVED_FOLDER": folder, "SERVED_PORT": str(port), "MODEL_CHECKPOINT": folder}
     arguments = [argument.format(port=port) for argument in server.command]
     tree = ProcessTree(mark)

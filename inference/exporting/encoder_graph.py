@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.encoders import BERT, DISTILBERT
 from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
 from inference.engines.torch_engine import build_model
 
@@ -25,6 +26,8 @@ def build_module(config: Config, weights: Weights, *, int8: bool) -> tuple[nn.Mo
     try:
         shape = EncoderShape.of(config)
     except ValueError:
+        shape = None
+    if shape is None or shape.family not in (DISTILBERT, BERT):
         return _WholeModel(config, weights).eval(), "whole"
     return EncoderGraph(shape, weights, small_embeddings=int8).eval(), "lean"
 
@@ -66,7 +69,7 @@ class EncoderGraph(nn.Module):
             _Block(shape, weights, i, first_token_only=i == last) for i in range(shape.num_layers)
         )
         self.pooler = _linear(weights, family.pooler)
-        self.pooler_activation = nn.Tanh() if shape.head_is_tanh else nn.ReLU()
+        self.pooler_activation = nn.Tanh() if family.pooler_activation == "tanh" else nn.ReLU()
         self.classifier = _linear(weights, family.classifier)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

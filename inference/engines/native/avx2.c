@@ -5,11 +5,13 @@
 
 #ifdef WITH_VNNI
 #define RUN_SHARE run_share_avx_vnni
-TARGET_BEGIN("avx2,fma,f16c,avxvnni")
+#define FEATURES "avx2,fma,f16c,avxvnni"
+TARGET_BEGIN(FEATURES)
 enum { INT_ROWS = 6, INT_VECTORS = 1 };
 #else
 #define RUN_SHARE run_share_avx2
-TARGET_BEGIN("avx2,fma,f16c")
+#define FEATURES "avx2,fma,f16c"
+TARGET_BEGIN(FEATURES)
 enum { INT_ROWS = 4, INT_VECTORS = 1 };
 #endif
 #include "x86.h"

@@ -4,10 +4,12 @@
 
 #ifdef WITH_VNNI
 #define RUN_SHARE run_share_avx512_vnni
-TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+#define FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"
+TARGET_BEGIN(FEATURES)
 #else
 #define RUN_SHARE run_share_avx512
-TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+TARGET_BEGIN(FEATURES)
 #endif
 #include "x86.h"
 

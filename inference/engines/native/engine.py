@@ -192,6 +192,7 @@ class _Threads:
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, threads: int, instructions: str) -> None:
         self.process = os.getpid()
+        self._getpid = os.getpid  # for __del__, which may run when the interpreter has already cleared its modules
         # The calling thread works too, so a pool of n threads has n - 1 helpers.
         self.sessions: SimpleQueue[ctypes.c_void_p] = SimpleQueue()
         self._library = library
@@ -206,7 +207,7 @@ class _Threads:
 
     def __del__(self) -> None:
         # In a forked child this is only a copy of the parent's pool: there are no threads to join.
-        if self._pool and self.process == os.getpid():
+        if self._pool and self.process == self._getpid():
             self._library.close_pool(self._pool)
             for session in self._opened:
                 self._library.close_session(session)

@@ -8,13 +8,16 @@
 
 #ifdef WITH_I8MM
 #define RUN_SHARE run_share_neon_i8mm
-TARGET_BEGIN("arch=armv8.2-a+dotprod+i8mm")
+#define FEATURES "arch=armv8.2-a+dotprod+i8mm"
+TARGET_BEGIN(FEATURES)
 #elif defined(WITH_DOTPROD)
 #define RUN_SHARE run_share_neon_dotprod
-TARGET_BEGIN("arch=armv8.2-a+dotprod")
+#define FEATURES "arch=armv8.2-a+dotprod"
+TARGET_BEGIN(FEATURES)
 #else
 #define RUN_SHARE run_share_neon
-TARGET_BEGIN("arch=armv8-a")
+#define FEATURES "arch=armv8-a"
+TARGET_BEGIN(FEATURES)
 #endif
 
 enum { INT_ROWS = 6, INT_VECTORS = 1, FLOAT_ROWS = 6, FLOAT_VECTORS = 1 };
