@@ -24,15 +24,7 @@ static int32_t repeat_tile(void) {
     ints sum[INT_ROWS][INT_VECTORS];
     UNROLL for (int r = 0; r < INT_ROWS; r++)
         UNROLL for (int v = 0; v < INT_VECTORS; v++) sum[r][v] = i_start(weight_sum);
-    for (int repeat = 0; repeat < REPEATS; repeat++)
-        for (int k = 0; k < INPUTS; k += 4) {
-            weights w[INT_VECTORS];
-            UNROLL for (int v = 0; v < INT_VECTORS; v++) w[v] = four_weights(weight + v * LANES * INPUTS + k * LANES);
-            UNROLL for (int r = 0; r < INT_ROWS; r++) {
-                activations x = four_inputs(activation + r * INPUTS + k);
-                UNROLL for (int v = 0; v < INT_VECTORS; v++) sum[r][v] = i_dot(sum[r][v], x, w[v]);
-            }
-        }
+    for (int repeat = 0; repeat < REPEATS; repeat++) inner_loop(INT_ROWS, INT_VECTORS, weight, activation, INPUTS, sum);
     vec total = v_splat(0.f);
     UNROLL for (int r = 0; r < INT_ROWS; r++)
         UNROLL for (int v = 0; v < INT_VECTORS; v++) total = v_add(total, i_to_float(sum[r][v]));

@@ -21,8 +21,8 @@ from common.encoders import (
 
 FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT)
 LANES = 16  # floats that one step of the kernels takes, see model.h
-# A product of uint8 and a weight of 7 bits is at most 255 x 63, and the kernels sum them in int32.
-MAX_INPUTS = (2**31 - 1) // (255 * 63)
+# Products in the kernels' int32 sums: of 182 at most, or of 128 with ARM's signed bytes, and 45.
+MAX_INPUTS = (2**31 - 1) // (182 * 45) // 2
 ACTIVATIONS = {"gelu": 0, "relu": 1}  # values of the enum in model.h
 _HEAD_ACTIVATIONS = ACTIVATIONS | {"tanh": 2}
 

@@ -1,5 +1,5 @@
-/* AVX2: a register holds 8 floats or 32 bytes, so that two make one step. Four products are summed in two instructions,
- * pairs in int16 first, where 2 x 255 x 63 fits; with AVX-VNNI in one. */
+/* AVX2: a register holds 8 floats or 32 bytes, so that two make one step. Products are summed in int16 first, four to a
+ * number; with AVX-VNNI one instruction adds four of them to each of 8 sums. */
 #if defined(__x86_64__)
 #include "model.h"
 
@@ -23,8 +23,7 @@ typedef struct {
 } vec;
 typedef struct {
     __m256i a, b;
-} ints, weights;
-typedef __m256i activations;
+} ints;
 
 #define EACH(NAME, STEP) \
     INLINE vec NAME(vec x, vec y) { return (vec){STEP(x.a, y.a), STEP(x.b, y.b)}; }
@@ -82,28 +81,48 @@ INLINE ints i_start(const int32_t *weight_sum) {
     return (ints){_mm256_setzero_si256(), _mm256_setzero_si256()};
 }
 
-INLINE activations four_inputs(const uint8_t *q) {
+INLINE __m256i four_inputs(const uint8_t *q) {
     int32_t four;
     memcpy(&four, q, 4);
     return _mm256_set1_epi32(four);
 }
 
+#ifdef WITH_VNNI
+typedef __m256i activations;
+typedef ints weights;
+
 INLINE weights four_weights(const int8_t *p) {
-    weights w = {_mm256_load_si256((const __m256i *)p), _mm256_load_si256((const __m256i *)p + 1)};
+    weights w = i_load((const int32_t *)p);
     __asm__("" : "+x"(w.a), "+x"(w.b)); /* stay in registers: GCC would load them again for every row */
     return w;
 }
-
 INLINE __m256i dot_8(__m256i sum, __m256i x, __m256i w) {
-#ifdef WITH_VNNI
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
-#else
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
-    __asm__("" : "+x"(sum)); /* GCC would sum several steps apart first, and spill them */
-#endif
     return sum;
 }
 INLINE ints i_dot(ints sum, activations x, weights w) { return (ints){dot_8(sum.a, x, w.a), dot_8(sum.b, x, w.b)}; }
+#else
+#define OWN_INNER_LOOP
+INLINE __m256i dot_8(__m256i sum, __m256i x, __m256i w, __m256i next_x, __m256i next_w) {
+    /* Two products in each int16, and the next two added: four fit. Then pairs into the sum. */
+    __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(x, w), _mm256_maddubs_epi16(next_x, next_w));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+    __asm__ volatile("" : "+x"(sum)); /* GCC would put off the sums, and spill what they wait for */
+    return sum;
+}
+INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                       ints sum[][INT_VECTORS]) {
+    (void)vectors; /* one */
+    for (int k = 0; k < inputs; k += 8) {
+        ints w = i_load((const int32_t *)(weight + k * LANES)), next_w = i_load((const int32_t *)(weight + (k + 4) * LANES));
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m256i x = four_inputs(q + (size_t)r * inputs + k), next_x = four_inputs(q + (size_t)r * inputs + k + 4);
+            sum[r][0].a = dot_8(sum[r][0].a, x, w.a, next_x, next_w.a);
+            sum[r][0].b = dot_8(sum[r][0].b, x, w.b, next_x, next_w.b);
+        }
+    }
+}
+#endif
 
 /* The transpose of 8 rows of 8 floats, see avx512.c. */
 INLINE void transpose_8(const float *x, int x_stride, int rows, float *out, int out_stride) {

@@ -4,19 +4,21 @@
 
 #ifdef WITH_VNNI
 #define RUN_SHARE run_share_avx512_vnni
+enum { INT_ROWS = 6, INT_VECTORS = 4 };
 #define FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"
 TARGET_BEGIN(FEATURES)
 #else
 #define RUN_SHARE run_share_avx512
+enum { INT_ROWS = 6, INT_VECTORS = 2 };
 #define FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 TARGET_BEGIN(FEATURES)
 #endif
 #include "x86.h"
 
-enum { INT_ROWS = 6, INT_VECTORS = 4, FLOAT_ROWS = 6, FLOAT_VECTORS = 4 };
+enum { FLOAT_ROWS = 6, FLOAT_VECTORS = 4 };
 
 typedef __m512 vec;
-typedef __m512i ints, activations, weights;
+typedef __m512i ints;
 
 INLINE vec v_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(float *p, vec x) { _mm512_storeu_ps(p, x); }
@@ -57,27 +59,46 @@ INLINE ints i_start(const int32_t *weight_sum) {
     return _mm512_setzero_si512();
 }
 
-INLINE activations four_inputs(const uint8_t *q) {
+INLINE __m512i four_inputs(const uint8_t *q) {
     int32_t four;
     memcpy(&four, q, 4);
     return _mm512_set1_epi32(four);
 }
+
+#ifdef WITH_VNNI
+typedef __m512i activations, weights;
 
 INLINE weights four_weights(const int8_t *p) {
     weights w = _mm512_load_si512(p);
     __asm__("" : "+v"(w)); /* stay in a register: GCC would load it again for every row */
     return w;
 }
-
 INLINE ints i_dot(ints sum, activations x, weights w) {
-#ifdef WITH_VNNI
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w)); /* the intrinsic makes GCC 12 copy and spill every sum */
-#else
-    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(x, w), _mm512_set1_epi16(1)));
-    __asm__("" : "+v"(sum));
-#endif
     return sum;
 }
+#else
+#define OWN_INNER_LOOP
+/* As in avx2.c. */
+INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                       ints sum[][INT_VECTORS]) {
+    for (int k = 0; k < inputs; k += 8) {
+        ints w[INT_VECTORS], next_w[INT_VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const int8_t *p = weight + (size_t)v * LANES * inputs + k * LANES;
+            w[v] = _mm512_load_si512(p), next_w[v] = _mm512_load_si512(p + 4 * LANES);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m512i x = four_inputs(q + (size_t)r * inputs + k), next_x = four_inputs(q + (size_t)r * inputs + k + 4);
+            UNROLL for (int v = 0; v < vectors; v++) {
+                __m512i products = _mm512_add_epi16(_mm512_maddubs_epi16(x, w[v]), _mm512_maddubs_epi16(next_x, next_w[v]));
+                sum[r][v] = _mm512_add_epi32(sum[r][v], _mm512_madd_epi16(products, _mm512_set1_epi16(1)));
+                __asm__ volatile("" : "+v"(sum[r][v]));
+            }
+        }
+    }
+}
+#endif
 
 /* out (16 columns of a row each, out_stride apart) = transpose of 16 rows of 16 floats; rows beyond `rows` read 0. */
 INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {

@@ -21,7 +21,7 @@
  *   v_load_half     16 float16               v_store_bytes    16 floats, rounded to even, as uint8
  *   ints            16 int32 sums            i_to_float
  *   i_start         what sums begin with, of the layer's 16 weight sums
- *   activations, weights, four_inputs, four_weights, i_dot  four products more in each sum
+ *   activations, weights, four_inputs, four_weights, i_dot  four products more in each sum; or all of inner_loop
  *   transpose_16    see attend
  *   INT_ROWS x INT_VECTORS, FLOAT_ROWS x FLOAT_VECTORS  sums that fit into the registers, rows x 16 outputs
  *   RUN_SHARE       the name of what this file makes
@@ -86,8 +86,8 @@ INLINE RowScale quantise_row(const float *x, uint8_t *q, int width) {
         spoilt = v_fma(v, v_splat(0.f), spoilt);
     }
     float smallest = v_smallest(low), range = v_largest(high) - smallest;
-    RowScale scale = {range / 255.f + v_sum(spoilt), smallest};
-    vec inverse = v_splat(range > 0.f ? 255.f / range : 0.f), offset = v_splat(smallest);
+    RowScale scale = {range / ACTIVATION_MAX + v_sum(spoilt), smallest};
+    vec inverse = v_splat(range > 0.f ? ACTIVATION_MAX / range : 0.f), offset = v_splat(smallest);
     for (int i = 0; i < width; i += LANES) v_store_bytes(q + i, v_mul(v_sub(v_load(x + i), offset), inverse));
     return scale;
 }
@@ -131,6 +131,21 @@ INLINE int part_start(int n, int part, int parts) { return (int)((int64_t)n * pa
 
 enum Epilogue { STORE, STORE_GELU, STORE_RELU, ADD, MULTIPLY };
 
+#ifndef OWN_INNER_LOOP
+/* sum (rows, 16 vectors) += the products over all inputs. */
+INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                       ints sum[][INT_VECTORS]) {
+    for (int k = 0; k < inputs; k += 4) {
+        weights w[INT_VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) w[v] = four_weights(weight + (size_t)v * LANES * inputs + k * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            activations x = four_inputs(q + (size_t)r * inputs + k);
+            UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = i_dot(sum[r][v], x, w[v]);
+        }
+    }
+}
+#endif
+
 /* One tile: `rows` rows x 16 `vectors` outputs in registers, over all inputs. */
 INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue epilogue, const Linear *layer, int column,
                         const uint8_t *q, const RowScale *scales, float *out, int out_stride) {
@@ -141,18 +156,7 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
         ints start = i_start(layer->weight_sum + column + v * LANES);
         UNROLL for (int r = 0; r < rows; r++) sum[r][v] = start;
     }
-#ifdef OWN_INNER_LOOP
-    OWN_INNER_LOOP(rows, vectors, weight, q, inputs, sum);
-#else
-    for (int k = 0; k < inputs; k += 4) {
-        weights w[INT_VECTORS];
-        UNROLL for (int v = 0; v < vectors; v++) w[v] = four_weights(weight + (size_t)v * LANES * inputs + k * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            activations x = four_inputs(q + (size_t)r * inputs + k);
-            UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = i_dot(sum[r][v], x, w[v]);
-        }
-    }
-#endif
+    inner_loop(rows, vectors, weight, q, inputs, sum);
     UNROLL for (int v = 0; v < vectors; v++) {
         const int at = column + v * LANES;
         vec scale = v_load(layer->scale + at), bias = v_load(layer->bias + at);

@@ -26,7 +26,13 @@ enum { LANES = 16 };
  * half as many more, so that a text of 50 tokens does not read all weights a second time for its last two. */
 enum { ROW_BLOCK = 48, MOST_ROWS = ROW_BLOCK * 3 / 2 };
 
-/* y = x W^T + bias with int8 weights of -63 to 63, packed as [outputs / 16][inputs / 4][16][4]. */
+/* Activations are quantised to 0 to 182 and weights to -45 to 45, so that four products fit into 16 bits: a processor
+ * without VNNI then needs one widening to 32 bits for eight inputs. As exact as 0 to 255 and -63 to 63, of which only two
+ * fit: rows have outliers and need more levels than an output's weights do. */
+enum { ACTIVATION_MAX = 182, WEIGHT_MAX = 45 };
+_Static_assert(4 * ACTIVATION_MAX * WEIGHT_MAX <= INT16_MAX, "four products must fit into int16");
+
+/* y = x W^T + bias with int8 weights, packed as [outputs / 16][inputs / 4][16][4]. */
 typedef struct {
     int32_t outputs, inputs;
     const int8_t *weight;

@@ -92,7 +92,10 @@ EACH(ints, i_start, (const int32_t *weight_sum), ((void)weight_sum, vdupq_n_s32(
 
 /* USMMLA multiplies two rows of eight activations with two outputs' eight weights: rows r and r + 1, outputs o and
  * o + 1 give the sums (r, o), (r, o + 1), (r + 1, o), (r + 1, o + 1). `inputs` is a multiple of 16. */
-INLINE void inner_loop(const int rows, const int8_t *weight, const uint8_t *q, int inputs, ints sum[][INT_VECTORS]) {
+#define OWN_INNER_LOOP
+INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                       ints sum[][INT_VECTORS]) {
+    (void)vectors; /* one */
     const int pairs = (rows + 1) / 2;
     int32x4_t tile[(INT_ROWS + 1) / 2][8];
     UNROLL for (int p = 0; p < pairs; p++)
@@ -120,7 +123,6 @@ INLINE void inner_loop(const int rows, const int8_t *weight, const uint8_t *q, i
             sum[r][0].val[i] = vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
         }
 }
-#define OWN_INNER_LOOP(ROWS, VECTORS, WEIGHT, Q, INPUTS, SUM) inner_loop(ROWS, WEIGHT, Q, INPUTS, SUM)
 #else
 EACH(ints, i_start, (const int32_t *weight_sum), vshlq_n_s32(vld1q_s32(weight_sum + 4 * i), 7))
 
@@ -135,7 +137,7 @@ INLINE int32x4_t dot_4(int32x4_t sum, int8x16_t x, int8x16_t w) {
 #ifdef WITH_DOTPROD
     return vdotq_s32(sum, x, w);
 #else
-    /* Products in int16, summed by pairs in int16 (2 x 128 x 63 fits), then by pairs into the sum. */
+    /* Products in int16, summed by pairs in int16, then by pairs into the sum. */
     int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(w)), high = vmull_high_s8(x, w);
     return vpadalq_s16(sum, vpaddq_s16(low, high));
 #endif

@@ -14,8 +14,10 @@ from safetensors.numpy import save_file
 from inference.engines.native.architecture import LANES, EncoderShape
 
 FILE_NAME = "model_int8.safetensors"
-# Weights of 7 bits: processors without VNNI add pairs of products in int16, where 2 x 255 x 63 fits.
-WEIGHT_MAX = 63
+WEIGHT_MAX = 45  # why: model.h
+# Shares of an output's largest weight that are tried as its range, from the largest. A smaller one cuts the few weights
+# beyond, and gives all others finer levels.
+_RANGES = np.linspace(1.0, 0.7, 16, dtype=np.float32)
 # MPNet's attention knows 32 kinds of distances: 0 to 7 to either side, and eight ranges of larger ones up to 128.
 _BUCKETS, _LARGEST_DISTANCE = 32, 128
 
@@ -140,16 +142,29 @@ class _Reader:
 
 
 def _linear(name: str, weight: NDArray[np.float32], bias: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    scale = np.maximum(np.abs(weight).max(axis=1), np.finfo(np.float32).tiny) / WEIGHT_MAX
-    quantised = np.rint(weight / scale[:, None]).astype(np.int8)
+    largest = np.maximum(np.abs(weight).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    scale = largest / WEIGHT_MAX
+    quantised = _rounded(weight, scale)
+    least = ((quantised * scale - weight) ** 2).sum(axis=1, keepdims=True)
+    for share in _RANGES[1:]:
+        tried = largest * (share / WEIGHT_MAX)
+        levels = _rounded(weight, tried)
+        error = ((levels * tried - weight) ** 2).sum(axis=1, keepdims=True)
+        scale, quantised = np.where(error < least, tried, scale), np.where(error < least, levels, quantised)
+        least = np.minimum(error, least)
+    quantised = quantised.astype(np.int8)
     return {
         f"{name}.weight": _packed(quantised),
-        f"{name}.scale": scale.astype(np.float32),
+        f"{name}.scale": scale[:, 0].astype(np.float32),
         # The kernels quantise activations as scale x q + offset. The offset adds offset x (sum of its weights) to each
         # output.
         f"{name}.weight_sum": quantised.sum(axis=1, dtype=np.int32),
         f"{name}.bias": bias,
     }
+
+
+def _rounded(weight: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.clip(np.rint(weight / scale), -WEIGHT_MAX, WEIGHT_MAX)
 
 
 def _packed(weight: NDArray[np.int8]) -> NDArray[np.int8]:
