@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
 
 from tests.docs.pages import REPOSITORY
+from tests.processes import run_python
 
 ROOMS = ("common", "training", "inference", "learn", "deployment", "benchmarks")
 # An error that is no exception has its code in its line.
@@ -81,7 +80,7 @@ def test_every_error_has_a_code_and_every_code_one_entry(nodes: list[tuple[str, 
     ],
 )
 def test_a_command_prints_the_code_and_exits_with_2(command: str, line: str) -> None:
-    done = subprocess.run([sys.executable, *command.split()], cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_python(command.split())
 
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
