@@ -7,10 +7,12 @@ own environment, files, signals and exit code.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +133,8 @@ def _run_program(arguments: list[str], env: dict[str, str], cwd: str, files: lis
         if file is not None:
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - multiprocessing has closed the one there was
+    # The server's may be a file, which has positions, and ours a pipe, which has none.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)
@@ -172,6 +176,22 @@ def run_python(
         finally:
             process.kill()
         return subprocess.CompletedProcess([*arguments], code, out.read_text(), err.read_text())
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+    """A folder that ``make(folder)`` fills, once for all workers of pytest: no test may change what is in it."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # freed when the file is closed, or its process is gone
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
 
 
 def wait_until(what: Callable[[], Any], seconds: float = 60.0, otherwise: Callable[[], str] = str) -> None:

@@ -43,19 +43,22 @@ def _imports(path: Path) -> set[str]:
     return found & MODULES.keys()
 
 
-GRAPH = {name: _imports(path) - {name} for name, path in MODULES.items()}
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {name: _imports(path) - {name} for name, path in MODULES.items()}
 
 
-def test_the_graph_has_the_modules_that_users_start() -> None:
-    assert GRAPH.keys() >= ENTRY_POINTS
-    assert "training.run.trainer" in GRAPH["training.train_ddp"]
+def test_the_graph_has_the_modules_that_users_start(graph: dict[str, set[str]]) -> None:
+    assert graph.keys() >= ENTRY_POINTS
+    assert "training.run.trainer" in graph["training.train_ddp"]
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+def test_a_room_imports_only_what_lies_below_it(graph: dict[str, set[str]], room: str) -> None:
     strangers = {
         (name, other)
-        for name, others in GRAPH.items()
+        for name, others in graph.items()
         for other in others
         if name.split(".")[0] == room and other.split(".")[0] not in MAY_IMPORT[room]
     }
@@ -63,15 +66,15 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
     assert not strangers
 
 
-def test_no_imports_run_in_a_circle() -> None:
+def test_no_imports_run_in_a_circle(graph: dict[str, set[str]]) -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_nothing_imports_an_entry_point() -> None:
-    assert not {(name, other) for name, others in GRAPH.items() for other in others & ENTRY_POINTS}
+def test_nothing_imports_an_entry_point(graph: dict[str, set[str]]) -> None:
+    assert not {(name, other) for name, others in graph.items() for other in others & ENTRY_POINTS}
 
 
 def test_what_training_and_serving_share_needs_no_pytorch() -> None:

@@ -6,9 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
 
 from common.rows import SAMPLE_NEWS
 from common.text import clean_text
@@ -92,6 +89,10 @@ def test_the_readme_tells_the_number_of_texts(sample: NewsData) -> None:
 
 @pytest.mark.skipif(not (AG_NEWS_FOLDER / "test.csv").is_file(), reason="the real AG News is not on this machine")
 def test_a_model_fitted_on_the_sample_alone_reaches_70_percent_on_the_real_ag_news(sample: NewsData) -> None:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
     # The test rows serve as both splits: nothing is fitted on them.
     real = load_news(str(AG_NEWS_FOLDER / "test.csv"))
     texts = [clean_text(text) for text in real.train.texts + real.test.texts]

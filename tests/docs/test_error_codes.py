@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
 
 from tests.docs.pages import REPOSITORY
+from tests.processes import run_python
 
 ROOMS = ("common", "training", "inference", "learn", "deployment", "benchmarks")
-NODES = {
-    f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}:{place}": node
-    for room in ROOMS
-    for path in sorted((REPOSITORY / room).rglob("*.py"))
-    for place, node in enumerate(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-}
 # An error that is no exception has its code in its line.
 IN_A_LINE = re.compile(r" \[([a-z]+(?:-[a-z]+)+)\]")
 # The line below an entry's heading.
 ENTRY = re.compile(r"^### .+\n\n((?:`[a-z0-9-]+` ?)+)$", re.MULTILINE)
 
 
-def class_codes() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def nodes() -> list[tuple[str, ast.AST]]:
+    """All of the code, each node with its file and line."""
+    paths = [path for room in ROOMS for path in sorted((REPOSITORY / room).rglob("*.py"))]
+    return [
+        (f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}", node)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+
+
+def class_codes(nodes: list[tuple[str, ast.AST]]) -> dict[str, str]:
     """The codes of ``ForeseenError`` and what derives from it, by class; "" if only a raise can say."""
     codes = {"ForeseenError": "", "ModelLoadError": ""}
-    classes = [node for node in NODES.values() if isinstance(node, ast.ClassDef)]
+    classes = [node for _, node in nodes if isinstance(node, ast.ClassDef)]
     for _ in range(4):  # levels of inheritance
         for one in classes:
             inherited = [codes[base.id] for base in one.bases if isinstance(base, ast.Name) and base.id in codes]
@@ -38,11 +42,11 @@ def class_codes() -> dict[str, str]:
     return codes
 
 
-def test_every_error_has_a_code_and_every_code_one_entry() -> None:
-    defaults = class_codes()
+def test_every_error_has_a_code_and_every_code_one_entry(nodes: list[tuple[str, ast.AST]]) -> None:
+    defaults = class_codes(nodes)
     codes: dict[str, list[str]] = defaultdict(list)
     without = []
-    for place, node in NODES.items():
+    for place, node in nodes:
         match node:
             case ast.Call(func=ast.Name(id=name), keywords=keywords) if name in defaults:
                 value = next((one.value for one in keywords if one.arg == "code"), ast.Constant(defaults[name]))
@@ -76,7 +80,7 @@ def test_every_error_has_a_code_and_every_code_one_entry() -> None:
     ],
 )
 def test_a_command_prints_the_code_and_exits_with_2(command: str, line: str) -> None:
-    done = subprocess.run([sys.executable, *command.split()], cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_python(command.split())
 
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

@@ -21,6 +21,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from tests.inference.servers import Server, free_port, running
+from tests.processes import made_once
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24
@@ -183,9 +184,12 @@ def rows_file(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def exported_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with an int8 artefact for ONNX Runtime beside it."""
     pytest.importorskip("onnxruntime")
-    folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("exported") / "tiny"))
-    export.main([str(folder), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "100"])
-    return folder
+
+    def make(folder: Path) -> None:
+        shutil.copytree(model_folder, folder / "tiny")
+        export.main([str(folder / "tiny"), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "100"])
+
+    return made_once(tmp_path_factory, "exported", make) / "tiny"
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from inference.engines.model_loader import ModelLoader
-from tests.processes import REPOSITORY, run_python
+from tests.processes import REPOSITORY, PythonProcess, run_python
 
 
 def _run(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,10 +72,15 @@ def test_input_and_terminal_need_not_be_utf8(model_folder: Path, labels: list[st
 def test_a_reader_may_stop_early(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "news.txt"
     file.write_text("Oil prices rise\n" * 5000, encoding="utf-8")
-    command = f"{sys.executable} -m inference.predict --file {file} --model {model_folder} | head -n 1"
-    run = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, timeout=60)
-    assert run.stdout.count(b"\n") == 1
-    assert run.stderr == b""
+    pipe, errors = tmp_path / "pipe", tmp_path / "errors"
+    os.mkfifo(pipe)
+    command = ["-m", "inference.predict", "--file", str(file), "--model", str(model_folder)]
+    process = PythonProcess(command, os.environ, REPOSITORY, [pipe, errors])
+    with pipe.open("rb") as reader:
+        line = reader.readline()
+    assert line.endswith(b"\n")
+    assert process.wait(60) == 0
+    assert errors.read_bytes() == b""
 
 
 def test_a_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from common.model_folder import read_saved_model
+from tests.processes import made_once
 from training.data.dataset import load_news
 
 LAST_STEP = 16
@@ -36,15 +37,13 @@ def _checkpoint(output: Path, step: int) -> Path:
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory, launch_shared: Callable[..., Any]) -> Callable[[int], Path]:
     """`never_stopped(world_size)`: the model folder of a run that was left alone."""
-    folder, finished = tmp_path_factory.mktemp("never_stopped"), {}
 
     def run(world_size: int) -> Path:
-        if world_size not in finished:
-            output = folder / f"on_{world_size}"
-            ended = launch_shared(world_size, *_flags(world_size, output))
+        def train(folder: Path) -> None:
+            ended = launch_shared(world_size, *_flags(world_size, folder / f"on_{world_size}"))
             assert ended.process.returncode == 0, ended.err
-            finished[world_size] = output
-        return finished[world_size]
+
+        return made_once(tmp_path_factory, f"never_stopped_on_{world_size}", train) / f"on_{world_size}"
 
     return run
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from common.errors import run_command
+from tests.processes import made_once, run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
 from training import watch
 from training.monitoring.events import RunStarted, StepsAgreed
@@ -50,14 +50,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(scope="module")
-def trained(
-    run_on_ranks: Callable[..., Any], base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def trained(base_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two ranks that have finished."""
-    output = tmp_path_factory.mktemp("watched") / "model"
-    flags = ("--epochs", "1", "--batch_size", "4", "--output_dir", str(output))
-    run_on_ranks(2, train_on_ranks, [*base_flags, *flags])
-    return output.with_name("model.run")
+
+    def train(folder: Path) -> None:
+        flags = ("--epochs", "1", "--batch_size", "4", "--output_dir", str(folder / "model"))
+        run_on_ranks(2, train_on_ranks, [*base_flags, *flags])
+
+    return made_once(tmp_path_factory, "watched", train) / "model.run"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from tests.processes import run_on_ranks
+from tests.processes import made_once, run_on_ranks
 from tests.training.monitoring.small_training import train_on_ranks
 from training.config import TrainConfig
 from training.monitoring.events import RunStarted
@@ -28,10 +28,12 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory, base_flags: tuple[str, ...]) -> Path:
     """The run folder of two ranks, both profiled in three steps of 16."""
-    output = tmp_path_factory.mktemp("profiled") / "model"
-    flags = [*base_flags, "--batch_size", "4", "--output_dir", str(output)]
-    run_on_ranks(2, train_on_ranks, [*flags, "--profile", "3", "--profile_ranks", "all"])
-    return output.with_name("model.run")
+
+    def train(folder: Path) -> None:
+        flags = [*base_flags, "--batch_size", "4", "--output_dir", str(folder / "model")]
+        run_on_ranks(2, train_on_ranks, [*flags, "--profile", "3", "--profile_ranks", "all"])
+
+    return made_once(tmp_path_factory, "profiled", train) / "model.run"
 
 
 def _trace(run_dir: Path, profile: RankProfile) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def test_nothing_half_written_is_left_beside_the_report(run_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
-@pytest.mark.parametrize(("steps", "epochs", "classes"), [(1, 1, 2), (0, 2, 2), (0, 0, 2), (5, 1, 30), (3000, 2, 20)])
+@pytest.mark.parametrize(("steps", "epochs", "classes"), [(1, 1, 2), (0, 2, 2), (0, 0, 2), (3000, 2, 30)])
 def test_runs_of_any_size_have_a_report(
     tmp_path: Path,
     write_run: WriteRun,
