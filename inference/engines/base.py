@@ -14,8 +14,8 @@ CPU_BATCH_TOKENS = 512
 # Forward passes that run at the same time. On a machine with more processors each pass gets several of them, because
 # more passes would only wait for the interpreter's lock.
 PASSES_AT_ONCE = 6
-# A thread with fewer tokens would read all weights for almost no work (a tile in encoder.h has up to six rows). Two threads
-# pay off even so.
+# A thread with fewer tokens would read all weights for almost no work: a tile in encoder.h has up to six rows. Two
+# threads pay off even so.
 TOKENS_PER_THREAD = 6
 # Padded batches: texts of similar length waste little, and eight short ones already keep the cores busy.
 PADDED_TEXTS = 8

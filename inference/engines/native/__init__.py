@@ -5,6 +5,8 @@ from __future__ import annotations
 from inference.engines.native.library import instruction_sets, library_path
 
 _PLAIN = "plain"
+# Instruction sets with which the kernels were compared with the other engines (benchmarks/serving.md).
+_COMPARED = ("avx512_vnni", "avx512", "avx_vnni", "avx2")
 
 
 def is_supported() -> tuple[bool, str]:
@@ -24,3 +26,8 @@ def is_supported() -> tuple[bool, str]:
     if best == _PLAIN:
         return False, "the int8 kernels know no instructions of this processor (AVX2 on x86-64, NEON on ARM)"
     return True, f"our own int8 kernels, on {best}"
+
+
+def is_known_fastest() -> bool:
+    """Whether no other engine comes near the kernels on this kind of processor."""
+    return is_supported()[0] and instruction_sets()[0] in _COMPARED
