@@ -31,8 +31,8 @@ class Settings(BaseSettings):
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
-        description="What runs the model. auto measures the artefacts beside the model and takes the fastest, else "
-        "torch; another name insists on that one.",
+        description="What runs the model. auto takes the fastest artefact beside the model, else torch; another name "
+        "insists on that one.",
     )
     threads: int = Field(
         default=0,

@@ -19,8 +19,8 @@ from common.files import sha256_of
 from common.hardware import Hardware, usable_cpus
 from common.model_folder import MANIFEST_FILE, describe_files
 from inference import export
+from inference.engines import native
 from inference.engines.model_loader import ModelLoader
-from inference.engines.native import is_supported
 from inference.engines.selection import _has_gpu_files, load_model
 from inference.engines.self_test import measure_speed
 from inference.settings import Settings
@@ -28,6 +28,8 @@ from tests.inference.stand_in_model import StandInModel
 from tests.processes import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+# Instructions that were asked for are always compared with the other engines.
+COMPARED = Hardware(instruction_set="plain")
 
 # Started before anything else in a process: whoever imports one of the names gets what a missing package gives.
 _WITHOUT_PACKAGES = """
@@ -196,8 +198,8 @@ def test_an_artefact_of_another_engine_is_refused(exported_folder: Path) -> None
 @pytest.fixture(scope="module")
 def two_artefacts(exported_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with an artefact for ONNX Runtime and one for our kernels."""
-    if not is_supported()[0]:
-        pytest.skip(is_supported()[1])
+    if not native.is_supported()[0]:
+        pytest.skip(native.is_supported()[1])
     folder = Path(shutil.copytree(exported_folder, tmp_path_factory.mktemp("two") / "tiny"))
     export.main([str(folder), "--engine", "native", "--rows", str(rows_file), "--max_drop", "100"])
     return folder
@@ -210,8 +212,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "distrinews" / "engine_speeds"
 
 
-def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path, cache: Path) -> None:
+def test_our_kernels_are_taken_without_a_comparison_where_they_have_won_them_all(
+    two_artefacts: Path, cache: Path, tmp_path: Path
+) -> None:
+    if not native.is_known_fastest():
+        pytest.skip("on this kind of processor the engines are compared")
     loaded = load_model(two_artefacts)
+    assert loaded.reason.startswith("native is the fastest on this kind of processor; its kernels use ")
+    assert not cache.exists()
+    folder = Path(shutil.copytree(two_artefacts, tmp_path / "damaged"))
+    (folder / "native" / "model_int8.safetensors").write_bytes(b"x")
+    assert load_model(folder).reason.startswith("onnx is the only artefact that works here; skipped native (")
+
+
+def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path, cache: Path) -> None:
+    loaded = load_model(two_artefacts, hardware=COMPARED)
     [file] = cache.iterdir()
     speeds = json.loads(file.read_text())
     assert speeds.keys() == {"native", "onnx"}
@@ -223,33 +238,33 @@ def test_auto_measures_every_artefact_and_takes_the_fastest(two_artefacts: Path,
 
 
 def test_measured_speeds_are_remembered_and_decide_at_the_next_start(two_artefacts: Path, cache: Path) -> None:
-    load_model(two_artefacts)
+    load_model(two_artefacts, hardware=COMPARED)
     [file] = cache.iterdir()
     for speeds, expected in (
         ({"native": 1.0, "onnx": 2.0}, "onnx int8"),
         ({"native": 2.0, "onnx": 1.0}, "native int8"),
     ):
         file.write_text(json.dumps(speeds))
-        loaded = load_model(two_artefacts)
+        loaded = load_model(two_artefacts, hardware=COMPARED)
         assert loaded.engine.name == expected
         assert "(measured at an earlier start)" in loaded.reason
     # Other threads are another machine.
-    load_model(two_artefacts, hardware=Hardware(threads=1))
+    load_model(two_artefacts, hardware=Hardware(threads=1, instruction_set="plain"))
     assert len(list(cache.iterdir())) == (2 if usable_cpus() > 1 else 1)
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"native": "fast"}'])
 def test_with_a_damaged_cache_speeds_are_measured_again(two_artefacts: Path, cache: Path, content: str) -> None:
-    load_model(two_artefacts)
+    load_model(two_artefacts, hardware=COMPARED)
     [file] = cache.iterdir()
     file.write_text(content)
-    assert "(measured just now)" in load_model(two_artefacts).reason
+    assert "(measured just now)" in load_model(two_artefacts, hardware=COMPARED).reason
     assert json.loads(file.read_text()).keys() == {"native", "onnx"}
 
 
 def test_an_unwritable_cache_does_not_prevent_a_start(two_artefacts: Path, cache: Path) -> None:
     cache.parent.write_text("a file where the folder should be")
-    assert "(measured just now)" in load_model(two_artefacts).reason
+    assert "(measured just now)" in load_model(two_artefacts, hardware=COMPARED).reason
 
 
 def test_an_artefact_that_does_not_load_is_left_out_of_the_comparison(
@@ -257,7 +272,7 @@ def test_an_artefact_that_does_not_load_is_left_out_of_the_comparison(
 ) -> None:
     folder = Path(shutil.copytree(two_artefacts, tmp_path / "damaged"))
     (folder / "native" / "model_int8.safetensors").write_bytes(b"x")
-    loaded = load_model(folder)
+    loaded = load_model(folder, hardware=COMPARED)
     assert loaded.engine.name == "onnx int8"
     assert loaded.reason.startswith("onnx is the only artefact that works here; skipped native (")
     assert loaded.reason.count("skipped") == 1
