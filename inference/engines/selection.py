@@ -112,8 +112,8 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     int8_is_fast = has_fast_int8() or ("native" in engines and native.is_supported()[0])
     if has_torch and (not int8_is_fast or _has_cuda(hardware)):
         engines.append("torch")
-    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that others use too, could
-    # only choose wrongly, and would make the start slower.
+    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that others use too,
+    # could only choose wrongly, and would make the start slower.
     is_known = native.is_known_fastest() and hardware.instruction_set == "auto"
     if engines[0] == "native" and "torch" not in engines and is_known:
         try:
