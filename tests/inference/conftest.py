@@ -21,7 +21,6 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from inference import export
 from inference.engines.model_loader import ModelLoader
 from tests.inference.servers import Server, free_port, running
-from tests.processes import made_once
 
 LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 MAX_LENGTH = 24
@@ -185,11 +184,9 @@ def exported_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytes
     """The tiny model with an int8 artefact for ONNX Runtime beside it."""
     pytest.importorskip("onnxruntime")
 
-    def make(folder: Path) -> None:
-        shutil.copytree(model_folder, folder / "tiny")
-        export.main([str(folder / "tiny"), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "100"])
-
-    return made_once(tmp_path_factory, "exported", make) / "tiny"
+    folder = Path(shutil.copytree(model_folder, tmp_path_factory.mktemp("exported") / "tiny"))
+    export.main([str(folder), "--engine", "onnx", "--rows", str(rows_file), "--max_drop", "100"])
+    return folder
 
 
 @pytest.fixture
