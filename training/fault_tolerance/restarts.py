@@ -55,6 +55,7 @@ def finalize_exit_code() -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        error.say()  # before the file says it: a rank that is still starting ends when it finds that, and so all ranks
         _report_to_launcher(error)
         # Only the first attempt can say that the flags themselves are wrong: later ones ran with the same flags.
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and not has_begun():

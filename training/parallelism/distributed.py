@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.errors import ForeseenError, TrainingFailure, UserError, in_one_line, rank0_only_output
+from common.errors import SECONDS_FOR_RANK_0, ForeseenError, TrainingFailure, UserError, in_one_line, rank0_only_output
 from common.hardware import usable_cpus
 
 T = TypeVar("T")
@@ -273,6 +273,8 @@ def join_ranks(
         yield Ranks(rank, world_size, local_rank, local_world_size, chosen, backend, restart, milestones)
     except ForeseenError as error:
         # Before the group falls: torchrun ends a rank as soon as another is gone, and the line would be lost.
+        if error.quiet:  # rank 0 has the same error and prints it
+            time.sleep(SECONDS_FOR_RANK_0)
         error.say()
         raise
     except RuntimeError as error:

@@ -14,11 +14,13 @@ import torch
 
 from common.errors import UserError
 from common.rows import SAMPLE_NEWS
+from training import train_ddp
 from training.data.dataset import load_news
 from training.data.tokenized import load_tokenizer
 from training.model.classifier import NewsClassifier
 from training.parallelism.distributed import _choose_device
 
+TRAIN_DDP = Path(train_ddp.__file__)
 GOOD_ROWS = [[str(1 + i % 4), f"Headline {i}", "Prices rise as the season opens."] for i in range(40)]
 
 
@@ -125,14 +127,24 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(
         ),
     ],
 )
-def test_under_torchrun_a_users_mistake_is_printed_once(
+def test_under_torchrun_a_users_mistake_is_printed_once_even_if_rank_0_is_slow(
     launch: Callable[..., Any], tmp_path: Path, flags: tuple[str, ...], expected: str
 ) -> None:
     # Three rows, of which one is kept for validation: the other label has a single row and keeps it.
     data = _write_csv(tmp_path / "data", [["1", "First", "text"], ["1", "Second", "text"], ["2", "Third", "text"]])
     shutil.copy(data / "train.csv", data / "test.csv")
 
-    ended = launch(3, "--dataset", data, "--output_dir", tmp_path / "model", *flags)
+    # torchrun looks every 0.1 s whether a rank has ended, and then ends the others.
+    script = tmp_path / "slow_rank_0.py"
+    script.write_text(
+        "import runpy, time\n"
+        "from common.errors import ForeseenError\n"
+        "say = ForeseenError.say\n"
+        "ForeseenError.say = lambda error: (error.quiet or time.sleep(1), say(error))\n"
+        f"runpy.run_path({str(TRAIN_DDP)!r}, run_name='__main__')\n"
+    )
+
+    ended = launch(3, "--dataset", data, "--output_dir", tmp_path / "model", *flags, script=script)
 
     assert ended.process.returncode == 1
     assert ended.error_lines == [expected]
