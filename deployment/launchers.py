@@ -65,7 +65,7 @@ class Cluster:
 
 
 def launch(launcher: Sequence[str], flags: Sequence[str], log: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start torchrun on as many cores as it has ranks, so that each rank computes with one thread."""
+    """Start torchrun, pinned to ``cores`` if any; as many as ranks, so that each rank computes with one thread."""
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(TRAIN), *flags]
     with log.open("wb") as file:
         return subprocess.Popen(

@@ -1,7 +1,9 @@
-/* The int8 rate of the kernels' innermost loop alone, on data that stays in the L1 cache: what no model can exceed.
+/* How fast the kernels' innermost loop runs by itself, on data in the L1 cache: an upper bound for any model.
  *
- * Compiled with KERNELS as the name of an instruction set's file; prints billions of operations per second, of as many
- * threads as the first argument says, the best of a second. A multiplication and an addition are two operations. */
+ *   gcc -O3 -ffp-contract=off -Iinference/engines/native -DKERNELS='"avx2.c"' benchmarks/serving/bare_loop.c -lpthread -lm
+ *   ./a.out 2        two threads; prints their best rate within a second, in billions of int8 operations per second
+ *
+ * A multiplication and an addition are two operations. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>

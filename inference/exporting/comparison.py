@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ class Comparison:
         was_right, is_right = self.before == self.class_ids, self.after == self.class_ids
         changed = self.before != self.after
         return {
-            "dataset": dataset,
+            # Of a path only the end: the folder above it says nothing to others, and a published model shows this.
+            "dataset": "/".join(Path(dataset).parts[-2:]),
             "rows": len(self.class_ids),
             "before": round(float(was_right.mean()), 6),
             "after": round(float(is_right.mean()), 6),

@@ -124,8 +124,8 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 }
 #endif
 
-/* The transpose of 8 rows of 8 floats, see avx512.c. */
-INLINE void transpose_8(const float *x, int x_stride, int rows, float *out, int out_stride) {
+enum { BLOCK = 8 };
+INLINE void transpose(const float *x, int x_stride, int rows, float *out, int out_stride) {
     __m256 t[8], u[8];
     for (int i = 0; i < 8; i++) t[i] = i < rows ? _mm256_loadu_ps(x + (size_t)i * x_stride) : _mm256_setzero_ps();
     for (int i = 0; i < 8; i += 2) {
@@ -141,11 +141,6 @@ INLINE void transpose_8(const float *x, int x_stride, int rows, float *out, int 
         _mm256_storeu_ps(out + (size_t)i * out_stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x20));
         _mm256_storeu_ps(out + (size_t)(i + 4) * out_stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x31));
     }
-}
-INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {
-    for (int i = 0; i < LANES; i += 8)
-        for (int j = 0; j < LANES; j += 8)
-            transpose_8(x + (size_t)i * x_stride + j, x_stride, rows - i, out + (size_t)j * out_stride + i, out_stride);
 }
 
 #include "encoder.h"

@@ -100,8 +100,8 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 }
 #endif
 
-/* out (16 columns of a row each, out_stride apart) = transpose of 16 rows of 16 floats; rows beyond `rows` read 0. */
-INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {
+enum { BLOCK = 16 };
+INLINE void transpose(const float *x, int x_stride, int rows, float *out, int out_stride) {
     __m512i t[LANES], u[LANES];
     for (int i = 0; i < LANES; i++)
         t[i] = i < rows ? _mm512_loadu_si512(x + (size_t)i * x_stride) : _mm512_setzero_si512();

@@ -22,7 +22,7 @@
  *   ints            16 int32 sums            i_to_float
  *   i_start         what sums begin with, of the layer's 16 weight sums
  *   activations, weights, four_inputs, four_weights, i_dot  four products more in each sum; or all of inner_loop
- *   transpose_16    see attend
+ *   transpose       of BLOCK rows of BLOCK floats into columns of out, out_stride apart; rows from `rows` on are 0
  *   INT_ROWS x INT_VECTORS, FLOAT_ROWS x FLOAT_VECTORS  sums that fit into the registers, rows x 16 outputs
  *   RUN_SHARE       the name of what this file makes
  */
@@ -274,6 +274,13 @@ INLINE float softmax_row(float *scores, int columns, int from, int to) {
         sum = v_add(sum, e);
     }
     return 1.f / v_sum(sum);
+}
+
+/* out (16 columns, out_stride apart) = transpose of 16 rows of 16 floats; rows beyond `rows` read 0. */
+INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {
+    for (int i = 0; i < LANES; i += BLOCK)
+        for (int j = 0; j < LANES; j += BLOCK)
+            transpose(x + (size_t)i * x_stride + j, x_stride, rows - i, out + (size_t)j * out_stride + i, out_stride);
 }
 
 INLINE int at_least(int limit, int x) { return x > limit ? x : limit; }

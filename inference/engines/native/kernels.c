@@ -298,8 +298,8 @@ EXPORT void close_pool(Pool *pool) {
     free(pool);
 }
 
-/* `helpers` threads for the sessions of a model, or as many as the system lets us start; NULL when memory is lacking, or
- * this processor does not have the instruction set of that name. */
+/* Starts `helpers` threads, which the sessions of one model share; fewer if the system refuses some. NULL if memory runs
+ * out, or if this processor does not have the instruction set of that name. */
 EXPORT Pool *open_pool(const Model *model, int32_t helpers, const char *instructions) {
     RunShare *run_share = run_share_of(instructions);
     if (!run_share) return NULL;

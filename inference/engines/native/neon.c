@@ -145,7 +145,8 @@ INLINE int32x4_t dot_4(int32x4_t sum, int8x16_t x, int8x16_t w) {
 EACH(ints, i_dot, (ints sum, activations x, weights w), dot_4(sum.val[i], x, w.val[i]))
 #endif
 
-INLINE void transpose_4(const float *x, int x_stride, int rows, float *out, int out_stride) {
+enum { BLOCK = 4 };
+INLINE void transpose(const float *x, int x_stride, int rows, float *out, int out_stride) {
     float32x4_t t[4];
     for (int i = 0; i < 4; i++) t[i] = i < rows ? vld1q_f32(x + (size_t)i * x_stride) : vdupq_n_f32(0.f);
     float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(t[0], t[1])), b = vreinterpretq_f64_f32(vtrn2q_f32(t[0], t[1]));
@@ -154,11 +155,6 @@ INLINE void transpose_4(const float *x, int x_stride, int rows, float *out, int 
     vst1q_f32(out + out_stride, vreinterpretq_f32_f64(vtrn1q_f64(b, d)));
     vst1q_f32(out + 2 * (size_t)out_stride, vreinterpretq_f32_f64(vtrn2q_f64(a, c)));
     vst1q_f32(out + 3 * (size_t)out_stride, vreinterpretq_f32_f64(vtrn2q_f64(b, d)));
-}
-INLINE void transpose_16(const float *x, int x_stride, int rows, float *out, int out_stride) {
-    for (int i = 0; i < LANES; i += 4)
-        for (int j = 0; j < LANES; j += 4)
-            transpose_4(x + (size_t)i * x_stride + j, x_stride, rows - i, out + (size_t)j * out_stride + i, out_stride);
 }
 
 #include "encoder.h"
