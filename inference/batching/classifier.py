@@ -191,6 +191,10 @@ class Classifier:
         if not call.num_open:
             call.timer.cancel()
             self._calls.discard(call)
+            # The callers refer to the call: a cycle, which only the garbage collector would free, in pauses of tens of
+            # milliseconds under load. A call that the tokenizer still has (all its callers have gone) keeps them.
+            if call.num_taken == len(call.callers):
+                call.callers = []
             if not self._calls:
                 self._all_answered.set()
 
@@ -269,6 +273,7 @@ class Classifier:
                 else:
                     self._cache.put(text.ids.tobytes(), outcome)
                     outcomes += [(caller, caller.answer(outcome, done)) for caller in text.payload]
+                text.payload.clear()  # they refer to the text
         deliver(outcomes)
         for _, outcome in outcomes:
             if isinstance(outcome, Answer):
@@ -280,4 +285,5 @@ class Classifier:
             for text in texts:
                 self._forget(text)
                 outcomes += [(caller, caller.call.deadline_error()) for caller in text.payload]
+                text.payload.clear()
         deliver(outcomes)

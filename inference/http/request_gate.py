@@ -136,6 +136,7 @@ class _GatedRequest:
             # 3. However it ended: return its memory, count it and log it, in this one place.
             if self.watch is not None:
                 self.watch.cancel()
+                self.watch = None  # it refers to this request: a cycle, which only the garbage collector would free
             gate.body_budget.release(context.held_bytes)
             gate.metrics.in_progress.dec()
             seconds = time.perf_counter() - context.started

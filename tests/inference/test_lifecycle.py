@@ -367,3 +367,25 @@ def test_a_model_that_fails_to_load_in_an_unforeseen_way_is_refused_with_the_rea
         raise OverflowError("int too big to convert\nand more")
 
     assert "the model does not load (OverflowError: int too big to convert)" in _refusal(fail)
+
+
+@pytest.mark.parametrize("path", ["/predict", "/predict/batch"])
+def test_an_answered_request_leaves_nothing_to_the_garbage_collector(folder_copy: Path, path: str) -> None:
+    # Under load, all requests would wait for the collector, for tens of milliseconds each time.
+    body = {"text": text_of(1)} if path == "/predict" else {"texts": [text_of(1), text_of(2)]}
+    with serving(folder_copy) as client:
+        client.post(path, json=body)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                assert client.post(path, json=body).status_code == 200
+            wait_until(lambda: metric(client, "requests_in_progress") == 1)  # that of the metrics
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = [one for one in gc.garbage if type(one).__module__.startswith("inference.")]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert left == []
