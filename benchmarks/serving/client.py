@@ -28,6 +28,7 @@ BROKEN = "broken"  # the connection failed or was closed before the answer
 NOT_SENT = "not sent"  # more requests in flight than a client may have sockets
 RECEIVE_BYTES = 1 << 16
 MAX_CONNECTIONS = 4000
+_CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
@@ -107,6 +108,7 @@ class Connection:
     since: float = 0.0
     answered: int = 0
     last_answer: float = 0.0
+    is_last: bool = False  # the server closes the connection after this answer
 
     def status(self) -> str | None:
         """Read what has arrived: the status once the answer is complete, else None; BROKEN if the server hung up."""
@@ -120,6 +122,7 @@ class Connection:
         if not _is_complete(self.received):
             return None
         status = self.received[9:12].decode("ascii", "replace")
+        self.is_last = _CLOSES.search(self.received, 0, self.received.find(b"\r\n\r\n")) is not None
         self.received.clear()
         return status
 
@@ -151,7 +154,7 @@ class Client:
                 if status == "200":
                     connection.answered += 1
                     connection.last_answer = now
-                if status == BROKEN:
+                if status == BROKEN or connection.is_last:
                     continue  # this client stops: reconnecting would hide the failure
                 if now < end and self._send(connection, now):
                     waiting.add(connection)
@@ -195,7 +198,7 @@ class Client:
             elif connection in free:
                 free.remove(connection)  # the server closed an idle connection
                 continue
-            if status != BROKEN:
+            if status != BROKEN and not connection.is_last:
                 free.append(connection)
 
     def _answers(self, wait: float) -> Iterator[tuple[Connection, str]]:
@@ -206,7 +209,7 @@ class Client:
         for number, _ in self._epoll.poll(0):
             connection = self._connections[number]
             status = connection.status()
-            if status == BROKEN:
+            if status == BROKEN or connection.is_last:
                 self._epoll.unregister(number)
                 connection.socket.close()
                 del self._connections[number]
