@@ -114,7 +114,8 @@ class Settings(BaseSettings):
         default=1000,
         ge=1,
         description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
-        "Beyond it, a new one ends the one that has been idle longest; if none is idle, it is refused with 503.",
+        "Beyond it, a new one ends the one that has been idle longest; if none has been idle for a second, it is "
+        "refused with 503.",
     )
     cache_entries: int = Field(
         default=0,

@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 # Bytes of a request's headers before they are complete; the same limit as in uvicorn's other parser.
 _MAX_HEADER_BYTES = 64 * 1024
 _CHECK_INTERVAL_S = 0.5
-# Files that the process opens for other things: loading a model, the log, DNS.
+# A connection that has been idle for less than this is not ended for another: its next request, or its first, may be
+# on the way.
+_GRACE_S = 1.0
+# A refused client has this long to read its answer. Closing at once would send a reset, which may overtake the answer.
+_REFUSAL_S = 1.0
+# Files that the process opens for other things: loading a model, the log, DNS; half of them for refused clients.
 _SPARE_FILES = 64
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
@@ -37,13 +42,15 @@ class ConnectionKeeper:
         """Create the keeper; `watching` starts it.
 
         Args:
-            max_connections: a new connection beyond this ends the one that has been idle longest; if none is idle, the
-                new one gets 503.
+            max_connections: a new connection beyond this ends the one that has been idle longest; if none has been idle
+                for a second, the new one gets 503.
             timeout_s: seconds within which headers must be complete, and within which part of an answer must be read.
         """
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._open: set[Any] = set()
+        self._refused: set[asyncio.Transport] = set()
+        self._full_until = 0.0  # until then no connection can have been idle for long enough to be ended
 
     @contextlib.asynccontextmanager
     async def watching(self, server: Server | None) -> AsyncIterator[None]:
@@ -66,12 +73,15 @@ class ConnectionKeeper:
 
         class WatchedProtocol(protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:
+                if not keeper._has_room():
+                    keeper._refuse(transport)
+                    return
                 super().connection_made(transport)
                 self.idle_since = self.headers_since = time.monotonic()
                 self.header_bytes = 0
                 self.unread_bytes = 0
                 self.unread_since = 0.0
-                keeper._admit(self)
+                keeper._open.add(self)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 keeper._open.discard(self)
@@ -92,18 +102,32 @@ class ConnectionKeeper:
 
         return WatchedProtocol
 
-    def _admit(self, connection: Any) -> None:
-        # Full: the connection that has been idle longest makes room; a request in progress is never ended.
-        if len(self._open) >= self._max_connections:
-            idle = [one for one in self._open if not _is_at_work(one)]
-            if not idle:
-                connection.transport.write(_FULL)
-                connection.transport.close()
-                return
-            oldest = min(idle, key=lambda one: one.idle_since)
-            self._open.discard(oldest)
-            oldest.transport.abort()
-        self._open.add(connection)
+    def _has_room(self) -> bool:
+        """Whether one more connection may be open; the one that has been idle longest is ended for it."""
+        if len(self._open) < self._max_connections:
+            return True
+        now = time.monotonic()
+        if now < self._full_until:
+            return False
+        idle = [one for one in self._open if not _is_at_work(one)]
+        oldest = min(idle, key=lambda one: one.idle_since, default=None)
+        if oldest is None or now - oldest.idle_since < _GRACE_S:
+            # Under a flood of connections one look at all of them each time would be most of the work.
+            self._full_until = now + _CHECK_INTERVAL_S if oldest is None else oldest.idle_since + _GRACE_S
+            return False
+        self._open.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _refuse(self, transport: asyncio.Transport) -> None:
+        transport.write(_FULL)
+        if len(self._refused) >= _SPARE_FILES // 2:
+            transport.close()
+            return
+        self._refused.add(transport)
+        transport.set_protocol(_Refused(transport, self._refused))
+        transport.write_eof()  # the client closes when it has read this
+        asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 
     async def _close_stuck_connections(self) -> None:
         while True:
@@ -127,6 +151,16 @@ class ConnectionKeeper:
         if not unread or not before or unread < before:
             connection.unread_since = now
         return now - connection.unread_since > self._timeout_s
+
+
+class _Refused(asyncio.Protocol):
+    """Takes what a refused client still sends."""
+
+    def __init__(self, transport: asyncio.Transport, still_open: set[asyncio.Transport]) -> None:
+        self._transport, self._still_open = transport, still_open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._still_open.discard(self._transport)
 
 
 def _awaits_headers(connection: Any) -> bool:
