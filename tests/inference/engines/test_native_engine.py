@@ -123,6 +123,26 @@ def test_arm_gives_the_bits_of_this_processor(
         assert list(_bits_on_arm(arm_driver, "cortex-a72", tmp_path / "image", texts)) == list(found)[2:]
 
 
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="AVX-512 is emulated on x86 processors with AVX2")
+def test_emulated_avx512_gives_the_bits_of_this_processor(make_engine: MakeEngine, tmp_path: Path) -> None:
+    here, program = Path(__file__).parent, tmp_path / "forward_image"
+    sources = [*sorted(KERNELS.glob("*.c")), here / "forward_image.c"]
+    flags = ["-O1", "-std=gnu11", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-Wno-psabi", f"-I{KERNELS}"]
+    emulation = ["-include", here / "avx512_emulation.h"]
+    subprocess.run(["gcc", *flags, *emulation, *sources, "-o", program, "-lpthread", "-lm"], check=True)
+    texts = random_texts([1, 19, 50, 6])
+    native_models.write_batch(texts, tmp_path / "batch")
+    for family in ("bert", "modernbert"):
+        engine, _ = make_engine(randomise(MODELS[family]()))
+        native_models.write_image(engine, tmp_path / "image")
+        expected = " ".join(f"{bits:08x}" for bits in engine.logits(TokenBatch.of(texts)).view(np.uint32).ravel())
+        command = [program, tmp_path / "image", tmp_path / "batch"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        found = dict(line.split(" ", 1) for line in lines)
+        assert {"avx512_vnni", "avx512"} <= set(found)
+        assert set(found.values()) == {expected}
+
+
 @pytest.fixture(scope="module")
 def wasm_drivers(tmp_path_factory: pytest.TempPathFactory) -> list[list[str | Path]]:
     """Commands that run the kernels in Node: with plain SIMD, and with relaxed SIMD."""
