@@ -7,6 +7,9 @@
 #include "model.h"
 
 #define AVX512_EMULATION
+/* Calls instead of copies, as in plain.c: this is to be quickly compiled. */
+#undef INLINE
+#define INLINE static __attribute__((unused))
 #undef TARGET_BEGIN
 #undef TARGET_END
 #define TARGET_BEGIN(FEATURES)
@@ -39,8 +42,10 @@ EACH_16(floats_16, emulated_from_half, (__m256i x), _cvtsh_ss(((const uint16_t *
 EACH_16(ints_16, emulated_to_ints, (floats_16 x), _mm_cvtss_si32(_mm_set_ss(x[i])))
 EACH_16(floats_16, emulated_splat, (float x), x)
 EACH_16(ints_16, emulated_splat_int, (int32_t x), x)
-EACH_16(ints_16, emulated_weave, (ints_16 a, ints_16 b, int from), i % 2 ? b[i / 4 * 4 + from + i % 4 / 2] : a[i / 4 * 4 + from + i % 4 / 2])
-EACH_16(ints_16, emulated_weave_pairs, (ints_16 a, ints_16 b, int from), i % 4 < 2 ? a[i / 4 * 4 + from + i % 2] : b[i / 4 * 4 + from + i % 2])
+EACH_16(ints_16, emulated_weave, (ints_16 a, ints_16 b, int from),
+        i % 2 ? b[i / 4 * 4 + from + i % 4 / 2] : a[i / 4 * 4 + from + i % 4 / 2])
+EACH_16(ints_16, emulated_weave_pairs, (ints_16 a, ints_16 b, int from),
+        i % 4 < 2 ? a[i / 4 * 4 + from + i % 2] : b[i / 4 * 4 + from + i % 2])
 EACH_16(ints_16, emulated_quarters, (ints_16 a, ints_16 b, int which), (i < 8 ? a : b)[4 * (which >> i / 4 * 2 & 3) + i % 4])
 
 INLINE ints_16 emulated_dpbusd(ints_16 sum, ints_16 x, ints_16 w) {

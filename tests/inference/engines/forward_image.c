@@ -2,8 +2,8 @@
  * processor, its name and the logits' bits.
  *
  * IMAGE holds the count of its pointers, the offset of each, its own length, and the structures of model.h and all
- * arrays as they lie in memory, with offsets in place of addresses, of this processor's size. BATCH holds the count of texts and of ids, starts and
- * ids. */
+ * arrays as they lie in memory, with offsets in place of addresses, of this processor's size. BATCH holds the count of
+ * texts and of ids, starts and ids. */
 #include <stdio.h>
 #include <stdlib.h>
 
