@@ -70,12 +70,18 @@ typedef __m512i activations, weights;
 
 INLINE weights four_weights(const int8_t *p) {
     weights w = _mm512_load_si512(p);
+#ifndef AVX512_EMULATION
     __asm__("" : "+v"(w)); /* stay in a register: GCC would load it again for every row */
+#endif
     return w;
 }
 INLINE ints i_dot(ints sum, activations x, weights w) {
+#ifdef AVX512_EMULATION
+    return _mm512_dpbusd_epi32(sum, x, w);
+#else
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w)); /* the intrinsic makes GCC 12 copy and spill every sum */
     return sum;
+#endif
 }
 #else
 #define OWN_INNER_LOOP
@@ -93,7 +99,9 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
             UNROLL for (int v = 0; v < vectors; v++) {
                 __m512i products = _mm512_add_epi16(_mm512_maddubs_epi16(x, w[v]), _mm512_maddubs_epi16(next_x, next_w[v]));
                 sum[r][v] = _mm512_add_epi32(sum[r][v], _mm512_madd_epi16(products, _mm512_set1_epi16(1)));
+#ifndef AVX512_EMULATION
                 __asm__ volatile("" : "+v"(sum[r][v]));
+#endif
             }
         }
     }

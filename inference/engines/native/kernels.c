@@ -51,6 +51,8 @@ static int has_i8mm(void) { return has("hw.optional.arm.FEAT_I8MM"); }
 static int has_dotprod(void) { return 0; }
 static int has_i8mm(void) { return 0; }
 #endif
+#elif defined(__wasm_simd128__)
+RunShare run_share_wasm_relaxed, run_share_wasm;
 #endif
 RunShare run_share_plain;
 static int always(void) { return 1; }
@@ -70,6 +72,11 @@ static const struct {
     {"neon_i8mm", has_i8mm, run_share_neon_i8mm},
     {"neon_dotprod", has_dotprod, run_share_neon_dotprod},
     {"neon", has_neon, run_share_neon},
+#elif defined(__wasm_simd128__)
+#ifdef __wasm_relaxed_simd__
+    {"wasm_relaxed", always, run_share_wasm_relaxed},
+#endif
+    {"wasm", always, run_share_wasm},
 #endif
     {"plain", always, run_share_plain},
 };

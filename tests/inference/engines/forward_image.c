@@ -2,8 +2,8 @@
  * processor, its name and the logits' bits.
  *
  * IMAGE holds the count of its pointers, the offset of each, its own length, and the structures of model.h and all
- * arrays as they lie in memory, with offsets in place of addresses. BATCH holds the count of texts and of ids, starts and
- * ids. */
+ * arrays as they lie in memory, with offsets in place of addresses, of this processor's size. BATCH holds the count of
+ * texts and of ids, starts and ids. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -27,7 +27,7 @@ int main(int argc, char **argv) {
     const uint64_t pointers = *(uint64_t *)take(file, 8);
     const uint64_t *offsets = take(file, 8 * pointers);
     char *image = take(file, *(uint64_t *)take(file, 8));
-    for (uint64_t i = 0; i < pointers; i++) *(char **)(image + offsets[i]) = image + *(uint64_t *)(image + offsets[i]);
+    for (uint64_t i = 0; i < pointers; i++) *(char **)(image + offsets[i]) = image + *(uintptr_t *)(image + offsets[i]);
     const Model *model = (const Model *)image;
 
     if (!(file = fopen(argv[2], "rb"))) return 2;

@@ -97,8 +97,12 @@ def reference_logits(model: hf.PreTrainedModel, texts: list[list[int]]) -> np.nd
     return np.concatenate([model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.numpy() for ids in inputs])
 
 
-def write_image(engine: NativeEngine, file: Path) -> None:
+def write_image(engine: NativeEngine, file: Path, pointer_bytes: int = 8) -> None:
     """Write a loaded model for forward_image.c: its structures and arrays as in memory, with offsets for pointers."""
+
+    def aligned(place: int) -> int:
+        return -(-place // pointer_bytes) * pointer_bytes
+
     arrays = [*engine._tensors.values(), *engine._rotations.values()]
     blocks, model = engine._blocks, engine._model
     size, places = 0, {}
@@ -114,21 +118,29 @@ def write_image(engine: NativeEngine, file: Path) -> None:
         place = places[array.ctypes.data]
         image[place : place + array.nbytes] = array.tobytes()
 
-    def put(structure: ctypes.Structure, place: int) -> None:
+    def put(structure: ctypes.Structure, place: int) -> int:
+        """Return where it ends: like this machine's C compiler, but pointers may be shorter."""
+        place = aligned(place)
         for name, kind in structure._fields_:
-            at, value = place + getattr(type(structure), name).offset, getattr(structure, name)
+            value = getattr(structure, name)
             if isinstance(value, ctypes.Structure):
-                put(value, at)
-            elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer) and value:
-                address = value if isinstance(value, int) else ctypes.addressof(value.contents)
-                image[at : at + 8] = struct.pack("<Q", places[address])
-                pointers.append(at)
-            elif not issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
-                image[at : at + ctypes.sizeof(kind)] = bytes(kind(value))
+                place = put(value, place)
+            elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
+                place = aligned(place)
+                if value:
+                    address = value if isinstance(value, int) else ctypes.addressof(value.contents)
+                    image[place : place + pointer_bytes] = places[address].to_bytes(pointer_bytes, "little")
+                    pointers.append(place)
+                place += pointer_bytes
+            else:
+                image[place : place + 4] = bytes(kind(value))
+                place += 4
+        return aligned(place)
 
     put(model, 0)
-    for index, block in enumerate(blocks):
-        put(block, places[ctypes.addressof(blocks)] + index * ctypes.sizeof(block))
+    place = places[ctypes.addressof(blocks)]
+    for block in blocks:
+        place = put(block, place)
     file.write_bytes(struct.pack(f"<Q{len(pointers)}QQ", len(pointers), *pointers, size) + bytes(image))
 
 

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +121,72 @@ def test_arm_gives_the_bits_of_this_processor(
     if family == "distilbert":  # older cores: without i8mm, and without dot products
         assert list(_bits_on_arm(arm_driver, "cortex-a76", tmp_path / "image", texts)) == list(found)[1:]
         assert list(_bits_on_arm(arm_driver, "cortex-a72", tmp_path / "image", texts)) == list(found)[2:]
+
+
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="AVX-512 is emulated on x86 processors with AVX2")
+def test_emulated_avx512_gives_the_bits_of_this_processor(make_engine: MakeEngine, tmp_path: Path) -> None:
+    here, program = Path(__file__).parent, tmp_path / "forward_image"
+    sources = [*sorted(KERNELS.glob("*.c")), here / "forward_image.c"]
+    flags = ["-O1", "-std=gnu11", "-ffp-contract=off", "-mavx2", "-mfma", "-mf16c", "-Wno-psabi", f"-I{KERNELS}"]
+    emulation = ["-include", here / "avx512_emulation.h"]
+    subprocess.run(["gcc", *flags, *emulation, *sources, "-o", program, "-lpthread", "-lm"], check=True)
+    texts = random_texts([1, 19, 50, 6])
+    native_models.write_batch(texts, tmp_path / "batch")
+    for family in ("bert", "modernbert"):
+        engine, _ = make_engine(randomise(MODELS[family]()))
+        native_models.write_image(engine, tmp_path / "image")
+        expected = " ".join(f"{bits:08x}" for bits in engine.logits(TokenBatch.of(texts)).view(np.uint32).ravel())
+        command = [program, tmp_path / "image", tmp_path / "batch"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        found = dict(line.split(" ", 1) for line in lines)
+        assert {"avx512_vnni", "avx512"} <= set(found)
+        assert set(found.values()) == {expected}
+
+
+@pytest.fixture(scope="module")
+def wasm_drivers(tmp_path_factory: pytest.TempPathFactory) -> list[list[str | Path]]:
+    """Commands that run the kernels in Node: with plain SIMD, and with relaxed SIMD."""
+    if not shutil.which("node") or not find_spec("ziglang"):
+        pytest.skip("WebAssembly is compiled by the package ziglang (90 MB) and run by Node; both must be installed")
+    folder, here = tmp_path_factory.mktemp("wasm"), Path(__file__).parent
+    sources = [*sorted(KERNELS.glob("*.c")), here / "forward_image.c"]
+    drivers: list[list[str | Path]] = []
+    for name, extra in (("plain", []), ("relaxed", ["-mrelaxed-simd"])):
+        program = folder / f"{name}.wasm"
+        flags = ["-O2", "-std=gnu11", "-ffp-contract=off", "-msimd128", *extra, f"-I{KERNELS}", "-o", program]
+        compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi"]
+        subprocess.run([*compiler, *flags, *sources, "-lm"], check=True)
+        drivers.append(["node", "--no-warnings", here / "run_wasi.mjs", program])
+    if "relaxed-simd" in subprocess.run(["node", "--v8-options"], capture_output=True, text=True, check=True).stdout:
+        drivers[1].insert(1, "--experimental-wasm-relaxed-simd")  # Node 20; newer ones have it switched on
+    return drivers
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_webassembly_gives_the_logits_and_labels_of_this_processor(
+    make_engine: MakeEngine, wasm_drivers: list[list[str | Path]], tmp_path: Path, family: str
+) -> None:
+    engine, _ = make_engine(randomise(MODELS[family]()))
+    native_models.write_image(engine, tmp_path / "image", pointer_bytes=4)
+    texts = random_texts([1, 19, 50, 6])
+    texts[2][3] = 1  # a padding id
+    native_models.write_batch(texts, tmp_path / "batch")
+    expected = engine.logits(TokenBatch.of(texts))
+    found = {}
+    for driver in wasm_drivers:
+        command = [*driver, tmp_path / "image", tmp_path / "batch"]
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+            name, *bits = line.split()
+            found[name] = np.array([int(x, 16) for x in bits], dtype=np.uint32).view(np.float32).reshape(expected.shape)
+    assert sorted(found) == ["plain", "wasm", "wasm_relaxed"]
+    # Node fuses relaxed multiply-adds on every processor of the last ten years; plain C computes them in software.
+    np.testing.assert_array_equal(found["plain"], expected)
+    np.testing.assert_array_equal(found["wasm_relaxed"], expected)
+    # Plain SIMD rounds twice: rarely, an activation gets the next step of int8 and shows in one text.
+    difference = np.abs(found["wasm"] - expected).max(axis=1)
+    assert np.median(difference) < 1e-5
+    assert difference.max() < 0.1 * expected.std()
+    np.testing.assert_array_equal(found["wasm"].argmax(axis=1), expected.argmax(axis=1))
 
 
 def test_instructions_that_this_processor_lacks_are_refused_by_name(make_engine: MakeEngine) -> None:

@@ -1,0 +1,4 @@
+#ifdef __wasm_relaxed_simd__
+#define WITH_RELAXED
+#include "wasm.c"
+#endif
