@@ -59,17 +59,19 @@ EACH(vec, v_scale, (vec x, vec n), wasm_f32x4_mul(x.val[i], power_of_2(n.val[i])
 
 INLINE v128_t select_4(int from, int to, v128_t a, v128_t b) {
     const v128_t lane = wasm_i32x4_make(0, 1, 2, 3);
-    const v128_t from_on = wasm_i32x4_ge(lane, wasm_i32x4_splat(from)), before = wasm_i32x4_lt(lane, wasm_i32x4_splat(to));
+    const v128_t from_on = wasm_i32x4_ge(lane, wasm_i32x4_splat(from));
+    const v128_t before = wasm_i32x4_lt(lane, wasm_i32x4_splat(to));
     return wasm_v128_bitselect(a, b, wasm_v128_and(from_on, before));
 }
 EACH(vec, v_select, (int from, int to, vec a, vec b), select_4(from - 4 * i, to - 4 * i, a.val[i], b.val[i]))
 
 /* 8 + 8 lanes, then 4 + 4, 2 + 2, 1 + 1. */
-#define FOLD(NAME, STEP)                                                             \
-    INLINE float NAME(vec x) {                                                       \
-        v128_t y = STEP(STEP(x.val[0], x.val[2]), STEP(x.val[1], x.val[3]));         \
-        y = STEP(y, wasm_i32x4_shuffle(y, y, 2, 3, 0, 1));                           \
-        return wasm_f32x4_extract_lane(STEP(y, wasm_i32x4_shuffle(y, y, 1, 0, 3, 2)), 0); \
+#define FOLD(NAME, OP)                                                 \
+    INLINE float NAME(vec x) {                                         \
+        v128_t y = OP(OP(x.val[0], x.val[2]), OP(x.val[1], x.val[3])); \
+        y = OP(y, wasm_i32x4_shuffle(y, y, 2, 3, 0, 1));               \
+        y = OP(y, wasm_i32x4_shuffle(y, y, 1, 0, 3, 2));               \
+        return wasm_f32x4_extract_lane(y, 0);                          \
     }
 FOLD(v_sum, wasm_f32x4_add)
 FOLD(v_largest, max_4)
@@ -146,7 +148,7 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 #else
 EACH(ints, i_start, (const int32_t *weight_sum), ((void)weight_sum, wasm_i32x4_splat(0)))
 
-/* Weights are widened to int16 once for all rows, and split into the pairs of inputs that one instruction multiplies. */
+/* Weights are widened to int16 once for all rows and split into the pairs of inputs that one instruction multiplies. */
 INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
                        ints sum[][INT_VECTORS]) {
     (void)vectors; /* one */
@@ -162,8 +164,8 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
             const v128_t w = wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
             const v128_t next_w = wasm_i32x4_shuffle(low, high, 1, 3, 5, 7);
             UNROLL for (int r = 0; r < rows; r++) {
-                v128_t products = wasm_i32x4_add(wasm_i32x4_dot_i16x8(x[r], w), wasm_i32x4_dot_i16x8(next_x[r], next_w));
-                sum[r][0].val[i] = wasm_i32x4_add(sum[r][0].val[i], products);
+                v128_t first = wasm_i32x4_dot_i16x8(x[r], w), second = wasm_i32x4_dot_i16x8(next_x[r], next_w);
+                sum[r][0].val[i] = wasm_i32x4_add(sum[r][0].val[i], wasm_i32x4_add(first, second));
                 __asm__ volatile("" : "+r"(sum[r][0].val[i])); /* LLVM would reorder the loop and spill the sums */
             }
         }

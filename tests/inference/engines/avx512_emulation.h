@@ -46,7 +46,8 @@ EACH_16(ints_16, emulated_weave, (ints_16 a, ints_16 b, int from),
         i % 2 ? b[i / 4 * 4 + from + i % 4 / 2] : a[i / 4 * 4 + from + i % 4 / 2])
 EACH_16(ints_16, emulated_weave_pairs, (ints_16 a, ints_16 b, int from),
         i % 4 < 2 ? a[i / 4 * 4 + from + i % 2] : b[i / 4 * 4 + from + i % 2])
-EACH_16(ints_16, emulated_quarters, (ints_16 a, ints_16 b, int which), (i < 8 ? a : b)[4 * (which >> i / 4 * 2 & 3) + i % 4])
+EACH_16(ints_16, emulated_quarters, (ints_16 a, ints_16 b, int which),
+        (i < 8 ? a : b)[4 * (which >> i / 4 * 2 & 3) + i % 4])
 
 INLINE ints_16 emulated_dpbusd(ints_16 sum, ints_16 x, ints_16 w) {
     const unsigned_bytes_64 q = (unsigned_bytes_64)x;

@@ -38,7 +38,8 @@ int main(int argc, char **argv) {
     const char *name;
     for (int i = 0; (name = instruction_set(i)); i++)
         for (int threads = 1; threads <= 2; threads++) {
-            if (forward(open_session(open_pool(model, threads - 1, name)), ids, starts, counts[0], threads, logits)) return 1;
+            Session *session = open_session(open_pool(model, threads - 1, name));
+            if (forward(session, ids, starts, counts[0], threads, logits)) return 1;
             printf("%s", name);
             for (int32_t j = 0; j < size; j++) printf(" %08x", ((uint32_t *)logits)[j]);
             printf("\n");

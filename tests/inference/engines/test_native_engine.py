@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -20,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from inference.engines import native
-from inference.engines.base import TokenBatch
+from inference.engines.base import TokenBatch, forward_passes
 from inference.engines.native.engine import NativeEngine
 from inference.engines.native.library import instruction_sets, library_path
 from inference.engines.native.quantize import FILE_NAME, write_native
@@ -36,9 +38,11 @@ from tests.inference.engines.native_models import (
     randomise,
     reference_logits,
 )
+from tests.processes import REPOSITORY
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason=native.is_supported()[1])
 KERNELS = Path(native.__file__).parent
+AG_NEWS = REPOSITORY / "data" / "ag_news" / "test.csv"
 ARM_COMPILER, ARM_EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
 
 MakeEngine = Callable[..., tuple[NativeEngine, PreTrainedModel]]
@@ -81,6 +85,22 @@ def test_every_instruction_set_gives_the_same_bits(make_engine: MakeEngine, fami
         engine, _ = make_engine(model, 2, instructions)
         for threads in (1, 2):
             np.testing.assert_array_equal(engine.logits(batch, threads), expected, err_msg=instructions)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not AG_NEWS.exists(), reason="the test rows of AG News are not in data/ag_news/test.csv")
+def test_every_instruction_set_gives_the_same_bits_for_all_of_ag_news(make_engine: MakeEngine) -> None:
+    with AG_NEWS.open(newline="") as file:
+        rows = [" ".join(row[1:]) for row in csv.reader(file)]
+    texts = [[zlib.crc32(word.encode()) % VOCABULARY for word in row.split()][:POSITIONS] for row in rows]
+    assert len(texts) == 7600
+    model = randomise(MODELS["bert"]())
+    engines = [make_engine(model, 2, instructions)[0] for instructions in instruction_sets()]
+    for passed in forward_passes([len(text) for text in texts], pads=False):
+        batch = TokenBatch.of([texts[index] for index in passed])
+        expected, *others = (engine.logits(batch) for engine in engines)
+        for found in others:
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.fixture(scope="module")
