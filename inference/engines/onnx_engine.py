@@ -21,6 +21,7 @@ class OnnxEngine:
     num_slots = 1
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
+    survives_fork = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8") -> None:
         """Read `FILE_NAME` from a folder, to run it on so many threads; ``precision`` is for the engine's name.

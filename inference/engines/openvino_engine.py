@@ -26,6 +26,7 @@ class OpenVinoEngine:
     num_slots = 1
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
+    survives_fork = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
         """Read `FILE_NAME` from a folder and compile it, to run on so many threads.

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.http.error_responses import RETRY_AFTER_SECONDS, error_response
 from inference.http.request_context import RequestContext
-from inference.http.request_limits import Allowance, Refusal, RequestLimits
+from inference.http.request_limits import Allowance, Refusal
 from inference.http.request_log import log_failure, log_request
 from inference.http.security import POLICY_HEADER, SECURITY_HEADERS
 from inference.http.server_parts import Parts
@@ -39,7 +39,7 @@ class RequestGate:
         self.served_model = parts.served_model
         self.max_body_bytes = settings.max_body_bytes
         self.timeout_s = settings.request_timeout_s
-        self._limits = RequestLimits(parts.api_keys, settings.rate_limit_per_s)
+        self._limits = parts.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -168,7 +168,7 @@ class _GatedRequest:
         ]
         if self.scope["method"] == "POST":
             added.append((b"cache-control", b"no-store"))
-        if self.gate.lifecycle.is_draining:
+        if self.gate.lifecycle.is_draining or self.gate.lifecycle.is_leaving:
             added.append((b"connection", b"close"))
         if any(name == POLICY_HEADER for name, _ in headers):
             return [*headers, *SECURITY_HEADERS[:-1], *added]
