@@ -365,6 +365,7 @@ class Supervisor:
             for other_socket in self._sockets:
                 if other_socket is not listening:
                     other_socket.close()
+            self._model_before = None  # frees its memory here as soon as the supervisor frees it
             load_model = self._load_model if self._model is None else self._loaded
             if not is_serving:
                 load_model = _loaded_and_told_to_serve(connection, load_model, self._settings)
@@ -426,6 +427,8 @@ class Supervisor:
             self._asked_metrics.append((worker, message["number"]))
             if len(self._asked_metrics) == 1:
                 self._ask_for_snapshots()
+        elif self._is_ending:
+            self._send(worker, answer=message["number"], refused="the server is shutting down")
         elif self._next:
             self._send(worker, answer=message["number"], running=True)
         else:
