@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +28,7 @@ from inference.http.routes.documentation import document_api_key
 from inference.http.routes.json_route import JsonRoute, ShortCut
 from inference.http.server_parts import Parts
 from inference.http.telemetry import TraceMiddleware, Tracing
+from inference.http.workers import SupervisorLine
 from inference.settings import Settings, keep_tokenizer_on_one_thread
 
 _GROUPS = (predict, explain, hub, open_inference, operations, documentation, pages)
@@ -47,16 +50,26 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    # The port opens immediately: /health reports honestly while the model loads in the background.
-    load()
-    parts.lifecycle.take_signals(reload=load)
+    if parts.line is not None and parts.line.has_model:
+        await parts.served_model.load_or_log()
+    else:
+        load()  # the port opens immediately: /health reports honestly while the model loads in the background
+    # A reload is for all workers or none, so one that is asked for it passes that on.
+    parts.lifecycle.take_signals(reload=load if parts.line is None else partial(os.kill, os.getppid(), signal.SIGHUP))
     keeper = ConnectionKeeper(parts.settings.max_connections, parts.settings.request_timeout_s)
+    if parts.line is not None:
+        leave = partial(parts.lifecycle.leave, server)
+        follow = parts.line.follow(parts.metrics.snapshot, parts.limits.take_elsewhere, leave)
+        following = asyncio.create_task(follow)
     async with keeper.watching(server):
         yield
     parts.lifecycle.is_draining = True
     if tasks:
         await asyncio.wait(tasks)
     await parts.served_model.close()
+    if parts.line is not None:
+        following.cancel()
+        parts.line.say_counts(parts.metrics.snapshot())
 
 
 async def _load_once_started(server: Any, parts: Parts) -> None:
@@ -68,14 +81,16 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
     await parts.served_model.load_or_log()
 
 
-def create_app(settings: Settings | None = None, load_model: LoadModel | None = None) -> FastAPI:
-    """Build the server, by default for the settings in the environment.
+def create_app(
+    settings: Settings | None = None, load_model: LoadModel | None = None, line: SupervisorLine | None = None
+) -> FastAPI:
+    """Build the server, by default for the settings in the environment; ``line`` if it is one of several workers.
 
     Raises:
         SettingsError: an environment variable has an invalid value, or asks for something that is not installed.
     """
     settings = settings or Settings.from_environment()
-    parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware))
+    parts = Parts.of(settings, load_model or partial(ModelLoader, hardware=settings.hardware), line)
     app = FastAPI(
         title="DistriNews",
         description="Which kind of news is this text?",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
@@ -17,6 +19,13 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25
 _CONFIDENCE = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+# All metrics of a process: name, documentation, type and samples, each with its name, labels and value.
+Snapshot = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+# What several processes have together is the sum, but for these gauges.
+_LEAST = ("distrinews_model_ready", "process_start_time_seconds")
+_MOST = ("distrinews_model_info", "distrinews_queue_seconds", "process_max_fds", "python_info")
 
 
 class ServerMetrics:
@@ -71,6 +80,13 @@ class ServerMetrics:
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
 
+    def snapshot(self) -> Snapshot:
+        families = []
+        for family in self.registry.collect():
+            samples = [(sample.name, sample.labels, sample.value) for sample in family.samples]
+            families.append((family.name, family.documentation, family.type, samples))
+        return families
+
     # Called by the gate and the routes.
 
     def request_done(self, route: str, method: str, status: int, seconds: float, error_code: str | None) -> None:
@@ -123,3 +139,38 @@ class ServerMetrics:
 
     def worker_failed(self) -> None:
         self._worker_failures.inc()
+
+
+def merged(snapshots: Sequence[Snapshot], *, only_counts: bool = False) -> Snapshot:
+    """What several processes count and measure together; of one that has ended, only what it counted matters."""
+    families: dict[str, tuple[str, str, dict[Any, tuple[str, dict[str, str], float]]]] = {}
+    for name, documentation, kind, samples in (family for snapshot in snapshots for family in snapshot):
+        if only_counts and kind not in ("counter", "histogram"):
+            continue
+        combine = min if name in _LEAST else max if name in _MOST else float.__add__
+        found = families.setdefault(name, (documentation, kind, {}))[2]
+        for sample, labels, value in samples:
+            key = (sample, *sorted(labels.items()))
+            found[key] = (sample, labels, combine(found[key][2], value) if key in found else float(value))
+    return [(name, text, kind, list(found.values())) for name, (text, kind, found) in families.items()]
+
+
+def render_merged(snapshots: Sequence[Snapshot], accept: str) -> tuple[bytes, str]:
+    """Like `ServerMetrics.render`, for several processes together."""
+    encoder, content_type = choose_encoder(accept)
+    return encoder(_Collected(merged(snapshots))), content_type
+
+
+class _Collected(CollectorRegistry):
+    """A registry of metrics whose values are known."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        for name, documentation, kind, samples in self._snapshot:
+            metric = Metric(name, documentation, kind)
+            for sample, labels, value in samples:
+                metric.add_sample(sample, labels, value)
+            yield metric

@@ -7,27 +7,46 @@ them with their defaults.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import socket
 from contextlib import suppress
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from common.errors import OneLineParser, UserError, run_command
+from inference.batching.served_model import LoadModel
+from inference.engines.model_loader import ModelLoader
 from inference.http.request_log import configure_logging
+from inference.http.workers import Supervisor, SupervisorLine, num_workers, share_of
 from inference.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 # Longer than the idle timeout of usual proxies (60 s), so that the proxy closes a connection and never finds it closed.
 _KEEP_ALIVE_SECONDS = 65
 
 
-def main(arguments: list[str] | None = None) -> None:
-    settings = Settings.from_environment()
-    options = _parse_arguments(arguments, settings)
+def main(arguments: list[str] | None = None, load_model: LoadModel | None = None) -> None:
+    options = _parse_arguments(arguments, Settings.from_environment())
     _refuse_taken_port(options.host, options.port)
-    os.environ["MODEL_CHECKPOINT"] = options.model  # read by inference.app, which uvicorn imports
-    _serve(settings, options.host, options.port)
+    os.environ["MODEL_CHECKPOINT"] = options.model  # read by inference.app
+    settings = Settings.from_environment()
+    configure_logging(settings.log_level, logging.getLogger())
+    workers = num_workers(settings)
+    with suppress(KeyboardInterrupt):  # Ctrl-C, once everything in progress is answered
+        if workers == 1:
+            app = "inference.app:app" if load_model is None else _application().create_app(settings, load_model)
+            uvicorn.Server(_config(settings, app, host=options.host, port=options.port)).run()
+        else:
+            _application()  # refuses invalid settings once, not in each worker
+            load_model = load_model or partial(ModelLoader, hardware=share_of(settings, workers).hardware)
+            Supervisor(settings, workers, load_model, _serve_as_worker).run(options.host, options.port)
 
 
 def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argparse.Namespace:
@@ -70,15 +89,22 @@ def _refuse_taken_port(host: str, port: int) -> None:
         raise UserError(line, code="port-in-use") from None
 
 
-def _serve(settings: Settings, host: str, port: int) -> None:
-    configure_logging(settings.log_level, logging.getLogger())
-    config = uvicorn.Config(
-        "inference.app:app",
-        host=host,
-        port=port,
+def _application() -> ModuleType:
+    return importlib.import_module("inference.app")  # slow, so not before what can be refused at once
+
+
+def _serve_as_worker(settings: Settings, load_model: LoadModel, line: SupervisorLine, listening: socket.socket) -> None:
+    app = _application().create_app(settings, load_model, line)
+    # The supervisor says where all of them listen.
+    config = _config(settings, app, log_level="warning" if settings.log_level == "info" else settings.log_level)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _config(settings: Settings, app: str | FastAPI, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         # Its messages go through the root logger as JSON; its access log would repeat ours, with full paths.
         log_config=None,
-        log_level=settings.log_level,
         access_log=False,
         server_header=False,
         proxy_headers=True,
@@ -86,9 +112,8 @@ def _serve(settings: Settings, host: str, port: int) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=settings.grace_seconds,
         ws="none",
+        **({"log_level": settings.log_level} | more),
     )
-    with suppress(KeyboardInterrupt):  # Ctrl-C, once everything in progress is answered
-        uvicorn.Server(config).run()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import invalid_value
@@ -18,6 +19,7 @@ _MAX_BYTES_PER_CHAR = 12
 _JSON_OVERHEAD_BYTES = 64 * 1024
 _LINE_OVERHEAD_BYTES = 1024
 _JSON_OVERHEAD_VALUES = 1024
+MOST_WORKERS = 256
 
 
 class Settings(BaseSettings):
@@ -39,6 +41,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Processors that the model uses; 0 is all that this process may use (its affinity and the "
         "container's CPU quota), which is also the most. Set it if other processes serve on the same machine.",
+    )
+    workers: int | Literal["auto"] = Field(
+        default="auto",
+        description="Processes that serve on the same port (`python -m inference.serve` only), each with its share of "
+        "the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. auto is one for about 8 processors "
+        "with the native engine, whose weights they share, and otherwise 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
@@ -180,6 +188,16 @@ class Settings(BaseSettings):
     @classmethod
     def _in_small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _auto_or_number(cls, value: object) -> object:
+        text = str(value).lower()
+        if text == "auto":
+            return text
+        if not (text.isdecimal() and 1 <= int(text) <= MOST_WORKERS):
+            raise PydanticCustomError("workers", f"must be auto, or a number from 1 to {MOST_WORKERS}")
+        return int(text)
 
     @classmethod
     def from_environment(cls) -> Settings:

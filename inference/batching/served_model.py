@@ -115,7 +115,7 @@ class ServedModel:
                 served = Served(model, Classifier(model, self._limits, self._metrics))
             except Exception as error:
                 self._metrics.reloads.labels("refused").inc()
-                refusal = self._refusal(error)
+                refusal = refusal_of(self.path, error)
                 if self._current is None:
                     self._load_error = str(refusal)
                     logger.error(
@@ -137,14 +137,6 @@ class ServedModel:
         with contextlib.suppress(ModelLoadError):
             await self.load()
 
-    def _refusal(self, error: Exception) -> ModelLoadError:
-        if isinstance(error, ModelLoadError):
-            logger.error("the model is refused: %s", error)
-            return error
-        logger.error("the model does not load", exc_info=error)
-        what = f"the model does not load ({type(error).__name__}: {first_line(error)})"
-        return ModelLoadError(self.path, what, "see the traceback in the server's log, or export the model again")
-
     def _retire(self, served: Served) -> None:
         task = asyncio.create_task(_drain(served.classifier))
         self._draining.add(task)
@@ -156,6 +148,16 @@ class ServedModel:
             self._retire(self._current)
         if self._draining:
             await asyncio.wait(self._draining)
+
+
+def refusal_of(path: Path, error: Exception) -> ModelLoadError:
+    """Log why a model does not load, and return it in one line."""
+    if isinstance(error, ModelLoadError):
+        logger.error("the model is refused: %s", error)
+        return error
+    logger.error("the model does not load", exc_info=error)
+    what = f"the model does not load ({type(error).__name__}: {first_line(error)})"
+    return ModelLoadError(path, what, "see the traceback in the server's log, or export the model again")
 
 
 async def _drain(classifier: Classifier) -> None:

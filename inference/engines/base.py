@@ -52,6 +52,7 @@ class Engine(Protocol):
     num_slots: int  # threads shared by all forward passes that run at the same time, at most PASSES_AT_ONCE of them
     batch_tokens: int  # tokens per forward pass beyond which it gains no more speed
     pads: bool  # a batch costs its longest text times the number of texts, rather than the sum of its tokens
+    survives_fork: bool  # a forked child may use it like its parent, sharing the weights
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         """Return one score per label before softmax, (texts, labels), of at least one text with at least one token.

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 
 FILE_NAME = "model.onnx"
 
@@ -18,9 +18,9 @@ FILE_NAME = "model.onnx"
 class OnnxEngine:
     """Runs the graph that `inference.exporting.onnx_writer` wrote; see `inference.engines.base.Engine`."""
 
-    num_slots = 1
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
+    survives_fork = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, precision: str = "int8") -> None:
         """Read `FILE_NAME` from a folder, to run it on so many threads; ``precision`` is for the engine's name.
@@ -37,6 +37,8 @@ class OnnxEngine:
         options.enable_mem_pattern = False
         onnxruntime.set_default_logger_severity(4)  # errors are raised, and need not be printed too
         self.name = f"onnx {precision}"
+        # They share the threads; while one is between two steps, or its result is read, another keeps them busy.
+        self.num_slots = min(threads, PASSES_AT_ONCE)
         self._pad_id: int = config.get("pad_token_id") or 0
         self._session = onnxruntime.InferenceSession(folder / FILE_NAME, options, providers=["CPUExecutionProvider"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
+from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 
 FILE_NAME = "model.xml"
 # The plugin keeps memory for every shape it has seen. With arbitrary lengths, DistilBERT-base grows from 190 to 780 MB
@@ -23,9 +22,9 @@ class OpenVinoEngine:
     """Runs the graph that `inference.exporting.openvino_writer` wrote; see `inference.engines.base.Engine`."""
 
     name = "openvino int8"
-    num_slots = 1
     batch_tokens = CPU_BATCH_TOKENS
     pads = True
+    survives_fork = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int) -> None:
         """Read `FILE_NAME` from a folder and compile it, to run on so many threads.
@@ -43,8 +42,10 @@ class OpenVinoEngine:
         core = openvino.Core()
         # By default weights are mapped: overwriting the file would change answers, and truncating it kill the process.
         core.set_property({"ENABLE_MMAP": False})
-        self._request = core.compile_model(folder / FILE_NAME, "CPU", options).create_infer_request()
-        self._lock = threading.Lock()
+        self._model = core.compile_model(folder / FILE_NAME, "CPU", options)
+        self._free_requests: list[openvino.InferRequest] = []
+        # They share the threads; while one is between two steps, or its result is read, another keeps them busy.
+        self.num_slots = min(threads, PASSES_AT_ONCE)
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
         input_ids, attention_mask = batch.padded(self._pad_id)
@@ -52,5 +53,10 @@ class OpenVinoEngine:
         missing = min(-length % LENGTH_STEP, max(0, self._longest - length))
         more = ((0, 0), (0, missing))
         inputs = [np.pad(input_ids, more, constant_values=self._pad_id), np.pad(attention_mask, more)]
-        with self._lock:
-            return self._request.infer(inputs)[0].copy()
+        try:
+            request = self._free_requests.pop()
+        except IndexError:
+            request = self._model.create_infer_request()
+        logits = request.infer(inputs)[0].copy()
+        self._free_requests.append(request)
+        return logits

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,20 @@ def load_model(path: Path, wanted: str = "auto", hardware: Hardware = _ANY_DEVIC
     return loaded
 
 
+def is_native_without_comparison(path: Path, wanted: str, hardware: Hardware) -> bool:
+    """Whether `load_model` tries the native engine first, whatever else is there.
+
+    It is the only one that still works in a process that is forked after loading, with the weights in memory once.
+    """
+    if wanted not in ("auto", "native") or hardware.device == "cuda":
+        return False
+    with contextlib.suppress(ModelLoadError):
+        if is_artefact(path):
+            return read_manifest(path).engine == "native"
+        return wanted == "native" or _is_known_fastest(_engines_of(path, hardware), hardware)
+    return False
+
+
 def _load(path: Path, wanted: str, hardware: Hardware) -> LoadedModel:
     if is_artefact(path):
         return _load_given_artefact(path, wanted, hardware)
@@ -101,21 +116,12 @@ def _load_given_artefact(folder: Path, wanted: str, hardware: Hardware) -> Loade
 def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
     if hardware.device == "cuda":
         return _load_torch(path, "DEVICE is cuda", hardware)
-    engines = [name for name in ARTEFACT_ENGINES if is_artefact(artefact_folder(path, name))]
+    engines = _engines_of(path, hardware)
     skipped: list[str] = []
     if not engines:
         reason = "the model has no artefact; python -m inference.export writes a faster one"
         return _load_torch(path, reason, hardware)
-    # PyTorch may be faster than int8 artefacts, but never than our kernels, nor on a processor that multiplies int8
-    # fast. To import it there would cost every start seconds and hundreds of megabytes.
-    has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
-    int8_is_fast = has_fast_int8() or ("native" in engines and native.is_supported()[0])
-    if has_torch and (not int8_is_fast or _has_cuda(hardware)):
-        engines.append("torch")
-    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that others use too,
-    # could only choose wrongly, and would make the start slower.
-    is_known = native.is_known_fastest() and hardware.instruction_set == "auto"
-    if engines[0] == "native" and "torch" not in engines and is_known:
+    if _is_known_fastest(engines, hardware):
         try:
             return _load_candidate(path, "native", "native is the fastest on this kind of processor", hardware)
         except ModelLoadError as error:
@@ -147,6 +153,25 @@ def _load_fastest(path: Path, hardware: Hardware) -> LoadedModel:
         what = f"none of its artefacts works here: {'; '.join(skipped)}"
         raise ModelLoadError(path, what, "export the model for another engine")
     return _load_torch(path, "; ".join(skipped), hardware)
+
+
+def _engines_of(path: Path, hardware: Hardware) -> list[str]:
+    """The engines that may be the fastest for a model with artefacts; none for one without."""
+    engines = [name for name in ARTEFACT_ENGINES if is_artefact(artefact_folder(path, name))]
+    # PyTorch may be faster than int8 artefacts, but never than our kernels, nor on a processor that multiplies int8
+    # fast. To import it there would cost every start seconds and hundreds of megabytes.
+    has_torch = weights_file(path).is_file() and importlib.util.find_spec("torch") is not None
+    int8_is_fast = has_fast_int8() or ("native" in engines and native.is_supported()[0])
+    if engines and has_torch and (not int8_is_fast or _has_cuda(hardware)):
+        engines.append("torch")
+    return engines
+
+
+def _is_known_fastest(engines: Sequence[str], hardware: Hardware) -> bool:
+    # On x86-64 our kernels have won every comparison by far. A short measurement, on a machine that others use too,
+    # could only choose wrongly, and would make the start slower.
+    is_known = native.is_known_fastest() and hardware.instruction_set == "auto"
+    return is_known and engines[:1] == ["native"] and "torch" not in engines
 
 
 def _measure_all(path: Path, engines: list[str], hardware: Hardware, skipped: list[str]) -> dict[str, float]:

@@ -29,6 +29,7 @@ class TorchEngine:
 
     num_slots = 1
     pads = True
+    survives_fork = False
 
     def __init__(
         self,

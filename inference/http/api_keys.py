@@ -27,7 +27,7 @@ class Key:
     ``per_second``: its own rate limit in texts per second; None for RATE_LIMIT_PER_S.
     """
 
-    name: bytes
+    name: str
     per_second: float | None = None
 
 
@@ -89,8 +89,8 @@ class ApiKeys:
         return (status.st_ino, status.st_size, status.st_mtime_ns) if status else None
 
 
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _hash(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
 
 
 def given_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

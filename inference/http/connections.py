@@ -76,7 +76,7 @@ class ConnectionKeeper:
                 if not keeper._has_room():
                     keeper._refuse(transport)
                     return
-                super().connection_made(transport)
+                super().connection_made(_OneWrite(transport))
                 self.idle_since = self.headers_since = time.monotonic()
                 self.header_bytes = 0
                 self.unread_bytes = 0
@@ -151,6 +151,40 @@ class ConnectionKeeper:
         if not unread or not before or unread < before:
             connection.unread_since = now
         return now - connection.unread_since > self._timeout_s
+
+
+class _OneWrite:
+    """A transport that sends together what is written in one turn of the event loop.
+
+    uvicorn writes an answer's headers and its body one after the other: two system calls and two packets.
+    """
+
+    __slots__ = ("_held", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._held: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._held is None:
+            self._held = data
+            self._loop.call_soon(self._send)
+        else:
+            self._held += data
+            self._send()
+
+    def _send(self) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._transport.write(held)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Refused(asyncio.Protocol):

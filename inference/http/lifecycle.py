@@ -1,4 +1,8 @@
-"""From SIGTERM to the exit: not ready but still answering, then the port closes and requests in progress finish."""
+"""From SIGTERM to the exit: not ready but still answering, then the port closes and requests in progress finish.
+
+A worker among several may also leave while others stay, when they take over with a new model: it closes its port at
+once and stays ready, as probes that reach it are about the server, which is.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,12 @@ class Lifecycle:
     """Whether this process is shutting down.
 
     ``is_draining``: set immediately by SIGTERM; probes then say not ready, and answers ask clients to close the
-    connection.
+    connection. ``is_leaving``: the latter alone.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.is_draining = False
+        self.is_leaving = False
         self._drain_seconds = settings.drain_seconds
         self._grace_seconds = settings.grace_seconds
 
@@ -60,6 +65,15 @@ class Lifecycle:
 
         signal.signal(signal.SIGTERM, drain_first)
 
+    def leave(self, server: Any) -> None:
+        """Let other processes have what comes from now on, and end once clients have closed their connections."""
+        if self.is_leaving or self.is_draining:
+            return
+        self.is_leaving = True
+        for listening in server.servers:
+            listening.close()
+        asyncio.get_running_loop().call_later(self._drain_seconds, self._exit, server)
+
     def _stop_later(self, stop: Callable[[int, FrameType | None], Any], number: int) -> None:
         logger.info("SIGTERM: not ready; the port closes in %g s", self._drain_seconds)
         asyncio.get_running_loop().call_later(self._drain_seconds, self._stop, stop, number)
@@ -71,5 +85,8 @@ class Lifecycle:
             return
         # uvicorn's own handler would end the process by the signal in the end, but a completed drain should exit with
         # 0.
+        self._exit(server)
+
+    def _exit(self, server: Any) -> None:
         server.config.timeout_graceful_shutdown = server.config.timeout_graceful_shutdown or self._grace_seconds
         server.should_exit = True

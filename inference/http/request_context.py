@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
 import time
@@ -14,9 +15,17 @@ from starlette.types import Scope
 from inference.http.request_limits import Allowance
 
 _KEY = "distrinews.context"
-_PREFIX = secrets.token_hex(4)
+_PREFIX = secrets.token_hex(4)  # of this process
 _COUNT = itertools.count(1)
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def _begin_prefix() -> None:
+    global _PREFIX
+    _PREFIX = secrets.token_hex(4)
+
+
+os.register_at_fork(after_in_child=_begin_prefix)
 
 
 class RequestContext:

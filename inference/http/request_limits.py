@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import Scope
@@ -19,6 +21,7 @@ _GUESSES_PER_S = 10.0
 _USED_UP = "the rate limit of this key or address is used up; wait as Retry-After says"
 
 Refusal = tuple[int, str, str, float | None]
+ReportTaken = Callable[[str, str, float | None, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Allowance:
     """
 
     limiter: RateLimiter | None = None
-    client: str | bytes = ""
+    client: str = ""
     per_second: float | None = None
 
     def require(self) -> None:
@@ -46,18 +49,29 @@ class Allowance:
 class RequestLimits:
     """Judges requests before anything of their bodies is read; only used on the event loop."""
 
-    def __init__(self, keys: ApiKeys, per_second: float) -> None:
+    def __init__(self, keys: ApiKeys, per_second: float, report: ReportTaken | None = None) -> None:
         """Args:
         keys: those that admit requests.
         per_second: RATE_LIMIT_PER_S; 0 is off.
+        report: hears what clients take: from which limiter, who, at which rate of their own, and how much.
         """
         self._keys = keys
         self._is_limited = bool(per_second)
         # Keys and addresses separately, so that a client with many addresses cannot push the debts of keys out of
         # memory.
-        self._by_key, self._by_address = RateLimiter(per_second), RateLimiter(per_second)
-        self._pages = RateLimiter(max(per_second, _LEAST_PAGES_PER_S))
-        self._guesses = RateLimiter(per_second or _GUESSES_PER_S)
+        self._limiters: dict[str, RateLimiter] = {}
+
+        def limiter(name: str, rate: float) -> RateLimiter:
+            self._limiters[name] = RateLimiter(rate, functools.partial(report, name) if report else None)
+            return self._limiters[name]
+
+        self._by_key, self._by_address = limiter("keys", per_second), limiter("addresses", per_second)
+        self._pages = limiter("pages", max(per_second, _LEAST_PAGES_PER_S))
+        self._guesses = limiter("guesses", per_second or _GUESSES_PER_S)
+
+    def take_elsewhere(self, limiter: str, client: str, per_second: float | None, amount: float) -> None:
+        """Take from a client's bucket what another process has reported."""
+        self._limiters[limiter].take(client, amount, per_second, is_ours=False)
 
     def judge(self, scope: Scope) -> Allowance | Refusal:
         """What the client has left, or why the request may not pass: status, code, message, seconds to wait."""
@@ -80,9 +94,7 @@ class RequestLimits:
         is_limited = self._is_limited or key.per_second is not None
         return self._admit(self._by_key if is_limited else None, key.name, key.per_second)
 
-    def _admit(
-        self, limiter: RateLimiter | None, client: str | bytes, per_second: float | None = None
-    ) -> Allowance | Refusal:
+    def _admit(self, limiter: RateLimiter | None, client: str, per_second: float | None = None) -> Allowance | Refusal:
         if limiter is None:
             return Allowance()
         if wait_s := limiter.wait_s(client, 1, per_second):

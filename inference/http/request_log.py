@@ -44,6 +44,9 @@ def configure_logging(level: str, logger: logging.Logger) -> None:
     """Send a logger's records to standard output as JSON lines, unless it has been configured already."""
     if logger.hasHandlers():
         return
+    # What no line shows need not be found out for each: the process, the thread, the task and the code that logs.
+    logging.logProcesses = logging.logThreads = logging.logMultiprocessing = logging.logAsyncioTasks = False
+    logging._srcfile = None
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonLines())
     logger.addHandler(handler)

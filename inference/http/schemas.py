@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from inference.engines.model_loader import ModelLoader
+
 _EXAMPLE_TEXT = "Oil prices rise as stocks fall on Wall Street."
 _EXAMPLE_ANSWER = {
     "label": "Business",
@@ -111,6 +113,22 @@ class ModelResponse(BaseModel):
     training_data: str | None = None
     test_accuracy: float | None = Field(default=None, description="Share of right answers on the test rows, 0 to 1.")
     metrics: dict[str, Any] = Field(description="All that training measured (metrics.json).")
+
+    @classmethod
+    def of(cls, model: ModelLoader) -> ModelResponse:
+        # metrics.json is whatever lies beside the weights.
+        dataset, test = model.metadata.get("dataset"), model.metadata.get("test")
+        accuracy = test.get("accuracy") if isinstance(test, dict) else None
+        return cls(
+            name=model.info["name"],
+            revision=model.info["revision"],
+            labels=model.labels,
+            max_length=model.max_length,
+            engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
+            training_data=dataset if isinstance(dataset, str) else None,
+            test_accuracy=accuracy if isinstance(accuracy, int | float) else None,
+            metrics=model.metadata,
+        )
 
 
 class ErrorDetail(BaseModel):

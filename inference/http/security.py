@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from starlette.types import Scope
 
@@ -34,12 +35,13 @@ class RateLimiter:
     Otherwise a batch of more texts than a bucket holds could never be sent.
     """
 
-    def __init__(self, per_second: float) -> None:
+    def __init__(self, per_second: float, report: Callable[[str, float | None, float], None] | None = None) -> None:
         self._per_second = per_second
+        self._report = report
         # Client: (what is left, since when). The client unseen for longest is forgotten; its bucket is full by then.
-        self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, client: str | bytes, at_least: int, per_second: float | None = None) -> float:
+    def wait_s(self, client: str, at_least: int, per_second: float | None = None) -> float:
         """Seconds until the client's bucket has this much, 0 if it does; ``per_second`` is the client's own rate, if
         any.
 
@@ -48,15 +50,17 @@ class RateLimiter:
         rate = per_second or self._per_second
         return max(0.0, (at_least - self._left(client, rate)) / rate)
 
-    def take(self, client: str | bytes, amount: int, per_second: float | None = None) -> None:
+    def take(self, client: str, amount: float, per_second: float | None = None, *, is_ours: bool = True) -> None:
         """Take this much from the client's bucket, even if that leaves a debt; arguments as for `wait_s`."""
+        if is_ours and self._report is not None:
+            self._report(client, per_second, amount)
         left = self._left(client, per_second or self._per_second)
         self._buckets[client] = (left - amount, time.monotonic())
         self._buckets.move_to_end(client)
         if len(self._buckets) > MAX_CLIENTS:
             self._buckets.popitem(last=False)
 
-    def _left(self, client: str | bytes, rate: float) -> float:
+    def _left(self, client: str, rate: float) -> float:
         now, depth = time.monotonic(), max(1.0, 2 * rate)
         left, then = self._buckets.get(client, (depth, now))
         return min(depth, left + (now - then) * rate)

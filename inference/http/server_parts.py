@@ -13,6 +13,8 @@ from fastapi import Depends, Request
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.http.api_keys import ApiKeys
 from inference.http.lifecycle import Lifecycle
+from inference.http.request_limits import RequestLimits
+from inference.http.workers import SupervisorLine
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
 
@@ -58,11 +60,14 @@ class Parts:
     metrics: ServerMetrics
     lifecycle: Lifecycle
     api_keys: ApiKeys
+    limits: RequestLimits
     body_budget: BodyBudget
     served_model: ServedModel
+    line: SupervisorLine | None  # for one of several workers
 
     @classmethod
-    def of(cls, settings: Settings, load_model: LoadModel) -> Parts:
+    def of(cls, settings: Settings, load_model: LoadModel, line: SupervisorLine | None) -> Parts:
+        api_keys = ApiKeys(settings.api_key.get_secret_value() if settings.api_key else None, settings.api_keys_file)
         metrics = ServerMetrics()
         body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
         metrics.watch("pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes)
@@ -70,9 +75,11 @@ class Parts:
             settings=settings,
             metrics=metrics,
             lifecycle=Lifecycle(settings),
-            api_keys=ApiKeys(settings.api_key.get_secret_value() if settings.api_key else None, settings.api_keys_file),
+            api_keys=api_keys,
+            limits=RequestLimits(api_keys, settings.rate_limit_per_s, line.report_taken if line else None),
             body_budget=body_budget,
             served_model=ServedModel(settings, metrics, load_model),
+            line=line,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -141,12 +142,25 @@ def test_a_widened_model_gives_the_same_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["serving_load --servers ours,ours_onnx --model {}", "sizing {} --cores 1"])
-def test_a_serving_benchmark_measures_an_exported_model(command: str, exported_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("serving_load --servers ours,ours_onnx --model {}", "onnx"),
+        ("sizing {} --cores 1", "onnx"),
+        pytest.param(
+            "request_cost --model {}",
+            "2 workers",
+            marks=pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed"),
+        ),
+    ],
+)
+def test_a_serving_benchmark_measures_an_exported_model(
+    command: str, shown: str, exported_folder: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
     words = [sys.executable, "-m", *f"benchmarks.{command}".format(exported_folder).split(), "--output", str(page)]
     words += ["--texts", "common/sample_news", "--rounds", "1", "--seconds", "0.5"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "onnx" in page.read_text()
+    assert shown in page.read_text()
     assert "not measured" not in page.read_text()

@@ -33,6 +33,7 @@ class StandInEngine:
     name = "stand-in"
     broken: str | None = None
     batch_tokens = 512
+    survives_fork = True
 
     def __init__(self, *, num_slots: int = 1, pads: bool = False) -> None:
         self.num_slots = num_slots

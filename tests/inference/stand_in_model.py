@@ -32,6 +32,7 @@ class TimedEngine:
     num_slots = 1
     batch_tokens = 512
     pads = False
+    survives_fork = True
 
     def __init__(self, seconds_per_token: float, raises: int, dies: int, answers_nan: int) -> None:
         self._seconds_per_token = seconds_per_token

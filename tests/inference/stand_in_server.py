@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 
-import inference.app
 from inference import serve
+from inference.app import create_app
 from inference.settings import Settings
 from tests.inference.stand_in_model import stand_in
 
-app = inference.app.app = inference.app.create_app(Settings(), stand_in(float(os.environ["SECONDS_PER_TOKEN"])))
+load_model = stand_in(float(os.environ["SECONDS_PER_TOKEN"]))
+app = create_app(Settings(), load_model)
 
 if __name__ == "__main__":
-    sys.exit(serve.main())
+    sys.exit(serve.main(load_model=load_model))

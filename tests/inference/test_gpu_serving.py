@@ -36,7 +36,7 @@ def _token_ids(folder: Path, texts: list[str]) -> list[list[int]]:
 
 
 # Without a GPU half precision runs on the CPU as well: slowly, and by the same code.
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2), ("fp16", 1e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 1e-1), ("fp16", 1e-2)])
 def test_the_torch_engine_answers_on_its_device_as_transformers_does_on_the_cpu(
     model_folder: Path, texts: list[str], expected: list[np.ndarray], precision: str, tolerance: float
 ) -> None:

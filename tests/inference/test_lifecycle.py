@@ -67,8 +67,12 @@ class _Load:
                     return
 
 
-def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(model_folder: Path, tmp_path: Path) -> None:
-    with stand_in_server(model_folder, tmp_path, SLOW, DRAIN_SECONDS="1") as server, _Load(server) as load:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigterm_under_load_drops_nothing_and_ends_with_exit_code_0(
+    model_folder: Path, tmp_path: Path, workers: str
+) -> None:
+    settings = {"DRAIN_SECONDS": "1", "WORKERS": workers}
+    with stand_in_server(model_folder, tmp_path, SLOW, **settings) as server, _Load(server) as load:
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not server.is_ready())
         health = server.client.get("/health")

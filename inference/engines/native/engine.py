@@ -34,6 +34,7 @@ class NativeEngine:
     name = "native int8"
     batch_tokens = CPU_BATCH_TOKENS
     pads = False
+    survives_fork = True
 
     def __init__(self, folder: Path, config: Mapping[str, Any], threads: int, instructions: str = "auto") -> None:
         """Read the packed weights that `quantize.write_native` wrote, to run them on so many threads.

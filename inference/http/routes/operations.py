@@ -8,6 +8,7 @@ from common.errors import ModelLoadError
 from inference.http.error_responses import REFUSALS, RETRY_AFTER_SECONDS, error_response
 from inference.http.schemas import ErrorResponse, HealthResponse, ModelResponse, ProbeResponse
 from inference.http.server_parts import PartsDep
+from inference.metrics import render_merged
 
 router = APIRouter()
 
@@ -69,27 +70,17 @@ def _probe(response: Response, good: str, bad: str, reason: str | None) -> Probe
 @router.get("/model", tags=["model"], responses={503: REFUSALS[503]}, response_model_exclude_none=True)
 async def get_model(parts: PartsDep) -> ModelResponse:
     """Describe the model: where it comes from, what it can say, how good it is, and what runs it."""
-    served = parts.served_model.require()
-    model = served.model
-    # metrics.json is whatever lies beside the weights.
-    dataset, test = model.metadata.get("dataset"), model.metadata.get("test")
-    accuracy = test.get("accuracy") if isinstance(test, dict) else None
-    return ModelResponse(
-        name=served.name,
-        revision=model.info["revision"],
-        labels=model.labels,
-        max_length=model.max_length,
-        engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
-        training_data=dataset if isinstance(dataset, str) else None,
-        test_accuracy=accuracy if isinstance(accuracy, int | float) else None,
-        metrics=model.metadata,
-    )
+    return ModelResponse.of(parts.served_model.require().model)
 
 
 @router.get("/metrics", tags=["operations"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def get_metrics(request: Request, parts: PartsDep) -> Response:
     """Give all metrics in Prometheus' text format, or in OpenMetrics where the Accept header asks for it."""
-    body, content_type = parts.metrics.render(request.headers.get("accept", ""))
+    accept = request.headers.get("accept", "")
+    if parts.line is None:
+        body, content_type = parts.metrics.render(accept)
+    else:
+        body, content_type = render_merged(await parts.line.metrics_of_all(), accept)
     return Response(body, headers={"Content-Type": content_type})
 
 
@@ -115,10 +106,17 @@ async def reload_model(request: Request, parts: PartsDep) -> ModelResponse | Res
     if not parts.api_keys.is_set:
         line = "a reload needs a key: set API_KEY and send it, or send the process SIGHUP (kill -HUP PID)"
         return error_response(request.scope, 403, "forbidden", line)
-    if parts.served_model.is_loading:
+    if parts.line is not None:
+        outcome = await parts.line.reload()
+    elif parts.served_model.is_loading:
+        outcome = {"running": True}
+    else:
+        try:
+            outcome = {"model": ModelResponse.of((await parts.served_model.load()).model)}
+        except ModelLoadError as error:
+            outcome = {"refused": str(error)}
+    if "running" in outcome:
         return error_response(request.scope, 409, "reload_running", "a model is being loaded already; ask /model later")
-    try:
-        await parts.served_model.load()
-    except ModelLoadError as error:
-        return error_response(request.scope, 422, "model_refused", str(error))
-    return await get_model(parts)
+    if "refused" in outcome:
+        return error_response(request.scope, 422, "model_refused", outcome["refused"])
+    return outcome["model"]

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import pipeline
 
+from common.hardware import Hardware, usable_cpus
 from inference import export
+from inference.engines.base import PASSES_AT_ONCE
 from inference.engines.model_loader import ModelLoader
 from inference.exporting.comparison import TURN_TEXTS
 
@@ -52,6 +55,21 @@ def test_a_text_gets_the_same_answer_alone_and_in_a_batch(exported_folder: Path,
     # Not to the last digit: int8 activations have one range a batch.
     for text, answer in zip(texts, model.predict_batch(texts), strict=True):
         assert answer["probabilities"] == pytest.approx(model.predict(text)["probabilities"], abs=0.1)
+
+
+def test_passes_that_run_at_the_same_time_answer_as_alone_with_few_threads_beside_the_processors(
+    exported_folder: Path, texts: list[str]
+) -> None:
+    before = _num_threads()
+    model = ModelLoader(exported_folder, "onnx", Hardware(threads=8))
+    alone = [model.predict(text) for text in texts * 10]
+    with ThreadPoolExecutor(PASSES_AT_ONCE) as pool:
+        assert list(pool.map(model.predict, texts * 10)) == alone
+        assert _num_threads() - before <= usable_cpus() + PASSES_AT_ONCE
+
+
+def _num_threads() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def test_the_runtime_sends_no_telemetry(exported_folder: Path, tmp_path: Path) -> None:

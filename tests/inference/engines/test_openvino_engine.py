@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def test_int8_disagrees_with_the_reference_as_its_manifest_says(openvino_folder:
     accuracy = json.loads((openvino_folder / "openvino" / "manifest.json").read_text())["accuracy"]
     # Static ranges: unlike dynamic ones they do not depend on a text's neighbours.
     assert accuracy["disagreement_percent"] == pytest.approx(100 * changed, abs=1e-3)
+
+
+def test_passes_that_run_at_the_same_time_answer_as_alone(openvino_folder: Path, texts: list[str]) -> None:
+    model = ModelLoader(openvino_folder, "openvino")
+    alone = [model.predict(text) for text in texts * 10]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(model.predict, texts * 10)) == alone
 
 
 def test_no_text_is_longer_than_the_position_table_after_rounding(openvino_folder: Path) -> None:

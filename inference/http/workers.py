@@ -1,0 +1,506 @@
+"""Several server processes behind one port, for machines whose cores one Python process cannot keep busy.
+
+The supervisor opens the port, loads the model and forks the workers, which share its memory: the weights are there
+once. Each worker is the whole application with its share of the processors. Between the two runs a line of JSON
+messages, over which a worker tells what it counts and hears what concerns all of them.
+
+The kernel spreads connections over one listening socket for each worker. The supervisor keeps all of them open, so that
+connections to a worker that has died wait for the one that takes its place. A reload forks workers with the new model;
+only when all of them are ready do they take over, and the old ones finish what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from starlette.exceptions import HTTPException
+
+from inference.batching.served_model import LoadModel, refusal_of
+from inference.engines.model_loader import ModelLoader
+from inference.engines.selection import is_native_without_comparison
+from inference.http.schemas import ModelResponse
+from inference.metrics import ServerMetrics, Snapshot, merged
+from inference.settings import MOST_WORKERS, Settings
+
+logger = logging.getLogger(__name__)
+
+# With about as many processors, the kernels answer as many texts of a small model as one Python process can read and
+# write.
+CPUS_PER_WORKER = 8
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_BACKLOG = 2048
+_LONGEST_MESSAGE = 2**24
+# Seconds after which the counts of a worker that does not tell them are taken as they were.
+_SNAPSHOT_S = 1.0
+# Seconds within which the supervisor answers, and within which new workers must have loaded a model.
+_ANSWER_S, _RELOAD_S = 5.0, 120.0
+# Seconds between two reports of what clients have taken of their rate limits.
+_REPORT_INTERVAL_S = 0.1
+# A worker that dies sooner than this is replaced later and later.
+_SHORT_LIFE_S, _LONGEST_PAUSE_S = 5.0, 10.0
+# Seconds beyond drain and grace until a worker that does not end is killed.
+_END_S = 5.0
+
+
+def num_workers(settings: Settings) -> int:
+    """How many processes serve. ``auto`` is one, unless there are many processors and all can share the weights."""
+    if settings.workers != "auto":
+        return settings.workers
+    wanted = min(round(settings.hardware.num_threads / CPUS_PER_WORKER), MOST_WORKERS)
+    if wanted <= 1 or not sys.platform.startswith("linux"):  # elsewhere the kernel does not spread connections
+        return 1
+    can_share = is_native_without_comparison(settings.model_checkpoint, settings.engine, settings.hardware)
+    return wanted if can_share else 1
+
+
+def share_of(settings: Settings, workers: int) -> Settings:
+    """The settings of one of the workers: its part of the processors, and of what bounds memory."""
+    return settings.model_copy(
+        update={
+            "threads": max(1, settings.hardware.num_threads // workers),
+            "max_connections": -(-settings.max_connections // workers),
+            "max_pending_mb": max(settings.max_pending_mb / workers, settings.max_body_mb),  # one body has to fit
+            "cache_entries": -(-settings.cache_entries // workers),
+        }
+    )
+
+
+# ---------------------------------------------------------------- in a worker
+
+
+class SupervisorLine:
+    """A worker's line to the supervisor; only used on the event loop."""
+
+    def __init__(self, connection: socket.socket, *, has_model: bool) -> None:
+        """``has_model``: whether loading takes no time, as a model is in memory already."""
+        self.has_model = has_model
+        self._connection = connection
+        self._writer: asyncio.StreamWriter | None = None
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_asked = 0
+        self._taken: dict[tuple[str, str, float | None], float] = {}
+
+    async def follow(
+        self,
+        snapshot: Callable[[], Snapshot],
+        take_elsewhere: Callable[[str, str, float | None, float], None],
+        leave: Callable[[], None],
+    ) -> None:
+        """Do what the supervisor says; if it dies, the worker ends like one that is told to."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=_LONGEST_MESSAGE)
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "snapshot" in message:
+                self.say_counts(snapshot())
+            elif "leave" in message:
+                leave()
+            elif "taken" in message:
+                for limiter, client, rate, amount in message["taken"]:
+                    take_elsewhere(limiter, client, rate, amount)
+            elif (answer := self._answers.get(message["answer"])) and not answer.done():
+                answer.set_result(message)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def say_counts(self, snapshot: Snapshot) -> None:
+        self._send(snapshot=snapshot)
+
+    def report_taken(self, limiter: str, client: str, rate: float | None, amount: float) -> None:
+        """Let the other workers know, soon, what a client has taken of its rate limit here."""
+        if not self._taken:
+            asyncio.get_running_loop().call_later(_REPORT_INTERVAL_S, self._send_taken)
+        self._taken[limiter, client, rate] = self._taken.get((limiter, client, rate), 0) + amount
+
+    def _send_taken(self) -> None:
+        self._send(taken=[[*key, amount] for key, amount in self._taken.items()])
+        self._taken.clear()
+
+    async def metrics_of_all(self) -> list[Snapshot]:
+        return (await self._ask(_ANSWER_S, "metrics"))["snapshots"]
+
+    async def reload(self) -> dict[str, Any]:
+        """Let all workers serve what MODEL_CHECKPOINT names now, or none.
+
+        Returns ``model``, its description; or ``refused``, the reason; or ``running``, if another reload is.
+        """
+        return await self._ask(_RELOAD_S + _ANSWER_S, "reload")
+
+    async def _ask(self, seconds: float, what: str) -> dict[str, Any]:
+        self._num_asked += 1
+        number = self._num_asked
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._send(ask=what, number=number)
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            raise HTTPException(503, "the supervisor of the workers is busy; ask again", {"Retry-After": "5"}) from None
+        finally:
+            del self._answers[number]
+
+    def _send(self, **message: Any) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(_encoded(message))
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+# ---------------------------------------------------------------- in the supervisor
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    place: int  # which of the listening sockets it has
+    pid: int
+    connection: socket.socket
+    is_serving: bool
+    started: float = field(default_factory=time.monotonic)
+    is_ready: bool = False  # with a new model, but not to serve it yet
+    is_leaving: bool = False
+    has_told: bool = False  # its counts, since they were asked for
+    snapshot: Snapshot = field(default_factory=list)
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        settings: Settings,
+        workers: int,
+        load_model: LoadModel,
+        run_server: Callable[[Settings, LoadModel, SupervisorLine, socket.socket], None],
+    ) -> None:
+        """Args:
+        load_model: loads a model for one worker, with the hardware of `share_of`.
+        run_server: serves on a listening socket until the worker is to end.
+        """
+        self._settings = settings
+        self._share = share_of(settings, workers)
+        self._num_workers = workers
+        self._load_model = load_model
+        self._run_server = run_server
+        # What is loaded before the fork, or why it could not be; None if each worker has to load for itself, because
+        # the threads of other engines would not survive the fork.
+        self._model: ModelLoader | Exception | None = None
+        self._model_before = self._model  # during a reload
+        self._workers: list[_Worker] = []
+        self._next: list[_Worker] = []  # what a reload has started, until all of them are ready
+        self._metrics = ServerMetrics()
+        self._retired: Snapshot = []  # what workers that are gone had counted
+        self._asked_metrics: list[tuple[_Worker, int]] = []
+        self._asked_reload: list[tuple[_Worker, int]] = []
+        self._num_metrics = 0
+        self._num_short_lives = 0
+        self._is_ending = False
+        self._sockets: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def run(self, host: str, port: int) -> None:
+        """Serve until SIGTERM or SIGINT, and until what is in progress then is answered."""
+        self._open_sockets(host, port)
+        signals = self._take_signals()
+        self._model = self._load()
+        self._workers = [self._fork(place, is_serving=True) for place in range(self._num_workers)]
+        threads = self._share.hardware.num_threads
+        address, port = self._sockets[0].getsockname()[:2]
+        logger.info("listening on %s:%d: %d workers with %d threads each", address, port, self._num_workers, threads)
+        while self._workers or not self._is_ending:
+            now = time.monotonic()
+            until = min((when for when, _ in self._due), default=now + 60)
+            for key, _ in self._selector.select(max(0.0, until - now)):
+                key.data()
+            while signals:
+                self._react(signals.pop(0))
+            now = time.monotonic()
+            ready = [one for one in self._due if one[0] <= now]
+            self._due = [one for one in self._due if one[0] > now]
+            for _, act in ready:
+                act()
+
+    def _open_sockets(self, host: str, port: int) -> None:
+        for _ in range(self._num_workers):
+            listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listening.bind((host, port))
+            listening.listen(_BACKLOG)
+            port = listening.getsockname()[1]
+            self._sockets.append(listening)
+
+    def _take_signals(self) -> list[int]:
+        arrived: list[int] = []
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, _: arrived.append(number))
+        woken, wake = socket.socketpair()
+        woken.setblocking(False)
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        self._wake = wake  # open as long as the supervisor
+        self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(4096))
+        return arrived
+
+    def _react(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._reload()
+        elif not self._is_ending:
+            self._is_ending = True
+            for listening in self._sockets:  # the workers' copies stay open until they have drained
+                listening.close()
+            for worker in [*self._workers, *self._next]:
+                self._kill(worker, signal.SIGTERM)
+            self._later(self._settings.drain_seconds + self._settings.grace_seconds + _END_S, self._kill_all)
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, act))
+
+    def _kill(self, worker: _Worker, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, number)
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            logger.error("worker %d does not end and is killed", worker.pid)
+            self._kill(worker, signal.SIGKILL)
+
+    # ---- models
+
+    def _load(self) -> ModelLoader | Exception | None:
+        path, engine = self._settings.model_checkpoint, self._settings.engine
+        if not is_native_without_comparison(path, engine, self._share.hardware):
+            return None
+        try:
+            model = self._load_model(path, engine)
+        except Exception as error:  # the workers say why
+            return error
+        return model if model.engine.survives_fork else None
+
+    def _reload(self) -> None:
+        """Start workers with the model that is there now; `_take_over` follows when all of them have loaded it."""
+        if self._next or self._is_ending:
+            return
+        model = self._load()
+        if isinstance(model, Exception):
+            self._refuse_reload(str(refusal_of(self._settings.model_checkpoint, model)))
+            return
+        self._model_before, self._model = self._model, model
+        started = self._next = []
+        self._later(_RELOAD_S, lambda: self._give_up(started, f"not loaded within {_RELOAD_S:g} s"))
+        try:
+            for place in range(self._num_workers):
+                started.append(self._fork(place, is_serving=False))  # noqa: PERF401 - those before one that fails count
+        except OSError as error:
+            self._give_up(started, f"the system starts no more processes ({error})")
+
+    def _take_over(self, model: dict[str, Any]) -> None:
+        before, self._workers, self._next = self._workers, [*self._workers, *self._next], []
+        self._model_before = None
+        for worker in self._workers:
+            if not worker.is_serving:
+                self._serve(worker)
+        for worker in before:
+            worker.is_leaving = True
+            self._send(worker, leave=True)
+        self._answer(self._asked_reload, model=model)
+
+    def _give_up(self, started: list[_Worker], reason: str) -> None:
+        if started is not self._next:
+            return
+        self._next, self._model, self._model_before = [], self._model_before, None
+        for worker in started:
+            self._kill(worker, signal.SIGKILL)
+        self._refuse_reload(reason)
+
+    def _refuse_reload(self, reason: str) -> None:
+        logger.error("all workers keep the model that they have: %s", reason)
+        self._metrics.reloads.labels("refused").inc()
+        self._answer(self._asked_reload, refused=reason)
+
+    # ---- workers
+
+    def _fork(self, place: int, is_serving: bool) -> _Worker:
+        """Start a worker, which serves at once, or loads the model first and waits until it is told to serve."""
+        ours, theirs = socket.socketpair()
+        gc.freeze()  # else the collector in each worker would write to, and so copy, all of these pages
+        sys.stdout.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # one for the worker must not meet handlers of ours
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._be_worker(place, theirs, is_serving)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        theirs.close()
+        ours.settimeout(_ANSWER_S)
+        worker = _Worker(place, pid, ours, is_serving)
+        self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, worker))
+        return worker
+
+    def _be_worker(self, place: int, connection: socket.socket, is_serving: bool) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            os.setpgid(0, 0)  # Ctrl-C is for the supervisor, which lets workers finish
+            # Their copies here would keep the other workers from seeing the supervisor's end.
+            for other in [*self._workers, *self._next]:
+                other.connection.close()
+            listening = self._sockets[place]
+            for other_socket in self._sockets:
+                if other_socket is not listening:
+                    other_socket.close()
+            self._model_before = None  # frees its memory here as soon as the supervisor frees it
+            load_model = self._load_model if self._model is None else self._loaded
+            if not is_serving:
+                load_model = _loaded_and_told_to_serve(connection, load_model, self._settings)
+            line = SupervisorLine(connection, has_model=not is_serving or self._model is not None)
+            self._run_server(self._share, load_model, line, listening)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            logger.exception("the worker fails")
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(code)  # what lies below on the stack is the supervisor's
+
+    def _loaded(self, *_: object) -> ModelLoader:
+        if isinstance(self._model, Exception):
+            raise self._model
+        return self._model
+
+    def _serve(self, worker: _Worker) -> None:
+        worker.is_serving = True
+        self._send(worker, serve=True)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            data = worker.connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._bury(worker)
+            return
+        worker.received += data
+        *lines, rest = worker.received.split(b"\n")
+        worker.received = rest
+        for line in lines:
+            self._obey(worker, json.loads(line))
+
+    def _obey(self, worker: _Worker, message: dict[str, Any]) -> None:
+        if "snapshot" in message:
+            worker.snapshot, worker.has_told = message["snapshot"], True
+            self._answer_metrics()
+        elif "taken" in message:
+            for other in self._workers:
+                if other is not worker and other.is_serving:
+                    self._send(other, taken=message["taken"])
+        elif "refused" in message:
+            if worker in self._next:
+                self._give_up(self._next, message["refused"])
+            else:
+                logger.error("a worker cannot take a dead one's place: %s", message["refused"])
+        elif "model" in message:
+            worker.is_ready = True
+            if worker not in self._next:  # it takes a dead worker's place
+                self._serve(worker)
+            elif all(one.is_ready for one in self._next):
+                self._take_over(message["model"])
+        elif message["ask"] == "metrics":
+            self._asked_metrics.append((worker, message["number"]))
+            if len(self._asked_metrics) == 1:
+                self._ask_for_snapshots()
+        elif self._is_ending:
+            self._send(worker, answer=message["number"], refused="the server is shutting down")
+        elif self._next:
+            self._send(worker, answer=message["number"], running=True)
+        else:
+            self._asked_reload.append((worker, message["number"]))
+            self._reload()
+
+    def _bury(self, worker: _Worker) -> None:
+        self._selector.unregister(worker.connection)
+        worker.connection.close()
+        _, status = os.waitpid(worker.pid, 0)
+        self._retired = merged([self._retired, worker.snapshot], only_counts=True)
+        how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+        if worker in self._next:
+            self._give_up(self._next, f"a worker with the new model ended with {how}")
+            return
+        if worker not in self._workers:  # one of a reload that was given up
+            return
+        self._workers.remove(worker)
+        self._answer_metrics()
+        if self._is_ending or worker.is_leaving:
+            return
+        is_short = time.monotonic() - worker.started < _SHORT_LIFE_S
+        self._num_short_lives = self._num_short_lives + 1 if is_short else 0
+        pause = min(_LONGEST_PAUSE_S, 0.1 * 2**self._num_short_lives) if is_short else 0.0
+        logger.error("worker %d ended with %s; another takes its place in %.1f s", worker.pid, how, pause)
+        self._later(pause, functools.partial(self._replace, worker.place))
+
+    def _replace(self, place: int) -> None:
+        is_taken = any(worker.place == place and not worker.is_leaving for worker in self._workers)
+        if not self._is_ending and not is_taken:  # by a reload
+            self._workers.append(self._fork(place, is_serving=False))
+
+    def _send(self, worker: _Worker, **message: Any) -> None:
+        try:
+            worker.connection.sendall(_encoded(message))
+        except TimeoutError:
+            logger.error("worker %d takes no message any more and is killed", worker.pid)
+            self._kill(worker, signal.SIGKILL)
+        except OSError:
+            pass  # it has just ended, which is heard next
+
+    def _answer(self, asked: list[tuple[_Worker, int]], **answer: Any) -> None:
+        for worker, number in asked:
+            self._send(worker, answer=number, **answer)
+        asked.clear()
+
+    # ---- metrics
+
+    def _ask_for_snapshots(self) -> None:
+        for worker in self._workers:
+            worker.has_told = not worker.is_serving
+            if worker.is_serving:
+                self._send(worker, snapshot=True)
+        self._later(_SNAPSHOT_S, functools.partial(self._answer_metrics, self._num_metrics))
+
+    def _answer_metrics(self, late: int | None = None) -> None:
+        """Answer once all have told their counts, or when it is too late for this answer, counted from 0."""
+        if self._asked_metrics and (late == self._num_metrics or all(worker.has_told for worker in self._workers)):
+            self._num_metrics += 1
+            snapshots = [self._metrics.snapshot(), self._retired, *(worker.snapshot for worker in self._workers)]
+            self._answer(self._asked_metrics, snapshots=snapshots)
+
+
+def _loaded_and_told_to_serve(connection: socket.socket, load_model: LoadModel, settings: Settings) -> LoadModel:
+    """Load the model, tell the supervisor, and wait for its word; ends the process if there is nothing to serve."""
+    try:
+        model = load_model(settings.model_checkpoint, settings.engine)
+    except Exception as error:
+        connection.sendall(_encoded({"refused": str(refusal_of(settings.model_checkpoint, error))}))
+        raise SystemExit(0) from None
+    connection.sendall(_encoded({"model": ModelResponse.of(model).model_dump(exclude_none=True)}))
+    word = _encoded({"serve": True})
+    if connection.recv(len(word), socket.MSG_WAITALL) != word:
+        raise SystemExit(0)
+    return lambda *_: model

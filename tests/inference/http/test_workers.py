@@ -1,0 +1,294 @@
+"""Several workers behind one port: what they do together, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.hardware import Hardware
+from inference.engines import selection
+from inference.http.workers import num_workers, share_of
+from inference.metrics import ServerMetrics, merged, render_merged
+from inference.settings import Settings
+from tests.inference.servers import Server, metric, stand_in_server
+from tests.inference.stand_in_model import text_of
+from tests.processes import wait_until
+
+KEY = "open sesame"
+
+
+@pytest.fixture
+def two_workers(model_folder: Path, tmp_path: Path) -> Iterator[Server]:
+    with _two_workers(model_folder, tmp_path) as server:
+        yield server
+
+
+@contextmanager
+def _two_workers(folder: Path, tmp_path: Path, seconds_per_token: float = 0.0, **settings: str) -> Iterator[Server]:
+    with stand_in_server(folder, tmp_path, seconds_per_token, WORKERS="2", API_KEY=KEY, **settings) as server:
+        wait_until(lambda: metric(server.client, "model_ready") == 1 and len(_pids(server)) == 2)
+        yield server
+
+
+def _pids(server: Server) -> set[int]:
+    pid = server.process.pid
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _worker_of(response: httpx.Response) -> str:
+    return response.headers["x-request-id"].partition("-")[0]  # each process has a prefix of its own
+
+
+@contextmanager
+def _clients_of_both(server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    """Clients whose connections two different workers have; which one gets a connection is up to the kernel."""
+    with ExitStack() as opened:
+        by_worker: dict[str, httpx.Client] = {}
+        while len(by_worker) < 2:
+            client = opened.enter_context(server.new_client(KEY))
+            by_worker.setdefault(_worker_of(client.get("/livez")), client)
+        one, other = by_worker.values()
+        yield one, other
+
+
+@contextmanager
+def _asking(server: Server, failed: list[Exception], statuses: list[int]) -> Iterator[None]:
+    """Eight clients ask on and on; one whose connection breaks notes it and makes a new one."""
+    stopped = threading.Event()
+
+    def ask(number: int) -> None:
+        client = server.new_client(KEY)
+        for i in range(100_000):
+            try:
+                statuses.append(client.post("/predict", json={"text": text_of(1000 * number + i)}).status_code)
+            except httpx.HTTPError as error:
+                failed.append(error)
+                client.close()
+                client = server.new_client(KEY)
+            if stopped.is_set():
+                break
+        client.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(statuses) > 50)
+        yield
+        enough = len(statuses) + 50
+        wait_until(lambda: len(statuses) > enough)
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_killed_worker_is_replaced_and_loses_only_what_it_held(model_folder: Path, tmp_path: Path) -> None:
+    failed: list[Exception] = []
+    statuses: list[int] = []
+    with _two_workers(model_folder, tmp_path, seconds_per_token=0.0005) as server:
+        before = _pids(server)
+        with _asking(server, failed, statuses):
+            answered = metric(server.client, "requests_total", route="/predict", status="200")
+            os.kill(min(before), signal.SIGKILL)
+            wait_until(lambda: len(_pids(server) - before) == 1 and metric(server.client, "model_ready") == 1)
+        assert len(_pids(server)) == 2
+        # What the dead worker had counted when the metrics were last read still counts.
+        assert metric(server.client, "requests_total", route="/predict", status="200") > answered
+        with _clients_of_both(server) as clients:
+            assert [one.post("/predict", json={"text": "oil"}).status_code for one in clients] == [200, 200]
+        assert "ended with signal 9; another takes its place in" in server.log()
+        assert server.stop() == 0
+    assert set(statuses) == {200}
+    assert len(failed) <= 8  # one for each connection that it had
+
+
+def test_the_workers_end_when_the_supervisor_is_killed(two_workers: Server) -> None:
+    workers = _pids(two_workers)
+    assert len(workers) == 2
+    two_workers.process.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and _runs(pid) for pid in workers))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_metrics_are_those_of_all_workers_whichever_answers(two_workers: Server) -> None:
+    with _clients_of_both(two_workers) as (one, other):
+        for client in (one, other, other):
+            assert client.post("/predict", json={"text": "oil"}).status_code == 200
+        for client in (one, other):
+            assert metric(client, "requests_total", route="/predict", status="200") == 3
+            assert metric(client, "model_ready") == 1
+
+
+def test_a_rate_limit_holds_over_all_workers(model_folder: Path, tmp_path: Path) -> None:
+    with (
+        _two_workers(model_folder, tmp_path, RATE_LIMIT_PER_S="5") as server,
+        _clients_of_both(server) as (one, other),
+    ):
+        assert one.post("/predict/batch", json={"texts": ["oil"] * 100}).status_code == 200
+        wait_until(lambda: other.post("/predict", json={"text": "oil"}).status_code == 429)
+
+
+def test_a_reload_reaches_all_workers_or_none(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(model_folder / "tokenizer.json", folder)
+    failed: list[Exception] = []
+    statuses: list[int] = []
+    with _two_workers(folder, tmp_path, seconds_per_token=0.0005) as server:
+        before = server.client.get("/model").json()["revision"]
+        time.sleep(0.01)  # another modification time, so another revision
+        good = (folder / "tokenizer.json").read_bytes()
+        (folder / "tokenizer.json").write_text("{}")
+        refused = server.client.post("/admin/reload")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "model_refused")
+        with _clients_of_both(server) as clients:
+            assert {one.get("/model").json()["revision"] for one in clients} == {before}
+        assert metric(server.client, "model_reloads_total", result="refused") == 1
+        (folder / "tokenizer.json").write_bytes(good)
+        old = _pids(server)
+        with _asking(server, failed, statuses):
+            reloaded = server.client.post("/admin/reload").json()["revision"]
+            assert reloaded != before
+            wait_until(lambda: not old & _pids(server))
+        with _clients_of_both(server) as clients:
+            assert {one.get("/model").json()["revision"] for one in clients} == {reloaded}
+    assert not failed
+    assert set(statuses) == {200}
+
+
+def test_a_worker_that_keeps_dying_is_replaced_later_and_later(model_folder: Path, tmp_path: Path) -> None:
+    with _two_workers(model_folder, tmp_path) as server:
+        for _ in range(4):
+            before = _pids(server)
+            os.kill(max(before), signal.SIGKILL)  # the newest
+            wait_until(lambda before=before: len(_pids(server) - before) == 1)
+        lines = [line for line in server.log().splitlines() if "takes its place in" in line]
+    pauses = [float(line.partition("place in ")[2].split()[0]) for line in lines]
+    assert pauses[2:] == [2 * pauses[1], 4 * pauses[1]]
+
+
+def test_connections_to_a_dead_worker_wait_for_the_one_that_takes_its_place(two_workers: Server) -> None:
+    before = _pids(two_workers)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert httpx.get(f"{two_workers.address}/livez", timeout=30).status_code == 200
+    assert not before & _pids(two_workers)
+
+
+def _with_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+
+
+@pytest.mark.parametrize(
+    ("processors", "workers", "threads"), [(1, 1, 1), (2, 1, 2), (8, 1, 8), (12, 2, 6), (64, 8, 8), (128, 16, 8)]
+)
+def test_auto_is_a_worker_for_about_eight_processors(
+    monkeypatch: pytest.MonkeyPatch, processors: int, workers: int, threads: int
+) -> None:
+    _with_processors(monkeypatch, processors)
+    monkeypatch.setattr("inference.http.workers.is_native_without_comparison", lambda *_: True)
+    settings = Settings(max_connections=1000, cache_entries=100)
+    assert num_workers(settings) == workers
+    share = share_of(settings, workers)
+    assert share.hardware.num_threads == threads
+    assert workers * threads <= processors
+    assert 1000 <= share.max_connections * workers < 1000 + workers
+    assert 100 <= share.cache_entries * workers < 100 + workers
+
+
+def test_auto_is_one_worker_if_the_weights_could_not_be_shared(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    _with_processors(monkeypatch, 64)
+    assert num_workers(Settings(model_checkpoint=model_folder)) == 1  # no artefact: PyTorch
+    assert num_workers(Settings(model_checkpoint=model_folder, workers=3)) == 3
+
+
+def test_a_number_of_workers_that_is_none_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("0", "257", "-1", "2.5", "many"):
+        monkeypatch.setenv("WORKERS", value)
+        with pytest.raises(Exception, match="WORKERS: must be auto, or a number from 1 to 256"):
+            Settings.from_environment()
+    monkeypatch.setenv("WORKERS", "AUTO")
+    assert Settings.from_environment().workers == "auto"
+    monkeypatch.setenv("WORKERS", "16")
+    assert Settings.from_environment().workers == 16
+
+
+def test_merged_metrics_add_up_counts_and_take_the_least_and_the_most_where_a_sum_says_nothing() -> None:
+    one, other = ServerMetrics(), ServerMetrics()
+    one.request_done("/predict", "POST", 200, 0.01, None)
+    other.request_done("/predict", "POST", 200, 0.03, None)
+    other.request_done("/model", "GET", 200, 0.03, None)
+    for metrics, is_ready, seconds in ((one, 1.0, 2.0), (other, 0.0, 3.0)):
+        metrics.watch("model_ready", "Whether.", lambda is_ready=is_ready: is_ready)
+        metrics.watch("queue_seconds", "Seconds.", lambda seconds=seconds: seconds)
+        metrics.in_progress.inc()
+    text = render_merged([one.snapshot(), other.snapshot()], "")[0].decode()
+    for line in (
+        'distrinews_requests_total{method="POST",route="/predict",status="200"} 2.0',
+        'distrinews_requests_total{method="GET",route="/model",status="200"} 1.0',
+        'distrinews_request_seconds_bucket{le="0.02",route="/predict"} 1.0',
+        'distrinews_request_seconds_bucket{le="0.03",route="/predict"} 2.0',
+        "distrinews_model_ready 0.0",
+        "distrinews_queue_seconds 3.0",
+        "distrinews_requests_in_progress 2.0",
+    ):
+        assert line in text, line
+    assert {kind for _, _, kind, _ in merged([one.snapshot()], only_counts=True)} == {"counter", "histogram"}
+    alone = one.render("")[0].decode()
+    assert render_merged([one.snapshot()], "")[0].decode().count("\n") == alone.count("\n")
+
+
+def test_only_the_native_engine_chosen_without_a_comparison_is_loaded_before_the_fork(
+    model_folder: Path, exported_folder: Path
+) -> None:
+    hardware = Hardware()
+    assert not selection.is_native_without_comparison(model_folder, "auto", hardware)
+    assert not selection.is_native_without_comparison(exported_folder, "onnx", hardware)
+    assert not selection.is_native_without_comparison(exported_folder, "auto", Hardware(device="cuda"))
+    assert selection.is_native_without_comparison(exported_folder, "native", hardware)
+
+
+def test_the_supervisor_says_in_one_line_where_and_how_many(two_workers: Server) -> None:
+    lines = [line for line in two_workers.log().splitlines() if "listening on" in line]
+    assert len(lines) == 1
+    assert f"127.0.0.1:{two_workers.port}: 2 workers with 1 threads each" in lines[0]
+    assert "Uvicorn" not in two_workers.log()
+
+
+def test_ctrl_c_lets_workers_answer_what_they_have(model_folder: Path, tmp_path: Path) -> None:
+    statuses: list[int] = []
+    with _two_workers(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
+
+        def ask(number: int) -> None:
+            with server.new_client(KEY) as client:
+                statuses.append(client.post("/predict", json={"text": text_of(number)}).status_code)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: metric(server.client, "requests_in_progress") > 5)
+        begun = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal would
+        for thread in threads:
+            thread.join()
+        assert server.process.wait(timeout=30) == 0
+        assert time.monotonic() - begun < 25
+    assert statuses == [200] * 10
