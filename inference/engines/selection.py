@@ -206,7 +206,7 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
     check_engine(folder, engine, tokenizer, saved.labels, tolerance)
-    _check_probes(folder, manifest, tokenizer, engine)
+    check_probes(folder, manifest, tokenizer, engine)
     if manifest.engine == "native":
         reason += f"; its kernels use {engine.instructions}"
     elif manifest.precision == "int8" and not has_fast_int8():
@@ -248,7 +248,7 @@ def build_engine(
     raise ValueError(f"no engine is called {name!r}")
 
 
-def _check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, engine: Engine) -> None:
+def check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, engine: Engine) -> None:
     texts = [probe["text"] for probe in manifest.probes]
     expected = np.array([probe["probabilities"] for probe in manifest.probes])
     found = probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode(texts)])

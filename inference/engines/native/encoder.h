@@ -174,15 +174,22 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
     }
 }
 
-/* A tile's height must be a constant, for its sums to stay in registers. None is higher than MOST. */
-#define BY_HEIGHT(HEIGHT, MOST, TILE, ...)                           \
-    switch (HEIGHT) {                                                \
-    case 1: TILE(1, __VA_ARGS__); break;                             \
-    case 2: TILE(MOST < 2 ? MOST : 2, __VA_ARGS__); break;           \
-    case 3: TILE(MOST < 3 ? MOST : 3, __VA_ARGS__); break;           \
-    case 4: TILE(MOST < 4 ? MOST : 4, __VA_ARGS__); break;           \
-    case 5: TILE(MOST < 5 ? MOST : 5, __VA_ARGS__); break;           \
-    default: TILE(MOST, __VA_ARGS__);                                \
+/* A tile's height must be a constant, for its sums to stay in registers. None is higher than MOST: what would be is left
+ * to it, so that it is not compiled several times. */
+#define HEIGHT_CASE(HEIGHT, MOST, TILE, ...)  \
+    case HEIGHT:                              \
+        if (HEIGHT < MOST) {                  \
+            TILE(HEIGHT, __VA_ARGS__);        \
+            break;                            \
+        } /* fall through */
+#define BY_HEIGHT(HEIGHT, MOST, TILE, ...)    \
+    switch (HEIGHT) {                         \
+        HEIGHT_CASE(1, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(2, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(3, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(4, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(5, MOST, TILE, __VA_ARGS__) \
+    default: TILE(MOST, __VA_ARGS__);         \
     }
 
 /* The rows of 16 `vectors` outputs, in tiles of equal height, since a lone last row would cost a whole tile. */

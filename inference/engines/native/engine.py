@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,14 @@ from inference.engines.native.library import (
 from inference.engines.native.quantize import FILE_NAME
 
 _ALIGNMENT = 64
+
+
+class Image(NamedTuple):
+    """A model as it lies in another machine's memory: the structures of model.h, the model's first, and all arrays."""
+
+    memory: bytes
+    pointers: list[int]  # where there is an address, given as an offset into `memory`
+    words: int  # where the word embeddings begin, which come last
 
 
 class NativeEngine:
@@ -81,6 +89,57 @@ class NativeEngine:
         if failed:
             raise MemoryError(f"no memory for a forward pass over {starts[-1]} tokens")
         return logits
+
+    @property
+    def words(self) -> NDArray[np.float16]:
+        """The word embeddings (vocabulary, embedding width), where the kernels read them."""
+        return self._tensors["words"]
+
+    def image(self, pointer_bytes: int = 8) -> Image:
+        """Pack the model for a machine with addresses of this size."""
+
+        def aligned(place: int, alignment: int = pointer_bytes) -> int:
+            return -(-place // alignment) * alignment
+
+        others = [array for name, array in self._tensors.items() if name != "words"]
+        arrays = [*others, *self._rotations.values(), self.words]
+        size, places = 0, {}
+        for address, num_bytes in (
+            (ctypes.addressof(self._model), ctypes.sizeof(self._model)),
+            (ctypes.addressof(self._blocks), ctypes.sizeof(self._blocks)),
+            *((array.ctypes.data, array.nbytes) for array in arrays),
+        ):
+            places[address] = aligned(size, _ALIGNMENT)
+            size = places[address] + num_bytes
+        memory, pointers = bytearray(size), []
+        for array in arrays:
+            place = places[array.ctypes.data]
+            memory[place : place + array.nbytes] = array.tobytes()
+
+        def put(structure: ctypes.Structure, place: int) -> int:
+            """Return where it ends: like this machine's C compiler, but pointers may be shorter."""
+            place = aligned(place)
+            for name, kind in structure._fields_:
+                value = getattr(structure, name)
+                if isinstance(value, ctypes.Structure):
+                    place = put(value, place)
+                elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
+                    place = aligned(place)
+                    if value:
+                        address = value if isinstance(value, int) else ctypes.addressof(value.contents)
+                        memory[place : place + pointer_bytes] = places[address].to_bytes(pointer_bytes, "little")
+                        pointers.append(place)
+                    place += pointer_bytes
+                else:
+                    memory[place : place + 4] = bytes(kind(value))
+                    place += 4
+            return aligned(place)
+
+        put(self._model, 0)
+        place = places[ctypes.addressof(self._blocks)]
+        for block in self._blocks:
+            place = put(block, place)
+        return Image(bytes(memory), pointers, places[self.words.ctypes.data])
 
     def _check(self, batch: TokenBatch) -> None:
         # The kernels trust their input, so whatever would read outside of a table has to be refused here.

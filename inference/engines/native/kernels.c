@@ -2,8 +2,12 @@
  *
  * Source: quantisation by row, Yao et al. 2022, "ZeroQuant" (arXiv:2206.01861), section 3.1.
  */
+#ifdef FOR_BROWSERS
+#include "browser_threads.h"
+#else
 #include <pthread.h>
 #include <sched.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,7 +22,13 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { SPINS_BEFORE_YIELD = 4000, ALIGNMENT = 64 };
+/* WebAssembly has no instruction to pause for, so a spin takes a nanosecond instead of a dozen. */
+#ifdef __wasm__
+enum { SPINS_BEFORE_YIELD = 100000 };
+#else
+enum { SPINS_BEFORE_YIELD = 4000 };
+#endif
+enum { ALIGNMENT = 64 };
 
 /* ---------------------------------------------------------------- instruction sets */
 
@@ -57,7 +67,7 @@ RunShare run_share_wasm_relaxed, run_share_wasm;
 RunShare run_share_plain;
 static int always(void) { return 1; }
 
-/* The fastest first. */
+/* The fastest first. A module for browsers has only one: it is a file of its own for each, and small. */
 static const struct {
     const char *name;
     int (*runs_here)(void);
@@ -76,9 +86,13 @@ static const struct {
 #ifdef __wasm_relaxed_simd__
     {"wasm_relaxed", always, run_share_wasm_relaxed},
 #endif
+#if !defined(FOR_BROWSERS) || !defined(__wasm_relaxed_simd__)
     {"wasm", always, run_share_wasm},
 #endif
+#endif
+#ifndef FOR_BROWSERS
     {"plain", always, run_share_plain},
+#endif
 };
 
 /* The name of the index-th instruction set that this processor has, the fastest first; NULL beyond the last. */

@@ -3,7 +3,6 @@ processors reads."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 from collections.abc import Callable
@@ -98,50 +97,9 @@ def reference_logits(model: hf.PreTrainedModel, texts: list[list[int]]) -> np.nd
 
 
 def write_image(engine: NativeEngine, file: Path, pointer_bytes: int = 8) -> None:
-    """Write a loaded model for forward_image.c: its structures and arrays as in memory, with offsets for pointers."""
-
-    def aligned(place: int) -> int:
-        return -(-place // pointer_bytes) * pointer_bytes
-
-    arrays = [*engine._tensors.values(), *engine._rotations.values()]
-    blocks, model = engine._blocks, engine._model
-    size, places = 0, {}
-    for address, nbytes in (
-        (ctypes.addressof(model), ctypes.sizeof(model)),
-        (ctypes.addressof(blocks), ctypes.sizeof(blocks)),
-        *((array.ctypes.data, array.nbytes) for array in arrays),
-    ):
-        places[address] = size
-        size += -(-nbytes // 64) * 64
-    image, pointers = bytearray(size), []
-    for array in arrays:
-        place = places[array.ctypes.data]
-        image[place : place + array.nbytes] = array.tobytes()
-
-    def put(structure: ctypes.Structure, place: int) -> int:
-        """Return where it ends: like this machine's C compiler, but pointers may be shorter."""
-        place = aligned(place)
-        for name, kind in structure._fields_:
-            value = getattr(structure, name)
-            if isinstance(value, ctypes.Structure):
-                place = put(value, place)
-            elif issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
-                place = aligned(place)
-                if value:
-                    address = value if isinstance(value, int) else ctypes.addressof(value.contents)
-                    image[place : place + pointer_bytes] = places[address].to_bytes(pointer_bytes, "little")
-                    pointers.append(place)
-                place += pointer_bytes
-            else:
-                image[place : place + 4] = bytes(kind(value))
-                place += 4
-        return aligned(place)
-
-    put(model, 0)
-    place = places[ctypes.addressof(blocks)]
-    for block in blocks:
-        place = put(block, place)
-    file.write_bytes(struct.pack(f"<Q{len(pointers)}QQ", len(pointers), *pointers, size) + bytes(image))
+    """Write a loaded model for forward_image.c."""
+    memory, pointers, _ = engine.image(pointer_bytes)
+    file.write_bytes(struct.pack(f"<Q{len(pointers)}QQ", len(pointers), *pointers, len(memory)) + memory)
 
 
 def write_batch(texts: list[list[int]], file: Path) -> None:

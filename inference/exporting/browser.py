@@ -1,0 +1,122 @@
+"""A model's files for a browser, where inference/web/local_model.js runs it: the native artefact in fewer bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from html.entities import html5
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import UserError
+from common.model_folder import artefact_folder, is_artefact, read_manifest
+from common.text import TextTokenizer
+from inference.engines.base import probabilities_of
+from inference.engines.native.engine import NativeEngine
+from inference.engines.selection import check_probes, load_model
+
+FORMAT = 1
+DESCRIPTION = "model.json"
+_ADDRESS_BYTES = 4  # in WebAssembly
+_OTHER_TOKENIZER = "; a browser runs models with BERT's tokenizer only, so serve this one with a server"
+
+
+def browser_files(model: Path) -> dict[str, bytes]:
+    """What a browser needs of a model, by file name: ``model.json``, and the weights under a name with their hash.
+
+    Word embeddings are rounded to int8 with a scale for each word, which halves their size. All else is the native
+    artefact, bit for bit.
+
+    Raises:
+        ModelLoadError: The model or its artefact is damaged, or cannot be run here.
+        UserError: The model has no native artefact, or a tokenizer that the page does not have.
+    """
+    folder = model if is_artefact(model) else artefact_folder(model, "native")
+    if not is_artefact(folder):
+        what = f"{folder}: there is no native artefact of this model"
+        raise UserError(
+            f"{what}; write it with python -m inference.export {model} --engine native", code="artefact-missing"
+        )
+    loaded = load_model(model, "native")
+    saved, engine = loaded.saved, loaded.engine
+    assert isinstance(engine, NativeEngine)
+    tokenizer = _tokenizer(folder, json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning)
+    quantised, scale = _quantised(engine.words)
+    engine.words[...] = quantised * scale[:, None]
+    manifest = read_manifest(folder)
+    check_probes(folder, manifest, loaded.tokenizer, engine)
+    image = engine.image(_ADDRESS_BYTES)
+    weights = image.memory[: image.words] + quantised.tobytes() + scale.tobytes()
+    name = f"model-{hashlib.sha256(weights).hexdigest()[:16]}.bin"
+    check = max((probe["text"] for probe in manifest.probes), key=len)
+    description = {
+        "format": FORMAT,
+        "name": manifest.source["name"],
+        "labels": saved.labels,
+        "weights": {
+            "file": name,
+            "bytes": len(weights),
+            "image": image.words,
+            "words": dict(zip(("rows", "width"), quantised.shape, strict=True)),
+        },
+        "pointers": image.pointers,
+        "tokenizer": tokenizer,
+        "check": {"text": check, "probabilities": _answer(engine, loaded.tokenizer, check)},
+    }
+    return {DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(), name: weights}
+
+
+def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    rows = words.astype(np.float32)
+    scale = np.maximum(np.abs(rows).max(axis=1), np.finfo(np.float32).tiny) / np.float32(127)
+    return np.rint(rows / scale[:, None]).astype(np.int8), scale
+
+
+def _answer(engine: NativeEngine, tokenizer: TextTokenizer, text: str) -> list[float]:
+    return probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode([text])])[0].round(6).tolist()
+
+
+def _tokenizer(folder: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str) -> dict[str, Any]:
+    """What inference/web/wordpiece.js needs to give the same ids."""
+    wanted = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
+    for part, kind in wanted.items():
+        found = (settings.get(part) or {}).get("type")
+        if found != kind:
+            what = f"{folder / 'tokenizer.json'}: the {part} is {found or 'missing'}, not {kind}"
+            raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
+    for token in settings["added_tokens"]:
+        if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
+            what = f"{folder / 'tokenizer.json'}: the added token {token['content']!r} is matched in a way of its own"
+            raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
+    model, normalizer = settings["model"], settings["normalizer"]
+    added = {token["content"]: token["id"] for token in settings["added_tokens"]}
+    if model["unk_token"] not in added:
+        what = f"{folder / 'tokenizer.json'}: {model['unk_token']} is not among the added tokens"
+        raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
+    pieces: list[str | None] = [None] * (1 + max(model["vocab"].values()))
+    for piece, index in model["vocab"].items():
+        pieces[index] = piece
+    # What stands around every text, by asking: files describe it in several ways.
+    unknown = model["vocab"][model["unk_token"]]
+    around = tokenizer.encode_cleaned([model["unk_token"]])[0].ids
+    strip = normalizer["strip_accents"]
+    return {
+        "cleaning": cleaning,
+        # Python's table, so that both sides decode the same names.
+        "entities": {name[:-1]: text for name, text in html5.items() if name[-1] == ";"} if cleaning == "news" else {},
+        "max_tokens": tokenizer.max_length,
+        "vocabulary": pieces,
+        "added": added,
+        "before": around[: around.index(unknown)],
+        "after": around[around.index(unknown) + 1 :],
+        "unknown": unknown,
+        "prefix": model["continuing_subword_prefix"],
+        "max_characters": model["max_input_chars_per_word"],
+        "lowercase": normalizer["lowercase"],
+        "clean_text": normalizer["clean_text"],
+        "handle_chinese_chars": normalizer["handle_chinese_chars"],
+        "strip_accents": normalizer["lowercase"] if strip is None else strip,
+    }

@@ -1,0 +1,327 @@
+// The model in the visitor's browser: files, memory and forward passes. Runs in a worker, so that the page never waits;
+// local_model.js is the page's side. Needs nothing else of a browser, so that Node runs it too.
+
+import { Tokenizer } from "./wordpiece.js";
+
+const FORMAT = 1;
+const CACHE = "local-model";
+const PAGE_BYTES = 65536;
+const STACK_BYTES = 65536; // of a thread, as deployment/compile_kernels.py gives the first one
+const MODULE_BYTES = 2 ** 20; // what it begins with, as that script says too
+const PASS_TOKENS = 512; // more tokens in one pass gain no speed
+const MOST_THREADS = 4;
+const TOLERANCE = 0.05; // plain SIMD rounds twice where the others round once
+// A function that returns i32x4.splat(0) and one that returns i8x16.relaxed_swizzle of two of them.
+const SIMD = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 8, 1, 6, 0, 65, 0, 253, 17, 11];
+const RELAXED = [...SIMD.slice(0, 20), 15, 1, 13, 0, 65, 0, 253, 17, 65, 0, 253, 17, 253, 128, 2, 11];
+
+const megabytes = (bytes) => `${Math.ceil(bytes / 1e6)} MB`;
+const validates = (code) => typeof WebAssembly === "object" && WebAssembly.validate(Uint8Array.from(code));
+
+function chooseInstructions(wanted) {
+  if (!validates(SIMD)) {
+    throw new Error("This browser cannot run the model (it has no WebAssembly SIMD); a newer one can.");
+  }
+  return wanted !== "simd" && validates(RELAXED) ? "relaxed-simd" : "simd";
+}
+
+function chooseThreads(wanted) {
+  // Threads share memory, which browsers allow only to pages that are isolated by their headers.
+  if (!globalThis.crossOriginIsolated || typeof Worker === "undefined") return 1;
+  return wanted === "auto" ? Math.min(navigator.hardwareConcurrency, MOST_THREADS) : wanted;
+}
+
+// ---------------------------------------------------------------- files
+
+async function fetched(url, options) {
+  const name = url.pathname.split("/").pop();
+  let response;
+  try {
+    response = await fetch(url, options);
+  } catch {
+    throw new Error(`${name} does not load; check the connection, then reload the page.`);
+  }
+  if (!response.ok) throw new Error(`${name} is missing here (status ${response.status}); publish the page again.`);
+  return response;
+}
+
+/** The browser's store of large files. Null where it refuses one, as in some private windows: then nothing is kept. */
+async function openStore() {
+  return globalThis.caches?.open(CACHE).catch(() => null) ?? null;
+}
+
+/** model.json: from the server, so that a new model is noticed, or without a connection the one that was there last. */
+async function readDescription(url, store) {
+  let response;
+  try {
+    response = await fetched(url, { cache: "no-cache" });
+  } catch (error) {
+    response = await store?.match(url).catch(() => undefined);
+    if (!response) throw error;
+  }
+  const copy = response.clone();
+  let model;
+  try {
+    model = await response.json();
+  } catch {
+    throw new Error("model.json is cut short or is another file; publish the page again.");
+  }
+  if (model.format !== FORMAT) {
+    throw new Error("model.json is from another version of this page; reload it, or publish it again.");
+  }
+  await store?.put(url, copy).catch(() => {});
+  return model;
+}
+
+/** Read a file to its end, giving each part to `take` as it arrives. It is kept for the next visit. */
+async function readWeights(url, { bytes }, store, take, onProgress) {
+  let response = await store?.match(url).catch(() => undefined);
+  let stored;
+  if (!response) {
+    response = await fetched(url);
+    // The file's name has its hash: what it replaces is never asked for again.
+    stored = store
+      ?.put(url, response.clone())
+      .then(() => forgetOthers(store, url))
+      .catch(() => {}); // no room
+  }
+  let loaded = 0;
+  try {
+    for (const reader = response.body.getReader(); ; ) {
+      const { done, value } = await reader.read();
+      if (done || loaded + value.length > bytes) {
+        if (!done) loaded += value.length;
+        break;
+      }
+      take(value, loaded);
+      loaded += value.length;
+      onProgress?.({ loaded, total: bytes });
+    }
+  } catch {
+    loaded = Math.min(loaded, bytes - 1);
+  }
+  if (loaded !== bytes) {
+    await stored;
+    await store?.delete(url).catch(() => {});
+    throw new Error("The model's file did not arrive whole; check the connection, then reload the page.");
+  }
+}
+
+async function forgetOthers(store, { href }) {
+  const folder = href.slice(0, href.lastIndexOf("/") + 1);
+  for (const { url } of await store.keys()) {
+    if (url.startsWith(folder) && url.endsWith(".bin") && url !== href) await store.delete(url);
+  }
+}
+
+async function compile(instructions, threads) {
+  const name = `kernels${instructions === "simd" ? "" : "-relaxed"}${threads > 1 ? "-threads" : ""}.wasm`;
+  const code = await (await fetched(new URL(name, import.meta.url))).arrayBuffer();
+  try {
+    return await WebAssembly.compile(code);
+  } catch {
+    throw new Error(`${name} is cut short or is another file; reload the page, or publish it again.`);
+  }
+}
+
+// ---------------------------------------------------------------- the model
+
+export class LocalModel {
+  /** `base` is the URL of the folder with model.json; `instructions` may be "simd" to leave relaxed SIMD out. */
+  static async open(base, { threads = "auto", instructions = "auto", onProgress } = {}) {
+    const model = new LocalModel();
+    model.instructions = chooseInstructions(instructions);
+    model.threads = chooseThreads(threads);
+    const compiled = compile(model.instructions, model.threads);
+    compiled.catch(() => {}); // thrown below, unless something else is before it
+    const store = await openStore();
+    model.description = await readDescription(new URL("model.json", base), store);
+    model.tokenizer = new Tokenizer(model.description.tokenizer);
+    model.module = await compiled;
+    try {
+      model.#reserve();
+    } catch {
+      throw new Error(`This browser gave no memory for the model (${megabytes(model.#bytes)}); close other pages.`);
+    }
+    await model.#load(base, store, onProgress);
+    await model.#startThreads();
+    await model.#check(base, store);
+    return model;
+  }
+
+  get info() {
+    const { name, labels, weights, tokenizer } = this.description;
+    return {
+      name,
+      labels,
+      maxTokens: tokenizer.max_tokens,
+      instructionSet: this.instructions,
+      threads: this.threads,
+      bytes: weights.bytes,
+    };
+  }
+
+  /** An answer for each text: its `probabilities` in the order of the labels, its `tokens`, whether it was `truncated`. */
+  classify(texts) {
+    const encoded = texts.map((text, index) => {
+      const cleaned = this.tokenizer.clean(text);
+      if (!cleaned) {
+        const error = new Error("The text is blank: there is nothing to classify.");
+        throw Object.assign(error, { code: "blank_text", index });
+      }
+      return this.tokenizer.encode(cleaned);
+    });
+    const answers = [];
+    for (let first = 0, end = 0; first < encoded.length; first = end) {
+      for (let tokens = 0; end < encoded.length; end++) {
+        tokens += encoded[end].ids.length;
+        if (end > first && tokens > PASS_TOKENS) break;
+      }
+      const passed = encoded.slice(first, end);
+      const logits = this.logits(passed.map(({ ids }) => ids));
+      passed.forEach(({ tokens, truncated }, i) =>
+        answers.push({ probabilities: softmax(logits[i]), tokens, truncated }),
+      );
+    }
+    return answers;
+  }
+
+  /** One forward pass: the scores before softmax, a Float32Array for each list of token ids. */
+  logits(texts) {
+    const labels = this.description.labels.length;
+    const starts = [0];
+    for (const ids of texts) starts.push(starts.at(-1) + ids.length);
+    const numbers = Int32Array.from([...starts, ...texts.flat()]);
+    const place = this.#allocate(numbers.byteLength + 4 * texts.length * labels);
+    new Int32Array(this.memory.buffer, place, numbers.length).set(numbers);
+    const answers = place + numbers.byteLength;
+    const ids = place + 4 * starts.length;
+    const failed = this.kernels.forward(this.session, ids, place, texts.length, this.threads, answers);
+    const found = new Float32Array(this.memory.buffer, answers, texts.length * labels).slice();
+    this.kernels.free(place);
+    if (failed) throw new Error("This browser gave no more memory for the model; close other pages, or try fewer texts.");
+    return texts.map((_, i) => found.subarray(i * labels, (i + 1) * labels));
+  }
+
+  // The model as it will lie in memory: its file, with room for the word embeddings at twice their size.
+  get #bytes() {
+    const { bytes, words } = this.description.weights;
+    return bytes + words.rows * words.width;
+  }
+
+  #reserve() {
+    const pages = (bytes) => Math.ceil(bytes / PAGE_BYTES);
+    const shared = this.threads > 1;
+    // Shared memory sets its largest size aside: passes take up to 30 kB per token.
+    const passes = 2 ** 26 + 2 ** 15 * this.description.tokenizer.max_tokens;
+    const maximum = shared ? pages(MODULE_BYTES + this.#bytes + passes) : 65535;
+    this.memory = new WebAssembly.Memory({ initial: pages(MODULE_BYTES), maximum, shared });
+    this.kernels = new WebAssembly.Instance(this.module, { env: { memory: this.memory } }).exports;
+    this.kernels._initialize?.();
+    this.place = this.#allocate(this.#bytes);
+  }
+
+  #allocate(bytes) {
+    const place = this.kernels.aligned_alloc(64, Math.ceil(bytes / 64) * 64) >>> 0;
+    if (!place) throw new Error("This browser gave no more memory for the model; close other pages, or try fewer texts.");
+    return place;
+  }
+
+  async #load(base, store, onProgress) {
+    const { weights, pointers } = this.description;
+    const { rows, width } = weights.words;
+    const memory = new Uint8Array(this.memory.buffer);
+    // What follows the structures and tables lies further back, where widen_words wants the bytes of the words.
+    const put = (part, at) => memory.set(part, this.place + at + (at < weights.image ? 0 : rows * width));
+    const take = (part, at) => {
+      const cut = Math.max(0, Math.min(part.length, weights.image - at));
+      put(part.subarray(0, cut), at);
+      put(part.subarray(cut), at + cut);
+    };
+    await readWeights(new URL(weights.file, base), weights, store, take, onProgress);
+    const words = this.place + weights.image;
+    this.kernels.widen_words(words, words + 2 * rows * width, rows, width);
+    // In the file an address counts from its beginning.
+    const view = new DataView(this.memory.buffer);
+    for (const at of pointers) view.setUint32(this.place + at, view.getUint32(this.place + at, true) + this.place, true);
+  }
+
+  async #startThreads() {
+    const opened = (helpers) => {
+      const pool = this.kernels.open_pool(this.place, helpers, this.kernels.instruction_set(0));
+      this.session = pool && this.kernels.open_session(pool);
+      if (!this.session) throw new Error("This browser gave no memory for the model; close other pages.");
+    };
+    opened(this.threads - 1);
+    const helpers = Array.from({ length: this.threads - 1 }, (_, number) => this.#startHelper(number));
+    try {
+      await Promise.all(helpers);
+    } catch {
+      // Some browsers start no worker from a worker. A pool of its own waits for nobody.
+      this.threads = 1;
+      opened(0);
+    }
+  }
+
+  #startHelper(number) {
+    const { module, memory } = this;
+    const stack = this.#allocate(STACK_BYTES) + STACK_BYTES;
+    const worker = new Worker(import.meta.url, { type: "module" });
+    return new Promise((resolve, reject) => {
+      worker.onmessage = resolve;
+      worker.onerror = reject;
+      worker.postMessage({ help: { module, memory, stack, number } });
+    });
+  }
+
+  // A known text: a damaged file or a browser that computes wrongly shows, and the browser has optimised the code.
+  async #check(base, store) {
+    const { text, probabilities } = this.description.check;
+    const [found] = this.classify([text]);
+    const far = found.probabilities.some((p, i) => !(Math.abs(p - probabilities[i]) <= TOLERANCE)); // NaN too
+    if (far || found.probabilities.length !== probabilities.length) {
+      await store?.delete(new URL(this.description.weights.file, base)).catch(() => {});
+      throw new Error("The model does not answer as it should, so its file is damaged; reload the page.");
+    }
+  }
+}
+
+function softmax(logits) {
+  const scores = Array.from(logits);
+  const largest = Math.max(...scores);
+  const exponentials = scores.map((score) => Math.exp(score - largest));
+  const sum = exponentials.reduce((a, b) => a + b);
+  const probabilities = exponentials.map((e) => e / sum);
+  if (!probabilities.every(Number.isFinite)) throw new Error("The model answers this text with NaN.");
+  return probabilities;
+}
+
+// ---------------------------------------------------------------- as a worker
+
+/** A thread of the kernels: it sleeps in the module until a pass wants it, and never comes back. */
+function help({ module, memory, stack, number }) {
+  const kernels = new WebAssembly.Instance(module, { env: { memory } }).exports;
+  kernels.__stack_pointer.value = stack;
+  postMessage("ready");
+  kernels.run_thread(number);
+}
+
+async function answer({ number, open, texts }) {
+  if (!open) return opened.then((model) => model.classify(texts));
+  const onProgress = (progress) => postMessage({ number, progress });
+  opened = LocalModel.open(open.base, { ...open.options, onProgress });
+  return (await opened).info;
+}
+
+let opened;
+if (typeof WorkerGlobalScope !== "undefined" && globalThis instanceof WorkerGlobalScope) {
+  globalThis.onmessage = async ({ data }) => {
+    if (data.help) return help(data.help);
+    try {
+      postMessage({ number: data.number, result: await answer(data) });
+    } catch (error) {
+      const { message, code, index } = error;
+      postMessage({ number: data.number, error: { message, code, index } });
+    }
+  };
+}
