@@ -123,7 +123,15 @@ def _wrk(running: Running, script: Path, seconds: float) -> dict[str, float]:
         UserError: a request was not answered with 200.
     """
     before = running.tree.cpu_seconds()
-    command = ["wrk", "-t1", f"-c{CLIENTS}", f"-d{math.ceil(seconds)}s", "-s", script, f"http://127.0.0.1:{running.port}"]
+    command = [
+        "wrk",
+        "-t1",
+        f"-c{CLIENTS}",
+        f"-d{math.ceil(seconds)}s",
+        "-s",
+        script,
+        f"http://127.0.0.1:{running.port}",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = running.tree.cpu_seconds() - before
     if "Non-2xx" in said or "Socket errors" in said:

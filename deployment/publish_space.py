@@ -1,8 +1,9 @@
 """Publish a model as a Hugging Face Space: python deployment/publish_space.py NAME --model FOLDER.
 
 The image's build context and the exported model go up in one commit; the hub builds them. Creating a Docker Space
-needs a paid plan of the hub: PRO for an account, Team or Enterprise for an organization. The token comes from HF_TOKEN
-or the hub's login (hf auth login).
+needs a paid plan of the hub: PRO for an account, Team or Enterprise for an organization. With --static the Space is a
+page that runs the model in the visitor's browser, which costs nothing. The token comes from HF_TOKEN or the hub's login
+(hf auth login).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from huggingface_hub import HfApi, SpaceInfo
 
 from common.errors import run_command
 from deployment.image_context import build_arguments
-from deployment.running_space import Expected, ask, wait_until_running
-from deployment.space_files import linked, published_model, space_files
+from deployment.running_space import Expected, ask, wait_until_running, wait_until_shown
+from deployment.space_files import linked, published_model, space_files, static_files
 from training.publishing.hub_upload import (
     Target,
     content_of,
@@ -32,13 +33,16 @@ from training.publishing.hub_upload import (
     write_files,
 )
 
-DRY_RUN_FOLDER = Path("build/space")
+DRY_RUN_FOLDER, STATIC_DRY_RUN_FOLDER = Path("build/space"), Path("build/page")
 PLAN = "a Docker Space needs a paid plan: PRO for an account, Team or Enterprise for an organization"
 PRICES = "https://huggingface.co/pricing"
 
 
 def main() -> None:
     options = _parse()
+    if options.static:
+        _publish_page(options)
+        return
     files = space_files(options.model)
     if options.dry_run:
         show(files)
@@ -61,8 +65,30 @@ def main() -> None:
     _ask(api, target, Expected(list(labels), weights[:12]))
 
 
+def _publish_page(options: argparse.Namespace) -> None:
+    files = static_files(options.model)
+    if folder := options.dry_run:
+        show(files)
+        write_files(files, folder, replaces=folder == STATIC_DRY_RUN_FOLDER)
+        print(f"Written to {folder}: python -m http.server -d {folder} shows it. Nothing was sent.")
+        return
+    api, account = sign_in()
+    target = Target(full_name(options.name, account), "space", options.private, "static")
+    show(files)
+    commit = upload(api, target, files, {"demo", "model"})
+    print(f"Sent as {commit[:12]}")
+    with hub_errors(str(target)):
+        space = api.space_info(target.name)
+    address = space.host or f"https://{space.subdomain}.static.hf.space"
+    wait_until_shown(address, api.token if space.private else None, "model/model.json", files["model/model.json"])
+    print(f"The Space: {api.endpoint}/spaces/{target.name}\nIts page: {address}")
+
+
 def _parse() -> argparse.Namespace:
-    parser = publishing_parser("deployment/publish_space.py", str(__doc__), DRY_RUN_FOLDER)
+    static = "--static" in sys.argv[1:]
+    folder = STATIC_DRY_RUN_FOLDER if static else DRY_RUN_FOLDER
+    parser = publishing_parser("deployment/publish_space.py", str(__doc__), folder)
+    parser.add_argument("--static", action="store_true", help="a page that runs the model in the visitor's browser")
     parser.add_argument("name", metavar="NAME", help="the Space: ACCOUNT/NAME, or NAME in your own account")
     parser.add_argument("--model", metavar="FOLDER", type=Path, required=True, help="an exported model folder")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Waits until a Space runs what was committed, and asks it whether it answers."""
+"""Waits until a Space runs or shows what was committed, and asks it whether it answers."""
 
 from __future__ import annotations
 
@@ -98,6 +98,29 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
             code="space-not-up",
         )
     return f"{answer['label']} {answer['confidence']:.1%}: {TEXT}"
+
+
+def wait_until_shown(address: str, token: str | None, name: str, content: bytes) -> None:
+    """Wait until a static Space gives out this file as it was sent.
+
+    Raises:
+        PublishFailure: it does not within `START_SECONDS`.
+    """
+    request = Request(f"{address}/{name}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    deadline, reason = time.monotonic() + START_SECONDS, "no answer"
+    while time.monotonic() < deadline:
+        try:
+            with urlopen(request, timeout=30) as response:
+                if response.read() == content:
+                    return
+            reason = "another file"
+        except OSError as error:
+            reason = str(error)
+        time.sleep(0.5)
+    raise PublishFailure(
+        f"{address}/{name}: not what was sent after {START_SECONDS} s ({reason}); look at the Space's page",
+        code="space-not-up",
+    )
 
 
 def _runtime(api: HfApi, name: str) -> SpaceRuntime | None:

@@ -1,7 +1,12 @@
-"""The files of a Space: the image's build context, with the Dockerfile and the Space card at its root."""
+"""The files of a Space.
+
+A Docker Space is the image's build context, with the Dockerfile and the Space card at its root. A static one is the
+demo page with the model beside it, which runs in the visitor's browser.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from contextlib import suppress
@@ -11,13 +16,35 @@ from huggingface_hub import HfApi, RepoFile, SpaceCard
 from huggingface_hub.errors import HTTPError
 
 from common.errors import UserError
-from common.model_folder import WEIGHTS_FILE
+from common.model_folder import WEIGHTS_FILE, read_saved_model
 from deployment.image_context import DOCKERFILE, ROOT, DeploymentError, build_arguments, image_files
+from inference.exporting.browser import browser_files
 from training.publishing.hub_upload import Files, Target, content_of
 from training.publishing.model_card import TAG, is_on_the_hub
 from training.publishing.published_files import without_local_paths
 
 _CARD, _METRICS = "README.md", "model/metrics.json"
+_WEB = ROOT / "inference" / "web"
+_PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
+# Nothing but what lies beside the page, whatever a text or a model says.
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'self'"
+)
+# Threads need shared memory, which browsers allow to pages that are isolated in this way.
+_HEADERS = {
+    "cross-origin-embedder-policy": "require-corp",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "cross-origin",
+}
+_STATIC_TEXT = """
+# DistriNews
+
+A news classifier that runs in the visitor's browser: the page, the tokenizer and int8 kernels in WebAssembly. Texts and
+files stay on the visitor's device, and after the first visit the page needs no connection.
+
+Any web server can hold this folder.
+"""
 
 
 def space_files(model: Path) -> Files:
@@ -28,6 +55,41 @@ def space_files(model: Path) -> Files:
         raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}
     return {"Dockerfile": _dockerfile(arguments), _CARD: _card(metrics), **without_local_paths(files)}
+
+
+def static_files(model: Path) -> Files:
+    """A folder for any web server, in which a browser runs the model.
+
+    Raises:
+        UserError: the model has no native artefact, or a tokenizer that the page does not have.
+        ModelLoadError: the model or its artefact is damaged.
+    """
+    files: dict[str, Path | bytes] = {
+        f"demo/{path.name}": path
+        for path in sorted(_WEB.iterdir())
+        if path.suffix in (".js", ".css", ".svg", ".wasm") and path.name != _SERVICE_WORKER
+    }
+    files[_PAGE] = _static_page()
+    version = hashlib.sha256(b"".join(content_of(source) for source in files.values())).hexdigest()[:16]
+    kept = sorted(name for name in files if not name.endswith(".wasm"))
+    worker = (_WEB / _SERVICE_WORKER).read_text(encoding="utf-8")
+    worker = _replaced(worker, 'VERSION = ""', f'VERSION = "{version}"')
+    files[_SERVICE_WORKER] = _replaced(worker, "FILES = []", f"FILES = {json.dumps(kept)}").encode()
+    files |= {f"model/{name}": content for name, content in browser_files(model).items()}
+    files[_CARD] = _static_card(read_saved_model(model).metadata)
+    return files
+
+
+def _static_page() -> bytes:
+    page = (_WEB / _PAGE).read_text(encoding="utf-8")
+    page = _replaced(page, "<body>", '<body data-model="model/">')
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    return _replaced(page, '<meta charset="utf-8">', f'<meta charset="utf-8">\n  {policy}').encode()
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
 
 
 def linked(files: Files, published: str) -> Files:
@@ -55,6 +117,17 @@ def _dockerfile(arguments: dict[str, str]) -> bytes:
     for name, value in arguments.items():
         text = re.sub(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text)
     return text.encode()
+
+
+def _static_card(metrics: dict[str, str]) -> bytes:
+    card = SpaceCard(_card(metrics).decode())
+    for name in ("app_port", "base_path", "suggested_hardware"):
+        card.data.pop(name)
+    card.data.sdk = "static"
+    card.data.app_file = _PAGE
+    card.data.custom_headers = _HEADERS
+    card.text = _STATIC_TEXT
+    return str(card).encode()
 
 
 def _card(metrics: dict[str, str]) -> bytes:

@@ -1,4 +1,5 @@
-// Talks to the server that this page came from. Every address is relative to the page, so any path prefix works.
+// Talks to the server that this page came from, or in a page without a server to the model in this browser (local.js).
+// Every address is relative to the page, so any path prefix works.
 
 import { askForKey } from "./notice.js";
 
@@ -6,9 +7,9 @@ let apiKey = ""; // in memory only: gone with the page
 
 /** A request that did not end in an answer; its message is one line for people. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = "", retryAfter = null } = {}) {
+  constructor(message, { status = 0, code = "", retryAfter = null, isFinal = false } = {}) {
     super(message);
-    Object.assign(this, { status, code, retryAfter });
+    Object.assign(this, { status, code, retryAfter, isFinal });
   }
 
   /** Whether the server or its model is away, rather than this request being at fault. */
@@ -22,12 +23,20 @@ export class ApiError extends Error {
   }
 }
 
+let answerHere = null;
+
+/** From now on, let `answer` do what `call` says. */
+export function answerWith(answer) {
+  answerHere = answer;
+}
+
 /**
  * GET `path`, or POST `body` to it.
- * Returns the answer, the milliseconds it took from here, and the server's own share of them.
+ * Returns the answer, the milliseconds it took and what they are, and the server's own share of them.
  * Waits for the visitor's API key where the server wants one.
  */
 export async function call(path, { body, signal } = {}) {
+  if (answerHere) return answerHere(path, { body, signal });
   for (;;) {
     const started = performance.now();
     const usedKey = apiKey;
@@ -38,7 +47,8 @@ export async function call(path, { body, signal } = {}) {
       continue;
     }
     if (!response.ok) throw refusal(response, data);
-    return { data, milliseconds: performance.now() - started, parts: serverParts(response) };
+    const milliseconds = performance.now() - started;
+    return { data, milliseconds, where: "round trip", parts: serverParts(response) };
   }
 }
 

@@ -1,5 +1,6 @@
 // The page's beginning: the examples, and everything else set going.
 
+import { answerWith } from "./api.js";
 import { startFile } from "./file.js";
 import { element } from "./format.js";
 import { modelReady, setText, startLive } from "./live.js";
@@ -21,6 +22,7 @@ document.getElementById("examples").append(
     return element("li", {}, chip);
   }),
 );
+if (document.body.dataset.model) answerWith((await import("./local.js")).answer);
 onReady(modelReady);
 startLive();
 startFile();

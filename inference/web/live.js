@@ -197,9 +197,9 @@ function wordList() {
   return speaking.length ? `Decided by: ${speaking.map((item) => item.firstChild.textContent).join(", ")}.` : "";
 }
 
-function showTiming({ milliseconds: total, parts }) {
+function showTiming({ milliseconds: total, where, parts }) {
   const named = parts.map(([name, value]) => [name === "total" ? "server" : name.replaceAll(/[_-]/g, " "), value]);
-  const rows = [["round trip", total], ...named.sort((a, b) => (b[0] === "server") - (a[0] === "server"))];
+  const rows = [[where, total], ...named.sort((a, b) => (b[0] === "server") - (a[0] === "server"))];
   timing.replaceChildren(
     ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, milliseconds(value)))),
   );

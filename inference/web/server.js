@@ -26,6 +26,10 @@ async function untilHealthy() {
       health = (await call("health")).data;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      if (error.isFinal) {
+        setNotice("server", error.message);
+        return;
+      }
       setNotice("server", `${error.message.replace(/[.…\s]*$/, ".")} Trying again …`);
       await sleep(POLL_SECONDS);
     }

@@ -43,11 +43,15 @@ class PublishFailure(ForeseenError):
 
 @dataclass(frozen=True)
 class Target:
-    """A repository to upload to; ``name`` is ``account/name``. An existing one is never made public or private."""
+    """A repository to upload to; ``name`` is ``account/name``. An existing one is never made public or private.
+
+    ``sdk``: what the hub does with a Space's files.
+    """
 
     name: str
     kind: Literal["model", "space"]
     private: bool
+    sdk: Literal["docker", "static"] = "docker"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -187,7 +191,7 @@ def _open(api: HfApi, target: Target) -> ModelInfo | SpaceInfo:
     try:
         return api.repo_info(target.name, repo_type=target.kind)
     except RepositoryNotFoundError:
-        sdk = {"space_sdk": "docker"} if target.kind == "space" else {}
+        sdk = {"space_sdk": target.sdk} if target.kind == "space" else {}
         api.create_repo(target.name, repo_type=target.kind, private=target.private or None, **sdk)
         return api.repo_info(target.name, repo_type=target.kind)
 
@@ -204,9 +208,9 @@ def _refuse_foreign(target: Target, there: ModelInfo | SpaceInfo) -> None:
         raise UserError(
             f"{target}: holds something else (its card has no tag {TAG}); choose another name", code="hub-name-taken"
         )
-    if isinstance(there, SpaceInfo) and there.sdk not in (None, "docker"):
+    if isinstance(there, SpaceInfo) and there.sdk not in (None, target.sdk):
         raise UserError(
-            f"{target}: is a Space that runs {there.sdk}, not docker; choose another name", code="hub-name-taken"
+            f"{target}: is a Space that runs {there.sdk}, not {target.sdk}; choose another name", code="hub-name-taken"
         )
 
 
