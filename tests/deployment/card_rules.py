@@ -14,6 +14,8 @@ SPACE_FIELDS: dict[str, type | tuple[type, ...]] = {
     "colorFrom": str,
     "colorTo": str,
     "sdk": str,
+    "app_file": str,
+    "custom_headers": dict,
     "app_port": int,
     "base_path": str,
     "license": str,

@@ -252,5 +252,5 @@ _ROUTES: list[tuple[str, Callable[..., Any]]] = [
     (rf"(?:GET|HEAD) /{_NAME}/resolve/\w+/(.+)", _Handler.resolve),
     (rf"GET /api/spaces/{_NAME}/runtime", _Handler.runtime),
     (rf"GET /api/spaces/{_NAME}/logs/build", _Handler.build_log),
-    (rf"(?:GET|POST) /app/{_NAME}(/\w+)", _Handler.app),
+    (rf"(?:GET|POST) /app/{_NAME}(/[\w./-]+)", _Handler.app),
 ]
