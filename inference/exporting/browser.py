@@ -59,6 +59,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "weights": {
             "file": name,
             "bytes": len(weights),
+            "int8": image.int8,
             "image": image.words,
             "words": dict(zip(("rows", "width"), quantised.shape, strict=True)),
         },
