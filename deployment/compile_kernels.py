@@ -21,12 +21,23 @@ _KERNELS, _WEB = "inference/engines/native", "inference/web"
 # A browser refuses a whole file for one instruction that it lacks, and threads for pages without certain headers.
 _SIMD, _RELAXED, _THREADS = "simd128+bulk_memory", "relaxed_simd", "atomics"
 BROWSER_FILES = {
-    "kernels.wasm": (_SIMD, "wasm.c"),
-    "kernels-threads.wasm": (f"{_SIMD}+{_THREADS}", "wasm.c"),
-    "kernels-relaxed.wasm": (f"{_SIMD}+{_RELAXED}", "wasm_relaxed.c"),
-    "kernels-relaxed-threads.wasm": (f"{_SIMD}+{_RELAXED}+{_THREADS}", "wasm_relaxed.c"),
+    "kernels.wasm": (_SIMD, ("wasm.c",)),
+    "kernels-threads.wasm": (f"{_SIMD}+{_THREADS}", ("wasm.c",)),
+    "kernels-relaxed.wasm": (f"{_SIMD}+{_RELAXED}", ("wasm_relaxed.c", "wasm_dot.c")),
+    "kernels-relaxed-threads.wasm": (f"{_SIMD}+{_RELAXED}+{_THREADS}", ("wasm_relaxed.c", "wasm_dot.c")),
 }
-_EXPORTS = ("aligned_alloc", "free", "open_pool", "open_session", "forward", "instruction_set", "widen_words")
+_SOURCES = (
+    "browser.c",
+    "browser_threads.h",
+    "encoder.h",
+    "kernels.c",
+    "model.h",
+    "wasm.c",
+    "wasm_dot.c",
+    "wasm_relaxed.c",
+)
+_EXPORTS = ("aligned_alloc", "free", "open_pool", "close_pool", "open_session", "close_session", "forward")
+_EXPORTS += ("instruction_set", "prepare_weights", "widen_words")
 _THREAD_EXPORTS = ("run_thread", "__stack_pointer")
 _STACK_BYTES, _FIRST_MEMORY, _MOST_MEMORY = 65536, 2**20, 2**32 - 65536
 
@@ -53,13 +64,13 @@ def _browser_command(name: str) -> list[str]:
     flags += [f"-Wl,--export={function}" for function in exports]
     flags += [f"-Wl,--initial-memory={_FIRST_MEMORY}", f"-Wl,--max-memory={_MOST_MEMORY}"]
     flags += ["-Wl,--shared-memory"] * has_threads
-    return [*flags, *(f"{_KERNELS}/{source}" for source in ("kernels.c", "browser.c", kernels))]
+    return [*flags, *(f"{_KERNELS}/{source}" for source in ("kernels.c", "browser.c", *kernels))]
 
 
 def sources_hash(name: str) -> bytes:
     """What a file for browsers was made of, and how: it ends with this hash."""
     found = hashlib.sha256(" ".join(_browser_command(name)).encode())
-    for source in ("browser.c", "browser_threads.h", "encoder.h", "kernels.c", "model.h", "wasm.c", "wasm_relaxed.c"):
+    for source in _SOURCES:
         found.update((_ROOT / _KERNELS / source).read_bytes())
     return found.digest()
 

@@ -43,7 +43,9 @@ def browser_files(model: Path) -> dict[str, bytes]:
     loaded = load_model(model, "native")
     saved, engine = loaded.saved, loaded.engine
     assert isinstance(engine, NativeEngine)
-    tokenizer = _tokenizer(folder, json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning)
+    tokenizer = tokenizer_settings(
+        folder / "tokenizer.json", json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning
+    )
     quantised, scale = _quantised(engine.words)
     engine.words[...] = quantised * scale[:, None]
     manifest = read_manifest(folder)
@@ -59,6 +61,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "weights": {
             "file": name,
             "bytes": len(weights),
+            "int8": image.int8,
             "image": image.words,
             "words": dict(zip(("rows", "width"), quantised.shape, strict=True)),
         },
@@ -79,22 +82,22 @@ def _answer(engine: NativeEngine, tokenizer: TextTokenizer, text: str) -> list[f
     return probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode([text])])[0].round(6).tolist()
 
 
-def _tokenizer(folder: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str) -> dict[str, Any]:
+def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str) -> dict[str, Any]:
     """What inference/web/wordpiece.js needs to give the same ids."""
     wanted = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
     for part, kind in wanted.items():
         found = (settings.get(part) or {}).get("type")
         if found != kind:
-            what = f"{folder / 'tokenizer.json'}: the {part} is {found or 'missing'}, not {kind}"
+            what = f"{file}: the {part} is {found or 'missing'}, not {kind}"
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     for token in settings["added_tokens"]:
         if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
-            what = f"{folder / 'tokenizer.json'}: the added token {token['content']!r} is matched in a way of its own"
+            what = f"{file}: the added token {token['content']!r} is matched in a way of its own"
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     model, normalizer = settings["model"], settings["normalizer"]
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}
     if model["unk_token"] not in added:
-        what = f"{folder / 'tokenizer.json'}: {model['unk_token']} is not among the added tokens"
+        what = f"{file}: {model['unk_token']} is not among the added tokens"
         raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     pieces: list[str | None] = [None] * (1 + max(model["vocab"].values()))
     for piece, index in model["vocab"].items():

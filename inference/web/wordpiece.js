@@ -29,8 +29,10 @@ const MAX_ROUNDS = 4;
 
 const withoutEdges = (text) => text.split(SPACES).filter(Boolean).join(" ");
 
-// Numbers that HTML reads as Windows' characters, and those that it drops.
-const WINDOWS = new TextDecoder("windows-1252");
+// Numbers of 128 to 159, which HTML reads as Windows' characters, and those that it drops.
+const WINDOWS =
+  "\u20ac\u0081\u201a\u0192\u201e\u2026\u2020\u2021\u02c6\u2030\u0160\u2039\u0152\u008d\u017d\u008f" +
+  "\u0090\u2018\u2019\u201c\u201d\u2022\u2013\u2014\u02dc\u2122\u0161\u203a\u0153\u009d\u017e\u0178";
 const isNoCharacter = (code) =>
   (code >= 0x1 && code <= 0x8) ||
   (code >= 0xb && code <= 0x1f && code !== 0xc && code !== 0xd) ||
@@ -39,7 +41,7 @@ const isNoCharacter = (code) =>
   (code & 0xfffe) === 0xfffe;
 
 function characterOf(code) {
-  if (code >= 0x80 && code <= 0x9f) return WINDOWS.decode(Uint8Array.of(code));
+  if (code >= 0x80 && code <= 0x9f) return WINDOWS[code - 0x80];
   if (code === 0 || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return "\ufffd";
   return isNoCharacter(code) ? "" : String.fromCodePoint(code);
 }
@@ -78,7 +80,7 @@ function cleanNews(text, entities) {
 // The tokenizer's classes of characters, printed by tests/inference/web/unicode_tables.py: a browser's own follow its
 // version of Unicode.
 const CONTROL =
-  "\\x01-\\x08\\x0b-\\x0c\\x0e-\\x1f\\x7f-\\x9f\\xad\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u180e\\u200b-\\u200f\\u202a-" +
+  "\\x00-\\x08\\x0b-\\x0c\\x0e-\\x1f\\x7f-\\x9f\\xad\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u180e\\u200b-\\u200f\\u202a-" +
   "\\u202e\\u2060-\\u2064\\u2066-\\u206f\\ue000-\\uf8ff\\ufeff\\ufff9-\\ufffb\\ufffd\\u{110bd}\\u{1bca0}-\\u{1bca3}" +
   "\\u{1d173}-\\u{1d17a}\\u{e0001}\\u{e0020}-\\u{e007f}\\u{f0000}-\\u{f000f}\\u{10fffd}";
 const ACCENT =

@@ -86,9 +86,12 @@ INLINE RowScale quantise_row(const float *x, uint8_t *q, int width) {
         spoilt = v_fma(v, v_splat(0.f), spoilt);
     }
     float smallest = v_smallest(low), range = v_largest(high) - smallest;
-    RowScale scale = {range / ACTIVATION_MAX + v_sum(spoilt), smallest};
+    RowScale scale = {.scale = range / ACTIVATION_MAX + v_sum(spoilt), .offset = smallest};
     vec inverse = v_splat(range > 0.f ? ACTIVATION_MAX / range : 0.f), offset = v_splat(smallest);
     for (int i = 0; i < width; i += LANES) v_store_bytes(q + i, v_mul(v_sub(v_load(x + i), offset), inverse));
+#ifdef ROW_SUM
+    scale.sum = row_sum(q, width);
+#endif
     return scale;
 }
 
@@ -146,6 +149,13 @@ INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, 
 }
 #endif
 
+/* A tile's height is a constant where its sums are to stay in registers. */
+#ifdef ANY_HEIGHT
+#define UNROLL_ROWS
+#else
+#define UNROLL_ROWS UNROLL
+#endif
+
 /* One tile: `rows` rows x 16 `vectors` outputs in registers, over all inputs. */
 INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue epilogue, const Linear *layer, int column,
                         const uint8_t *q, const RowScale *scales, float *out, int out_stride) {
@@ -154,14 +164,18 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
     ints sum[INT_ROWS][INT_VECTORS];
     UNROLL for (int v = 0; v < vectors; v++) {
         ints start = i_start(layer->weight_sum + column + v * LANES);
-        UNROLL for (int r = 0; r < rows; r++) sum[r][v] = start;
+        UNROLL_ROWS for (int r = 0; r < rows; r++) sum[r][v] = start;
     }
+#ifdef ROW_SUM
+    UNROLL_ROWS for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = row_start(sum[r][v], scales[r].sum);
+#endif
     inner_loop(rows, vectors, weight, q, inputs, sum);
     UNROLL for (int v = 0; v < vectors; v++) {
         const int at = column + v * LANES;
         vec scale = v_load(layer->scale + at), bias = v_load(layer->bias + at);
         vec shift = v_mul(scale, i_to_float(i_load(layer->weight_sum + at)));
-        UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL_ROWS for (int r = 0; r < rows; r++) {
             float *place = out + (size_t)r * out_stride + at;
             vec y = v_fma(v_splat(scales[r].offset), shift, bias);
             y = v_fma(i_to_float(sum[r][v]), v_mul(v_splat(scales[r].scale), scale), y);
@@ -174,31 +188,18 @@ INLINE void linear_tile(const int rows, const int vectors, const enum Epilogue e
     }
 }
 
-/* A tile's height must be a constant, for its sums to stay in registers. None is higher than MOST: what would be is left
- * to it, so that it is not compiled several times. */
-#define HEIGHT_CASE(HEIGHT, MOST, TILE, ...)  \
-    case HEIGHT:                              \
-        if (HEIGHT < MOST) {                  \
-            TILE(HEIGHT, __VA_ARGS__);        \
-            break;                            \
-        } /* fall through */
-#define BY_HEIGHT(HEIGHT, MOST, TILE, ...)    \
-    switch (HEIGHT) {                         \
-        HEIGHT_CASE(1, MOST, TILE, __VA_ARGS__) \
-        HEIGHT_CASE(2, MOST, TILE, __VA_ARGS__) \
-        HEIGHT_CASE(3, MOST, TILE, __VA_ARGS__) \
-        HEIGHT_CASE(4, MOST, TILE, __VA_ARGS__) \
-        HEIGHT_CASE(5, MOST, TILE, __VA_ARGS__) \
-    default: TILE(MOST, __VA_ARGS__);         \
-    }
-
 /* The rows of 16 `vectors` outputs, in tiles of equal height, since a lone last row would cost a whole tile. */
 INLINE void linear_strip(const int vectors, const enum Epilogue epilogue, const Linear *layer, int column,
                          const uint8_t *q, const RowScale *scales, int rows, float *out, int out_stride) {
     for (int tile = 0, tiles = (rows + INT_ROWS - 1) / INT_ROWS; tile < tiles; tile++) {
         const int row = part_start(rows, tile, tiles), height = part_start(rows, tile + 1, tiles) - row;
+#ifdef ANY_HEIGHT
+        linear_tile(height, vectors, epilogue, layer, column, q + (size_t)row * layer->inputs, scales + row,
+                    out + (size_t)row * out_stride, out_stride);
+#else
         BY_HEIGHT(height, INT_ROWS, linear_tile, vectors, epilogue, layer, column, q + (size_t)row * layer->inputs, scales + row,
                   out + (size_t)row * out_stride, out_stride)
+#endif
     }
 }
 

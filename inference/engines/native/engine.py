@@ -33,6 +33,7 @@ class Image(NamedTuple):
 
     memory: bytes
     pointers: list[int]  # where there is an address, given as an offset into `memory`
+    int8: int  # where the int8 weights begin, which lie together
     words: int  # where the word embeddings begin, which come last
 
 
@@ -101,8 +102,9 @@ class NativeEngine:
         def aligned(place: int, alignment: int = pointer_bytes) -> int:
             return -(-place // alignment) * alignment
 
-        others = [array for name, array in self._tensors.items() if name != "words"]
-        arrays = [*others, *self._rotations.values(), self.words]
+        others = [array for name, array in self._tensors.items() if name != "words"] + [*self._rotations.values()]
+        int8 = [array for array in others if array.dtype == np.int8]
+        arrays = [*(array for array in others if array.dtype != np.int8), *int8, self.words]
         size, places = 0, {}
         for address, num_bytes in (
             (ctypes.addressof(self._model), ctypes.sizeof(self._model)),
@@ -139,7 +141,7 @@ class NativeEngine:
         place = places[ctypes.addressof(self._blocks)]
         for block in self._blocks:
             place = put(block, place)
-        return Image(bytes(memory), pointers, places[self.words.ctypes.data])
+        return Image(bytes(memory), pointers, places[int8[0].ctypes.data], places[self.words.ctypes.data])
 
     def _check(self, batch: TokenBatch) -> None:
         # The kernels trust their input, so whatever would read outside of a table has to be refused here.

@@ -62,12 +62,12 @@ static int has_dotprod(void) { return 0; }
 static int has_i8mm(void) { return 0; }
 #endif
 #elif defined(__wasm_simd128__)
-RunShare run_share_wasm_relaxed, run_share_wasm;
+RunShare run_share_wasm_dot, run_share_wasm_relaxed, run_share_wasm;
 #endif
 RunShare run_share_plain;
 static int always(void) { return 1; }
 
-/* The fastest first. A module for browsers has only one: it is a file of its own for each, and small. */
+/* The fastest first. A module for browsers has only one kind of SIMD, and tries all that it has (local_worker.js). */
 static const struct {
     const char *name;
     int (*runs_here)(void);
@@ -82,13 +82,14 @@ static const struct {
     {"neon_i8mm", has_i8mm, run_share_neon_i8mm},
     {"neon_dotprod", has_dotprod, run_share_neon_dotprod},
     {"neon", has_neon, run_share_neon},
+#elif defined(__wasm_relaxed_simd__) && defined(FOR_BROWSERS)
+    {"wasm_dot", always, run_share_wasm_dot},
+    {"wasm_relaxed", always, run_share_wasm_relaxed},
 #elif defined(__wasm_simd128__)
 #ifdef __wasm_relaxed_simd__
     {"wasm_relaxed", always, run_share_wasm_relaxed},
 #endif
-#if !defined(FOR_BROWSERS) || !defined(__wasm_relaxed_simd__)
     {"wasm", always, run_share_wasm},
-#endif
 #endif
 #ifndef FOR_BROWSERS
     {"plain", always, run_share_plain},

@@ -9,6 +9,25 @@
 #define NOINLINE static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 8")
 
+/* A tile's height must be a constant, for its sums to stay in registers. None is higher than MOST: what would be is left
+ * to it, so that it is not compiled several times. */
+#define HEIGHT_CASE(HEIGHT, MOST, TILE, ...) \
+    case HEIGHT:                             \
+        if (HEIGHT < MOST) {                 \
+            TILE(HEIGHT, __VA_ARGS__);       \
+            break;                           \
+        }                                    \
+        __attribute__((fallthrough));
+#define BY_HEIGHT(HEIGHT, MOST, TILE, ...)      \
+    switch (HEIGHT) {                           \
+        HEIGHT_CASE(1, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(2, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(3, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(4, MOST, TILE, __VA_ARGS__) \
+        HEIGHT_CASE(5, MOST, TILE, __VA_ARGS__) \
+    default: TILE(MOST, __VA_ARGS__);           \
+    }
+
 /* What stands between TARGET_BEGIN and TARGET_END is compiled for a processor that has these features. */
 #define PRAGMA(X) _Pragma(#X)
 #ifdef __clang__
@@ -83,9 +102,10 @@ typedef struct {
     float *logits; /* (texts, labels) */
 } Batch;
 
-/* A quantised row is scale x q + offset. */
+/* A quantised row is scale x q + offset. `sum` is that of its bytes, where an instruction set asks for it (ROW_SUM). */
 typedef struct {
     float scale, offset;
+    int32_t sum;
 } RowScale;
 
 /* What one thread works on: MOST_ROWS rows of everything. */

@@ -9,14 +9,21 @@
 
 #include "model.h"
 
-#ifdef WITH_RELAXED
+#if defined(WITH_DOT)
+#define RUN_SHARE run_share_wasm_dot
+#elif defined(WITH_RELAXED)
 #define RUN_SHARE run_share_wasm_relaxed
 #else
 #define RUN_SHARE run_share_wasm
 #endif
 
-/* V8 has 16 registers on x86: beyond about ten sums it spills. */
-enum { INT_ROWS = 2, INT_VECTORS = 1, FLOAT_ROWS = 2, FLOAT_VECTORS = 1 };
+/* V8 leaves 15 registers on x86: ten sums, of five rows and eight outputs, and what is multiplied. Plain SIMD widens its
+ * inputs for several steps of outputs. */
+#ifdef WITH_RELAXED
+enum { INT_ROWS = 5, INT_VECTORS = 1, FLOAT_ROWS = 2, FLOAT_VECTORS = 1 };
+#else
+enum { INT_ROWS = 5, INT_VECTORS = 3, FLOAT_ROWS = 2, FLOAT_VECTORS = 1 };
+#endif
 
 typedef struct {
     v128_t val[4];
@@ -87,89 +94,165 @@ INLINE v128_t load_half_4(const uint16_t *p) {
 }
 EACH(vec, v_load_half, (const uint16_t *p), load_half_4(p + 4 * i))
 INLINE v128_t rounded(v128_t x) { return wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x)); }
+/* The relaxed dot product multiplies signed bytes with bytes of 0 to 127, so activations get CENTRE less. Then four
+ * products still fit into int16, and every processor gives the same sum. */
+#ifdef WITH_RELAXED
+enum { CENTRE = ACTIVATION_MAX / 2 };
+_Static_assert(4 * CENTRE * 2 * WEIGHT_MAX <= INT16_MAX, "four products must fit into int16");
+#else
+enum { CENTRE = 0 };
+#endif
 INLINE void v_store_bytes(uint8_t *p, vec x) {
     v128_t low = wasm_i16x8_narrow_i32x4(rounded(x.val[0]), rounded(x.val[1]));
     v128_t high = wasm_i16x8_narrow_i32x4(rounded(x.val[2]), rounded(x.val[3]));
-    wasm_v128_store(p, wasm_u8x16_narrow_i16x8(low, high));
+    wasm_v128_store(p, wasm_i8x16_sub(wasm_u8x16_narrow_i16x8(low, high), wasm_i8x16_splat(CENTRE)));
 }
 
 EACH(vec, i_to_float, (ints x), wasm_f32x4_convert_i32x4(x.val[i]))
 EACH(ints, i_load, (const int32_t *p), wasm_v128_load(p + 4 * i))
 
+/* LLVM would reorder the loops and spill the sums. */
+#define KEEP(SUM) __asm__ volatile("" : "+r"(SUM))
 #define OWN_INNER_LOOP
+#define ANY_HEIGHT
 #ifdef WITH_RELAXED
-/* The relaxed dot product multiplies signed bytes with bytes of 0 to 127, so weights get 45 more. Activations get 91
- * less: then four products still fit into int16, and every processor gives the same sum. What is computed is
- *   sum (q - 91) (w + 45) = sum q w - 91 sum w + 45 sum (q - 91)
+/* Weights get 45 more, so that none is negative. What is computed is
+ *   sum (q - CENTRE) (w + 45) = sum q w - CENTRE sum w + 45 sum (q - CENTRE)
  * The middle term is what sums begin with; the last is one number for each row. */
-enum { CENTRE = ACTIVATION_MAX / 2 };
-_Static_assert(4 * CENTRE * 2 * WEIGHT_MAX <= INT16_MAX, "four products must fit into int16");
 EACH(ints, i_start, (const int32_t *sum), wasm_i32x4_mul(wasm_v128_load(sum + 4 * i), wasm_i32x4_splat(CENTRE)))
 
-INLINE v128_t centred(v128_t q) { return wasm_i8x16_sub(q, wasm_i8x16_splat(CENTRE)); }
-INLINE v128_t raised(const int8_t *w) { return wasm_i8x16_add(wasm_v128_load(w), wasm_i8x16_splat(WEIGHT_MAX)); }
-
-/* 45 sum (q - 91) of a row, in every lane. */
-INLINE v128_t excess(const uint8_t *q, int inputs) {
+#define ROW_SUM
+INLINE int32_t row_sum(const uint8_t *q, int width) {
     v128_t sum = wasm_i32x4_splat(0);
-    for (int k = 0; k < inputs; k += 16) {
-        v128_t pairs = wasm_i16x8_extadd_pairwise_i8x16(centred(wasm_v128_load(q + k)));
-        sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(pairs, wasm_i16x8_splat(WEIGHT_MAX)));
+    for (int k = 0; k < width; k += 16) {
+        const v128_t pairs = wasm_i16x8_extadd_pairwise_i8x16(wasm_v128_load(q + k));
+        sum = wasm_i32x4_add(sum, wasm_i32x4_extadd_pairwise_i16x8(pairs));
     }
-    sum = wasm_i32x4_add(sum, wasm_i32x4_shuffle(sum, sum, 2, 3, 0, 1));
-    return wasm_i32x4_add(sum, wasm_i32x4_shuffle(sum, sum, 1, 0, 3, 2));
+    return wasm_i32x4_extract_lane(sum, 0) + wasm_i32x4_extract_lane(sum, 1) + wasm_i32x4_extract_lane(sum, 2) +
+           wasm_i32x4_extract_lane(sum, 3);
 }
+EACH(ints, row_start, (ints start, int32_t sum), wasm_i32x4_sub(start.val[i], wasm_i32x4_splat(WEIGHT_MAX * sum)))
 
-INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
-                       ints sum[][INT_VECTORS]) {
-    (void)vectors; /* one */
-    UNROLL for (int r = 0; r < rows; r++) {
-        const v128_t more = excess(q + (size_t)r * inputs, inputs);
-        UNROLL for (int i = 0; i < 4; i++) sum[r][0].val[i] = wasm_i32x4_sub(sum[r][0].val[i], more);
-    }
-    for (int k = 0; k < inputs; k += 8) {
-        v128_t x[INT_ROWS], next_x[INT_ROWS];
+INLINE v128_t raised(v128_t w) { return wasm_i8x16_add(w, wasm_i8x16_splat(WEIGHT_MAX)); }
+#ifdef FOR_BROWSERS
+#ifndef WITH_DOT
+/* Once, instead of in every pass. */
+void prepare_weights(int8_t *weights, int32_t bytes) {
+    for (int32_t i = 0; i < bytes; i += 16) wasm_v128_store(weights + i, raised(wasm_v128_load(weights + i)));
+}
+#endif
+INLINE v128_t load_weights(const int8_t *p) { return wasm_v128_load(p); }
+#else
+INLINE v128_t load_weights(const int8_t *p) { return raised(wasm_v128_load(p)); }
+#endif
+
+/* Adds the products of all inputs to the sums of `rows` rows and eight outputs. */
+INLINE void add_products(const int rows, const int8_t *weight, const uint8_t *q, int inputs, v128_t sum[][2]) {
+#ifdef WITH_DOT
+    for (int k = 0; k < inputs; k += 4) {
+        v128_t w[2];
+        UNROLL for (int i = 0; i < 2; i++) w[i] = load_weights(weight + k * LANES + 16 * i);
         UNROLL for (int r = 0; r < rows; r++) {
-            x[r] = centred(wasm_v128_load32_splat(q + (size_t)r * inputs + k));
-            next_x[r] = centred(wasm_v128_load32_splat(q + (size_t)r * inputs + k + 4));
-        }
-        UNROLL for (int i = 0; i < 4; i++) {
-            const v128_t w = raised(weight + k * LANES + 16 * i), next_w = raised(weight + (k + 4) * LANES + 16 * i);
-            UNROLL for (int r = 0; r < rows; r++) {
-                v128_t products = wasm_i16x8_add(wasm_i16x8_relaxed_dot_i8x16_i7x16(x[r], w),
-                                                 wasm_i16x8_relaxed_dot_i8x16_i7x16(next_x[r], next_w));
-                v128_t *place = &sum[r][0].val[i];
-                *place = wasm_i32x4_add(*place, wasm_i32x4_dot_i16x8(products, wasm_i16x8_splat(1)));
-                __asm__ volatile("" : "+r"(*place)); /* LLVM would reorder the loop and spill the sums */
+            const v128_t x = wasm_v128_load32_splat(q + (size_t)r * inputs + k);
+            UNROLL for (int i = 0; i < 2; i++) {
+                sum[r][i] = wasm_i32x4_relaxed_dot_i8x16_i7x16_add(x, w[i], sum[r][i]);
+                KEEP(sum[r][i]);
             }
         }
     }
+#else
+    for (int k = 0; k < inputs; k += 8) {
+        v128_t w[2], next_w[2];
+        UNROLL for (int i = 0; i < 2; i++) {
+            w[i] = load_weights(weight + k * LANES + 16 * i);
+            next_w[i] = load_weights(weight + (k + 4) * LANES + 16 * i);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const v128_t x = wasm_v128_load32_splat(q + (size_t)r * inputs + k);
+            const v128_t next_x = wasm_v128_load32_splat(q + (size_t)r * inputs + k + 4);
+            UNROLL for (int i = 0; i < 2; i++) {
+                v128_t products = wasm_i16x8_add(wasm_i16x8_relaxed_dot_i8x16_i7x16(x, w[i]),
+                                                 wasm_i16x8_relaxed_dot_i8x16_i7x16(next_x, next_w[i]));
+                sum[r][i] = wasm_i32x4_add(sum[r][i], wasm_i32x4_dot_i16x8(products, wasm_i16x8_splat(1)));
+                KEEP(sum[r][i]);
+            }
+        }
+    }
+#endif
+}
+INLINE void sums(const int rows, const int8_t *weight, const uint8_t *q, int inputs, ints sum[][INT_VECTORS]) {
+    _Pragma("clang loop unroll(disable)") for (int half = 0; half < 2; half++) {
+        v128_t total[INT_ROWS][2];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int i = 0; i < 2; i++) total[r][i] = sum[r][0].val[2 * half + i];
+        add_products(rows, weight + 32 * half, q, inputs, total);
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int i = 0; i < 2; i++) sum[r][0].val[2 * half + i] = total[r][i];
+    }
+}
+/* One function for all products, since a visitor loads it. */
+NOINLINE void inner_loop(int rows, int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                         ints sum[][INT_VECTORS]) {
+    (void)vectors; /* one */
+    BY_HEIGHT(rows, INT_ROWS, sums, weight, q, inputs, sum)
 }
 #else
 EACH(ints, i_start, (const int32_t *weight_sum), ((void)weight_sum, wasm_i32x4_splat(0)))
 
-/* Weights are widened to int16 once for all rows and split into the pairs of inputs that one instruction multiplies. */
-INLINE void inner_loop(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
-                       ints sum[][INT_VECTORS]) {
-    (void)vectors; /* one */
-    for (int k = 0; k < inputs; k += 4) {
-        v128_t x[INT_ROWS], next_x[INT_ROWS];
-        UNROLL for (int r = 0; r < rows; r++) {
-            const v128_t four = wasm_u16x8_extend_low_u8x16(wasm_v128_load32_zero(q + (size_t)r * inputs + k));
-            x[r] = wasm_i32x4_shuffle(four, four, 0, 0, 0, 0), next_x[r] = wasm_i32x4_shuffle(four, four, 1, 1, 1, 1);
-        }
-        UNROLL for (int i = 0; i < 4; i++) {
-            const v128_t low = wasm_i16x8_load8x8(weight + k * LANES + 16 * i);
-            const v128_t high = wasm_i16x8_load8x8(weight + k * LANES + 16 * i + 8);
-            const v128_t w = wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
-            const v128_t next_w = wasm_i32x4_shuffle(low, high, 1, 3, 5, 7);
+/* One instruction multiplies pairs of neighbouring inputs, of four outputs: so they should lie together. */
+INLINE v128_t paired(v128_t w) { return wasm_i8x16_shuffle(w, w, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); }
+#ifdef FOR_BROWSERS
+/* Once, instead of in every pass. */
+void prepare_weights(int8_t *weights, int32_t bytes) {
+    for (int32_t i = 0; i < bytes; i += 16) wasm_v128_store(weights + i, paired(wasm_v128_load(weights + i)));
+}
+INLINE v128_t pairs(const int8_t *p, int pair) { return wasm_i16x8_load8x8(p + 8 * pair); }
+#else
+INLINE v128_t pairs(const int8_t *p, int pair) {
+    const v128_t w = paired(wasm_v128_load(p));
+    return pair ? wasm_i16x8_extend_high_i8x16(w) : wasm_i16x8_extend_low_i8x16(w);
+}
+#endif
+
+enum { CHUNK = 128, STEPS = 4 };
+
+INLINE void add_products(const int rows, const int8_t *weight, const int16_t (*x)[CHUNK], int inputs, v128_t sum[][2]) {
+    for (int k = 0; k < inputs; k += 2 * STEPS, weight += 2 * STEPS * LANES)
+        UNROLL for (int pair = 0; pair < STEPS; pair++) {
+            v128_t w[2];
+            UNROLL for (int i = 0; i < 2; i++) w[i] = pairs(weight + pair / 2 * 4 * LANES + 16 * i, pair % 2);
             UNROLL for (int r = 0; r < rows; r++) {
-                v128_t first = wasm_i32x4_dot_i16x8(x[r], w), second = wasm_i32x4_dot_i16x8(next_x[r], next_w);
-                sum[r][0].val[i] = wasm_i32x4_add(sum[r][0].val[i], wasm_i32x4_add(first, second));
-                __asm__ volatile("" : "+r"(sum[r][0].val[i])); /* LLVM would reorder the loop and spill the sums */
+                const v128_t two = wasm_v128_load32_splat(&x[r][k + 2 * pair]);
+                UNROLL for (int i = 0; i < 2; i++) {
+                    sum[r][i] = wasm_i32x4_add(sum[r][i], wasm_i32x4_dot_i16x8(two, w[i]));
+                    KEEP(sum[r][i]);
+                }
             }
         }
+}
+/* Inputs are widened for the whole tile, some at a time; then eight outputs at a time, whose sums fill the registers. */
+INLINE void sums(const int rows, const int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                 ints sum[][INT_VECTORS]) {
+    int16_t x[INT_ROWS][CHUNK];
+    for (int chunk = 0; chunk < inputs; chunk += CHUNK) {
+        const int count = inputs - chunk < CHUNK ? inputs - chunk : CHUNK;
+        UNROLL for (int r = 0; r < rows; r++)
+            for (int k = 0; k < count; k += 8)
+                wasm_v128_store(&x[r][k], wasm_u16x8_load8x8(q + (size_t)r * inputs + chunk + k));
+        _Pragma("clang loop unroll(disable)") for (int v = 0; v < vectors; v++)
+            _Pragma("clang loop unroll(disable)") for (int half = 0; half < 2; half++) {
+                v128_t total[INT_ROWS][2];
+                UNROLL for (int r = 0; r < rows; r++)
+                    UNROLL for (int i = 0; i < 2; i++) total[r][i] = sum[r][v].val[2 * half + i];
+                add_products(rows, weight + ((size_t)v * inputs + chunk) * LANES + 32 * half, x, count, total);
+                UNROLL for (int r = 0; r < rows; r++)
+                    UNROLL for (int i = 0; i < 2; i++) sum[r][v].val[2 * half + i] = total[r][i];
+            }
     }
+}
+NOINLINE void inner_loop(int rows, int vectors, const int8_t *weight, const uint8_t *q, int inputs,
+                         ints sum[][INT_VECTORS]) {
+    BY_HEIGHT(rows, INT_ROWS, sums, vectors, weight, q, inputs, sum)
 }
 #endif
 

@@ -98,7 +98,7 @@ def reference_logits(model: hf.PreTrainedModel, texts: list[list[int]]) -> np.nd
 
 def write_image(engine: NativeEngine, file: Path, pointer_bytes: int = 8) -> None:
     """Write a loaded model for forward_image.c."""
-    memory, pointers, _ = engine.image(pointer_bytes)
+    memory, pointers, *_ = engine.image(pointer_bytes)
     file.write_bytes(struct.pack(f"<Q{len(pointers)}QQ", len(pointers), *pointers, len(memory)) + memory)
 
 

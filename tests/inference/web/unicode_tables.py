@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from tokenizers import normalizers, pre_tokenizers
 
 # Beyond are planes without a character, and private ones.
-CODES = (*range(1, 0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200), *range(0xF0000, 0xF0010), 0x10FFFD)
+CODES = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200), *range(0xF0000, 0xF0010), 0x10FFFD)
 
 
 def tables() -> dict[str, str]:

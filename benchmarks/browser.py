@@ -1,0 +1,280 @@
+"""How fast does a browser run a model with our kernels, and how fast with onnxruntime-web, on one page?
+
+Needs a model with both artefacts, Chromium, the package playwright, and onnxruntime-web from npm:
+npm install onnxruntime-web@1.30, then give its node_modules as --node_modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import shutil
+import tempfile
+import threading
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import harness
+from common.errors import TrainingFailure, UserError, positive
+from common.model_folder import read_saved_model
+from inference.exporting.browser import browser_files
+
+MODULE = "benchmarks.browser"
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PLAIN, RELAXED, TWO = "**ours**, plain SIMD", "**ours**, relaxed SIMD", "**ours**, relaxed SIMD, 2 threads"
+ORT, ORT_TWO = "onnxruntime-web", "onnxruntime-web, 2 threads"
+TOKENS = 50
+TEXT = (
+    "Ministers meet in Geneva for talks on a cease-fire; observers expect an answer from both sides within the week. "
+    "Oil prices fell after the news, and shares of airlines rose on hopes of cheaper fuel. "
+) * 3
+INTRODUCTION = f"""
+One page of a headless Chromium runs the same int8 model with each engine in a worker of its own, and takes their passes
+in turn. A pass is one text of {TOKENS} token ids to its logits, without the tokenizer, which onnxruntime-web does not
+have. *ms* is the median over rounds of a round's fastest pass, with the smallest and the largest round: other programs
+and the browser's own compiler only ever add to a pass. *×* is the median of the ratio within a round. onnxruntime-web
+runs the `onnx/` artefact with all optimisations; it has no setting for relaxed SIMD in its published build.
+
+The first answer is measured on a page without any cache, from a server on this machine: from the page's first line of
+code to the answer, everything loaded in between.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine with its settings."""
+
+    engine: str
+    threads: int
+    instructions: str = "auto"
+
+
+CASES = {
+    RELAXED: Case("ours", 1),
+    PLAIN: Case("ours", 1, "simd"),
+    ORT: Case("onnxruntime-web", 1),
+    TWO: Case("ours", 2),
+    ORT_TWO: Case("onnxruntime-web", 2),
+}
+
+
+def main() -> None:
+    options = _parse()
+    ids = token_ids(options.model)
+    with tempfile.TemporaryDirectory() as temporary:
+        site = Path(temporary)
+        ort_version = write_site(site, options.model, options.node_modules)
+        with served(site) as (address, sent), chromium() as browser:
+            facts = harness.measurement_facts(MODULE, ["playwright"]) | {
+                "Browser": f"Chromium {browser.version}, onnxruntime-web {ort_version}",
+                "Runs": f"{options.rounds} rounds of {options.passes} passes; {options.starts} first answers",
+            }
+            passes = measure_passes(browser, address, ids, options.rounds, options.passes)
+            starts = measure_starts(browser, address, sent, ids, options.starts)
+    text = harness.introduction(MODULE, "A model in the browser", INTRODUCTION) + harness.fact_list(facts)
+    text += f"\n## A pass\n\n{pass_table(passes)}\n## The first answer\n\n{start_table(starts)}"
+    harness.write_page(options.output, text, {"passes": {name: {"rounds": found} for name, found in passes.items()}})
+
+
+def token_ids(model: Path) -> list[int]:
+    ids = read_saved_model(model).tokenizer().encode([TEXT])[0].ids
+    return [*ids[: TOKENS - 1], ids[-1]]
+
+
+# The site and the browser.
+
+
+def write_site(site: Path, model: Path, node_modules: Path) -> str:
+    """Put the page, the model for both engines and onnxruntime-web into a folder; returns the latter's version."""
+    package = node_modules / "onnxruntime-web"
+    if not (package / "dist" / "ort.wasm.min.mjs").is_file():
+        what = f"--node_modules {node_modules}: has no onnxruntime-web; npm install onnxruntime-web@1.30"
+        raise UserError(what, code="benchmark-input")
+    onnx = model / "onnx" / "model.onnx"
+    if not onnx.is_file():
+        what = f"{onnx}: no such file; python -m inference.export {model} --engine onnx"
+        raise UserError(what, code="benchmark-input")
+    shutil.copytree(harness.ROOT / "inference" / "web", site, dirs_exist_ok=True)
+    shutil.copy(harness.HERE / "browser_worker.js", site)
+    (site / "bench.html").write_text("<!doctype html><link rel=icon href='data:,'><title>Benchmark</title>")
+    (site / "ort").mkdir()
+    for name in ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"):
+        shutil.copy(package / "dist" / name, site / "ort")
+    (site / "model").mkdir()
+    for name, content in browser_files(model).items():
+        (site / "model" / name).write_bytes(content)
+    shutil.copy(onnx, site / "model")
+    return json.loads((package / "package.json").read_text())["version"]
+
+
+@contextmanager
+def served(site: Path) -> Iterator[tuple[str, dict[str, int]]]:
+    """Serve the folder as a page with threads; yields its address and the bytes sent since the dict was cleared."""
+    sent: dict[str, int] = defaultdict(int)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def end_headers(self) -> None:
+            self.send_header("Cross-Origin-Opener-Policy", "same-origin")
+            self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
+            self.send_header("Cache-Control", "no-store")
+            super().end_headers()
+
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            content = source.read()
+            sent[self.path] += len(content)
+            outputfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Handler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", sent
+        server.shutdown()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        what = "this benchmark needs the package playwright: pip install playwright"
+        raise UserError(what, code="benchmark-input") from error
+    if program is None:
+        raise UserError("this benchmark needs Chromium: apt-get install chromium", code="benchmark-input")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+ASK = """([worker, message]) => new Promise((resolve, reject) => {
+    const handle = (globalThis.workers ??= {})[worker] ??= new Worker("browser_worker.js", { type: "module" });
+    handle.onmessage = ({ data }) => data.error ? reject(new Error(data.error)) : resolve(data);
+    handle.onerror = (event) => reject(new Error(event.message ?? "the worker did not load"));
+    handle.postMessage(message);
+})"""
+
+
+def ask(page: Any, worker: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    from playwright.sync_api import Error
+
+    try:
+        return page.evaluate(ASK, [worker, message])
+    except Error as error:
+        raise TrainingFailure(f"{worker}: {error.message.splitlines()[0]}", code="benchmark-failed") from error
+
+
+def opening(case: Case, address: str, ids: Sequence[int]) -> dict[str, Any]:
+    settings = {"engine": case.engine, "threads": case.threads, "instructions": case.instructions}
+    return {"open": {**settings, "base": f"{address}/model/", "ids": list(ids)}}
+
+
+# The measurements.
+
+
+def measure_passes(browser: Any, address: str, ids: Sequence[int], rounds: int, passes: int) -> dict[str, list[float]]:
+    """The fastest pass of each round in milliseconds, by the case's name."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    page.goto(f"{address}/bench.html")
+    logits = {}
+    for name, case in CASES.items():
+        opened = ask(page, name, opening(case, address, ids))
+        if case.engine == "ours" and opened["facts"]["threads"] != case.threads:
+            raise TrainingFailure(f"{name}: the browser started no threads", code="benchmark-failed")
+        logits[name] = opened["logits"]
+        ask(page, name, {"passes": 3 * passes})  # until the browser has optimised the code
+    best = {name: max(range(len(found)), key=found.__getitem__) for name, found in logits.items()}
+    if len(set(best.values())) > 1:
+        raise TrainingFailure(f"the engines disagree on the text: {logits}", code="benchmark-failed")
+
+    def measure(name: str, number: int) -> float:
+        return min(ask(page, name, {"passes": passes})["times"])
+
+    found: dict[str, list[float]] = {name: [] for name in CASES}
+    names = {name: name for name in CASES}
+    for one in harness.run_rounds(names, rounds, measure, lambda milliseconds: f"{milliseconds:.1f} ms"):
+        for name, milliseconds in one.items():
+            found[name].append(milliseconds)
+    context.close()
+    return found
+
+
+def measure_starts(
+    browser: Any, address: str, sent: dict[str, int], ids: Sequence[int], starts: int
+) -> dict[str, list[dict[str, float]]]:
+    """Seconds to the first answer, and the bytes of code and model that it took."""
+
+    def measure(case: Case, number: int) -> dict[str, float]:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{address}/bench.html")
+        sent.clear()
+        began = page.evaluate("performance.now()")
+        ask(page, "first", opening(case, address, ids))
+        seconds = (page.evaluate("performance.now()") - began) / 1e3
+        context.close()
+        files = {path: size for path, size in sent.items() if not path.endswith("browser_worker.js")}
+        model = sum(size for path, size in files.items() if path.startswith("/model/"))
+        return {"seconds": seconds, "model": model, "code": sum(files.values()) - model}
+
+    found: dict[str, list[dict[str, float]]] = {RELAXED: [], ORT: []}
+    cases = {name: CASES[name] for name in found}
+    for one in harness.run_rounds(cases, starts, measure, lambda start: f"{start['seconds']:.2f} s"):
+        for name, start in one.items():
+            found[name].append(start)
+    return found
+
+
+# The page.
+
+
+def pass_table(found: Mapping[str, list[float]]) -> str:
+    def times(of: str) -> Callable[[str], str]:
+        return lambda name: f"{harness.median_ratio(found[of], found[name]):.2f}"
+
+    columns: dict[str, Callable[[str], str]] = {
+        "engine": str,
+        "ms": lambda name: harness.median_and_spread(found[name]),
+        f"× {ORT}": times(ORT),
+        f"× {ORT_TWO}": times(ORT_TWO),
+        "× ours, relaxed SIMD": times(RELAXED),
+    }
+    return harness.table(columns, found)
+
+
+def start_table(found: Mapping[str, list[dict[str, float]]]) -> str:
+    def middle(field: str, unit: float, digits: int) -> Callable[[str], str]:
+        return lambda name: f"{median(start[field] for start in found[name]) / unit:,.{digits}f}"
+
+    columns: dict[str, Callable[[str], str]] = {
+        "engine": str,
+        "seconds": lambda name: harness.median_and_spread([start["seconds"] for start in found[name]], 2),
+        "code, kB": middle("code", 1e3, 0),
+        "model, MB": middle("model", 1e6, 1),
+    }
+    return harness.table(columns, found)
+
+
+def _parse() -> Namespace:
+    parser = harness.Parser(MODULE, __doc__, page="browser.md", rounds=15)
+    parser.add_argument("--model", type=Path, default=Path("checkpoints/minilm_agnews"), help="with native/ and onnx/")
+    parser.add_argument("--node_modules", type=Path, default=Path("node_modules"), help="where onnxruntime-web is")
+    parser.add_argument("--passes", type=positive, default=20, help="of a case per round (default: 20)")
+    parser.add_argument("--starts", type=positive, default=7, help="first answers of an engine (default: 7)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    harness.run_benchmark(main)
