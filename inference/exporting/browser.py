@@ -58,6 +58,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "format": FORMAT,
         "name": manifest.source["name"],
         "labels": saved.labels,
+        "test": _test_result(saved.metadata),
         "weights": {
             "file": name,
             "bytes": len(weights),
@@ -70,6 +71,13 @@ def browser_files(model: Path) -> dict[str, bytes]:
         "check": {"text": check, "probabilities": _answer(engine, loaded.tokenizer, check)},
     }
     return {DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(), name: weights}
+
+
+def _test_result(metrics: dict[str, Any]) -> dict[str, float]:
+    """What training measured on the test rows; metrics.json is whatever lies beside the weights."""
+    test = metrics.get("test")
+    found = {name: test.get(name) for name in ("accuracy", "rows")} if isinstance(test, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

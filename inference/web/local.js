@@ -47,7 +47,13 @@ function showProgress({ loaded, total }) {
 
 const ANSWERS = {
   health: async ({ info }) => ({ labels: info.labels }),
-  model: async ({ info }) => ({ ...info, max_length: info.maxTokens, engine: { engine: engineOf(info) } }),
+  model: async ({ info }) => ({
+    ...info,
+    max_length: info.maxTokens,
+    engine: { engine: engineOf(info) },
+    test_accuracy: info.test.accuracy,
+    metrics: { test: info.test },
+  }),
   predict: async (found, { text }, signal) => render(found, (await found.classify([text], { signal }))[0]),
   "predict/batch": async (found, { texts }, signal) =>
     (await found.classify(texts, { signal })).map((one) => render(found, one)),

@@ -159,10 +159,11 @@ export class LocalModel {
   }
 
   get info() {
-    const { name, labels, weights, tokenizer } = this.description;
+    const { name, labels, test, weights, tokenizer } = this.description;
     return {
       name,
       labels,
+      test,
       maxTokens: tokenizer.max_tokens,
       instructionSet: this.instructions,
       kernels: this.name,
