@@ -16,8 +16,9 @@ async function openOnnxRuntime({ base, threads }) {
   ort.env.wasm.wasmPaths = new URL("ort/", import.meta.url).href;
   const session = await ort.InferenceSession.create(new URL("model.onnx", base).href, { graphOptimizationLevel: "all" });
   const tensor = (values) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), [1, values.length]);
+  let inputs = null;
   const run = async (ids) => {
-    const inputs = { input_ids: tensor(ids), attention_mask: tensor(ids.map(() => 1)) };
+    inputs ??= { input_ids: tensor(ids), attention_mask: tensor(ids.map(() => 1)) };
     const outputs = await session.run(inputs);
     return Array.from(Object.values(outputs)[0].data);
   };

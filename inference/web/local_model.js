@@ -6,6 +6,7 @@ const TEXTS_PER_MESSAGE = 16; // so that a single text gets in between those of 
  * Open the model in the folder at `base`, which inference/exporting/browser.py has written.
  *
  * `threads`: at most so many, where the page's headers allow threads; "auto" takes what this machine has.
+ * `instructions`: "auto", or for measurements "relaxed-simd" without the product of four bytes, or "simd".
  * `onProgress({ loaded, total })`: bytes of the model's file.
  * Throws an Error with one sentence for the visitor.
  */

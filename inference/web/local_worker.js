@@ -130,7 +130,7 @@ async function compile(instructions, threads) {
 // ---------------------------------------------------------------- the model
 
 export class LocalModel {
-  /** `base` is the URL of the folder with model.json; `instructions` may be "simd" to leave relaxed SIMD out. */
+  /** `base` is the URL of the folder with model.json; `instructions`: "auto", or what to force: "relaxed-simd" or "simd". */
   static async open(base, { threads = "auto", instructions = "auto", onProgress } = {}) {
     const model = new LocalModel();
     model.instructions = chooseInstructions(instructions);
@@ -148,7 +148,7 @@ export class LocalModel {
     }
     await model.#load(base, store, onProgress);
     try {
-      await model.#startThreads();
+      await model.#startThreads(instructions);
       model.#check();
     } catch (error) {
       if (!(error instanceof WebAssembly.RuntimeError)) throw error;
@@ -265,9 +265,10 @@ export class LocalModel {
   }
 
   /** Of the kernels in the module, the fastest here. A browser that computes one of them wrongly does not use it. */
-  #chooseKernels() {
+  #chooseKernels(wanted) {
     const names = [];
     for (let name; (name = this.kernels.instruction_set(names.length)); ) names.push(name);
+    if (wanted !== "auto") return names.at(-1);
     if (names.length > 1) {
       const ids = this.tokenizer.encode(this.tokenizer.clean(this.description.check.text)).ids.slice(0, TRIED_TOKENS);
       const tried = names.map((name) => ({ name, ...this.#open(name, 0), logits: null, milliseconds: Infinity }));
@@ -299,8 +300,8 @@ export class LocalModel {
     return { pool, session };
   }
 
-  async #startThreads() {
-    const name = this.#chooseKernels();
+  async #startThreads(wanted) {
+    const name = this.#chooseKernels(wanted);
     this.session = this.#open(name, this.threads - 1).session;
     const helpers = Array.from({ length: this.threads - 1 }, (_, number) => this.#startHelper(number));
     try {
