@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from common.errors import UserError, first_line
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 ROWS_PER_PART = 2048
 # For long documents: the memory of a run is a handful of parts.
 BYTES_PER_PART = 8 * 2**20
-# A quote that is never closed would take the rest of the file for one record, and a file without line ends for one line.
+# Else a quote that is never closed would make one record of the rest of a file, and missing line ends one line of all.
 LONGEST_RECORD = 32 * 2**20
 AG_NEWS_COLUMNS = ("class", "title", "description")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part begins: the byte and the number of lines before it, or for Parquet the row (and no lines)."""
+    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
 
     offset: int = 0
     lines: int = 0
+    rows: int = 0
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class PartReader:
         raise NotImplementedError
 
 
-def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str) -> PartReader:
+def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str, part_rows: int = ROWS_PER_PART) -> PartReader:
     """A reader for an open file that can seek.
 
     Args:
@@ -81,16 +82,17 @@ def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str) -> Part
         suffix: one of `common.rows.FORMATS`.
         file: it is left open.
         text_column: the column that is classified; case does not matter.
+        part_rows: the most rows of a part.
 
     Raises:
         UserError: it is not such a file, has no such column or no rows.
     """
-    readers: dict[str, Callable[[str, BinaryIO, str], PartReader]] = {
+    readers: dict[str, Callable[[str, BinaryIO, str, int], PartReader]] = {
         ".csv": CsvParts,
         ".tsv": CsvParts,
         ".parquet": ParquetParts,
     }
-    return readers.get(suffix, JsonLinesParts)(name, file, text_column)
+    return readers.get(suffix, JsonLinesParts)(name, file, text_column, part_rows)
 
 
 def _no_column(name: str, text_column: str, found: Sequence[str]) -> NoReturn:
@@ -122,7 +124,7 @@ class _Lines(Sequence[str]):
                 raise IndexError(number)
             if len(raw) == LONGEST_RECORD and not raw.endswith(b"\n"):
                 raise UserError(
-                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it a text file?",
+                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it text?",
                     code="data-unreadable",
                 )
             start = self._offset
@@ -143,6 +145,10 @@ class _Lines(Sequence[str]):
             self._first += 1
         return Place(self._begin, number)
 
+    def end(self) -> Place:
+        """The end of the file, once it was reached."""
+        return Place(self._offset, self._next)
+
 
 class _Collecting(Reading):
     """Collects what cannot be used as rows of their own, in the order in which the lines are read."""
@@ -161,8 +167,8 @@ class _Collecting(Reading):
 class _TextParts(PartReader):
     """What CSV and JSON lines share: lines, and parts that end after so many rows or bytes."""
 
-    def __init__(self, name: str, file: BinaryIO, text_column: str) -> None:
-        self._name, self._file, self._text_column = name, file, text_column
+    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
+        self._name, self._file, self._text_column, self._part_rows = name, file, text_column, part_rows
         file.seek(0)
         try:
             head = utf8_bytes(file.read(4096)[:4095])
@@ -191,8 +197,11 @@ class _TextParts(PartReader):
         lines = _Lines(self._name, self._file, place)
         for number in self._records(lines, place.lines, part):
             part.end = lines.place_after(number)
-            if len(part.texts) >= ROWS_PER_PART or part.end.offset - place.offset >= BYTES_PER_PART:
+            if len(part.texts) >= self._part_rows or part.end.offset - place.offset >= BYTES_PER_PART:
                 break
+        else:
+            part.end = lines.end()  # lines that were rejected last are part of it
+        part.end = replace(part.end, rows=place.rows + len(part.texts))
         return part
 
     def _add(self, part: Part, line: int, row: dict[str, Any], text: object, problem: str = "") -> None:
@@ -334,7 +343,7 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
 class ParquetParts(PartReader):
     """Parquet: row groups of any size are read in slices."""
 
-    def __init__(self, name: str, file: BinaryIO, text_column: str) -> None:
+    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -366,7 +375,7 @@ class ParquetParts(PartReader):
         groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         self._group_rows = [group.num_rows for group in groups]
         bytes_per_row = max(1, sum(group.total_byte_size for group in groups) // self.num_rows)
-        self.rows_per_part = max(16, min(ROWS_PER_PART, BYTES_PER_PART // bytes_per_row))
+        self.rows_per_part = max(1, min(part_rows, BYTES_PER_PART // bytes_per_row))
         # Parts are mostly read one after another, so the place in the row group is kept.
         self._slices: Iterator[pyarrow.Table] = iter(())
         self._left: pyarrow.Table = self.schema.empty_table()
@@ -374,7 +383,7 @@ class ParquetParts(PartReader):
 
     def read(self, place: Place) -> Part:
         num_rows = max(0, min(self.rows_per_part, self.num_rows - place.offset))
-        end = Place(place.offset + num_rows)
+        end = Place(place.offset + num_rows, 0, place.offset + num_rows)
         try:
             if self._row < 0 or place.offset < self._row or self._group_of(place.offset) > self._group_of(self._row):
                 group = self._group_of(place.offset)
