@@ -28,6 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.errors import UserError
+from common.files import nearest_folder
 from common.row_parts import Part, PartReader, Place, open_parts
 from common.rows import FORMATS
 from inference.bulk.rows_out import FORMATS as OUT_FORMATS
@@ -224,6 +225,13 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
         if not files:
             raise UserError(f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found")
     _refuse_overwriting(source, out, files, inputs, outputs)
+    if not is_remote(out):
+        above = nearest_folder(Path(out).absolute().parent)
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(
+                f"{out}: cannot be written ({above} is not a folder that you may write to); name another OUT",
+                code="not-writable",
+            )
     return Job(source, out, files, inputs, outputs, settings)
 
 
