@@ -389,7 +389,8 @@ class ParquetParts(PartReader):
                 group = self._group_of(place.offset)
                 self._row = sum(self._group_rows[:group])
                 self._left, self._slices = self.schema.empty_table(), self._slices_from(group)
-            self._take(place.offset - self._row)
+            while self._row < place.offset:  # in steps: a row group may be too large for memory
+                self._take(min(self.rows_per_part, place.offset - self._row))
             table = self._take(num_rows)
             column = table.column(self._text).cast(self._pyarrow.string())
             texts: list[str | None] = column.to_pylist()

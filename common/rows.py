@@ -296,7 +296,7 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
 def csv_records(
     name: Path | str, lines: Sequence[str], start: int, separator: str, reading: Reading
 ) -> Iterator[tuple[int, list[str]]]:
-    """The line number at which each record ends, and its fields.
+    """The line number at which each record ends, and its fields; blank lines and rejected ones have none.
 
     A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
     it.
@@ -311,6 +311,7 @@ def csv_records(
         except csv.Error as error:
             start += done + 1
             reading.reject(f"{name} line {start}", f"not valid CSV ({error})")
+            yield start, []
 
 
 def _lines_from(lines: Sequence[str], start: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from common import row_parts
 from common.errors import UserError
-from common.row_parts import PartReader, Place, open_parts
+from common.row_parts import ParquetParts, PartReader, Place, open_parts
 
 
 def opened(path: Path, part_rows: int = 7) -> PartReader:
@@ -82,3 +82,32 @@ def test_a_file_that_has_no_line_ends_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(row_parts, "LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="line 1: longer than"):
         open_parts("rows.jsonl", ".jsonl", io.BytesIO(b"x" * 5000), "text")
+
+
+def test_lines_that_are_no_csv_fill_parts_like_good_rows(tmp_path: Path) -> None:
+    # A quote escaped by a backslash, as MySQL writes it, makes every line of a file unusable.
+    path = tmp_path / "rows.csv"
+    path.write_text("text,id\n" + '"say \\"hi\\" now",2\n' * 50 + "fine,3\n")
+    parts = all_parts(opened(path))
+
+    assert [len(texts) for _, texts, _ in parts] == [7] * 7 + [2]
+    assert parts[-1][1] == [None, "fine"]
+    assert parts[-1][2][0].startswith("rows.csv line 51: not valid CSV")
+
+
+def test_rows_before_a_place_in_a_large_row_group_are_passed_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, taken, take = tmp_path / "rows.parquet", [], ParquetParts._take
+    table = pyarrow.table({"text": [f"row {number}" for number in range(1000)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=1000)
+
+    def noted(reader: ParquetParts, num_rows: int) -> pyarrow.Table:
+        taken.append(num_rows)
+        return take(reader, num_rows)
+
+    monkeypatch.setattr(ParquetParts, "_take", noted)
+    part = opened(path).read(Place(995, 0, 995))
+
+    assert part.texts == [f"row {number}" for number in range(995, 1000)]
+    assert max(taken) <= 7
