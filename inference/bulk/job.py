@@ -4,18 +4,22 @@ A correct result does not depend on claims. A part is a function of the input an
 two processes that score the same part write the same bytes; claims only keep that from happening often. What is on disk
 at any moment is therefore a job that the same command can finish:
 
-    OUT                    the output, once it is complete
-    OUT.job.json           what the job is: inputs, model, settings; stays beside OUT and says which model wrote it
-    OUT.parts/0/17.part    a finished part of the first input file
-    OUT.parts/0/17.claim   a process is working on it, and changes this file every few seconds
-    OUT.parts/0/17.place   where in the input it begins
-    OUT.parts/0/end        the number of parts, once someone has read the last one
-    OUT.parts/0/done       the output is complete
+    OUT                        the output, once it is complete
+    OUT.job.json               what the job is: inputs, model, settings; stays beside OUT and says which model wrote it
+    OUT.parts/JOB-0/17.part    a finished part of the first input file
+    OUT.parts/JOB-0/17.claim   a process is working on it, and changes this file every few seconds
+    OUT.parts/JOB-0/17.place   where in the input it begins
+    OUT.parts/JOB-0/end        the number of parts, once someone has read the last one
+    OUT.parts/JOB-0/done       the output is complete
+
+JOB is a hash of the record, so that parts that another job left behind are never taken for this one's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import platform
@@ -24,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -52,7 +57,7 @@ class InputFile:
     out_suffix: str
 
 
-@dataclass(slots=True)
+@dataclass
 class Job:
     """All files of a command, and what makes it the same job when it is started again."""
 
@@ -68,13 +73,30 @@ class Job:
     def record_path(self) -> str:
         return f"{self.out}.job.json"
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of a job that has begun: its parts carry it in their path."""
+        what = {name: self.record[name] for name in ("version", "model", "settings", "inputs")}
+        return hashlib.sha256(_json(what)).hexdigest()[:12]
+
     @property
     def parts_folder(self) -> str:
         return f"{self.out}.parts"
 
     def discard(self) -> None:
-        """Forget an earlier start of this job with its finished parts; a complete output stays."""
+        """Forget an earlier start of this job with its finished parts.
+
+        Raises:
+            UserError: there is an output, which stays, and so does the record that says what wrote it.
+        """
+        if self._out_exists():
+            raise UserError(
+                f"{self.out}: exists, and --restart removes no output; remove it first", code="score-out-exists"
+            )
         self.outputs.remove(self.record_path)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
         self.outputs.remove_folder(self.parts_folder)
 
     def earlier_record(self) -> dict[str, Any]:
@@ -95,10 +117,19 @@ class Job:
             raise UserError(
                 f"{self.record_path}: not the record of a job; remove it and {self.out}", code="score-out-exists"
             ) from None
-        if record["finished"] and not all(self.outputs.exists(file.out) for file in self.files):
-            self.outputs.remove(self.record_path)  # the output was removed to have it written again
-            return {}
-        return record
+        if not record["finished"]:
+            return record
+        missing = [file.out for file in self.files if not self.outputs.exists(file.out)]
+        if not missing:
+            return record
+        if self._out_exists():
+            raise UserError(
+                f"{missing[0]}: was complete and is gone, but not the rest of {self.out}; remove all of it to have it "
+                "written again, or name another OUT",
+                code="score-out-exists",
+            )
+        self.outputs.remove(self.record_path)  # the output was removed to have it written again
+        return {}
 
     def _out_exists(self) -> bool:
         if self.outputs.is_folder(self.out):
@@ -141,6 +172,8 @@ class Job:
                 code="score-job-changed",
             )
         self.record = earlier
+        if self.finished:
+            self._remove_parts()  # a process may have been killed just before that
 
     def _describe(self, file: InputFile) -> dict[str, Any]:
         return {
@@ -153,16 +186,28 @@ class Job:
         names, old = [file.name for file in self.files], [one["name"] for one in before]
         for name in sorted(set(names) ^ set(old)):
             return [f"the input {name} {'is new' if name in names else 'is gone'}"]
-        for file, known in zip(self.files, before, strict=True):
-            version = self.inputs.version(file.path)
-            if version.items() <= known.items():
-                continue
-            # Another machine may show another time for the same bytes, so the bytes decide.
-            same_size = version["bytes"] == known["bytes"] and "sha256" in known
-            if same_size and self.inputs.checksum(file.path) == known["sha256"]:
-                continue
-            return [f"the input {file.name} has changed"]
-        return []
+        changed = (file for file, known in zip(self.files, before, strict=True) if self._has_changed(file, known))
+        return [f"the input {file.name} has changed" for file in itertools.islice(changed, 1)]
+
+    def _has_changed(self, file: InputFile, known: dict[str, Any]) -> bool:
+        version = self.inputs.version(file.path)
+        if version.items() <= known.items():
+            return False
+        # Another machine may show another time for the same bytes, so the bytes decide.
+        same_size = version["bytes"] == known["bytes"] and "sha256" in known
+        return not same_size or self.inputs.checksum(file.path) != known["sha256"]
+
+    def check_unchanged(self, number: int) -> None:
+        """Refuse to make an output of parts of which some may be of an older version of the input.
+
+        Raises:
+            UserError: somebody has written to it since the job began.
+        """
+        if self._has_changed(self.files[number], self.record["inputs"][number]):
+            raise UserError(
+                f"{self.files[number].path}: has changed while it was scored; begin again with --restart",
+                code="score-job-changed",
+            )
 
     @property
     def finished(self) -> bool:
@@ -180,7 +225,7 @@ class Job:
         if not self.is_finished_on_disk():
             self.record = {**self.record, "finished": True, "rows": rows}
             self.outputs.write(self.record_path, _json(self.record))
-        self.outputs.remove_folder(self.parts_folder)
+        self._remove_parts()
 
 
 def _json(value: Any) -> bytes:
@@ -384,12 +429,16 @@ class FileParts:
     def __init__(self, job: Job, number: int, text_column: str) -> None:
         self.file = job.files[number]
         self._job, self._storage = job, job.outputs
-        self.folder = f"{job.parts_folder}/{number}"
+        self._number = number
         self._text_column = text_column
         self._reader: PartReader | None = None
         self._places: dict[int, Place] = {0: Place()}
         self._last = (0, Place())  # the furthest that is known
         self._size = 0  # in what places count: bytes, or rows of Parquet
+
+    @property
+    def folder(self) -> str:
+        return f"{self._job.parts_folder}/{self._job.fingerprint}-{self._number}"
 
     @property
     def reader(self) -> PartReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections import deque
@@ -295,7 +296,9 @@ class Scoring:
     def _join(self, claims: Claims, number: int, count: int) -> None:
         file, storage = self.files[number], self._job.outputs
         try:
-            with storage.writing(file.file.out, file.path("output", "new")) as output:
+            self._job.check_unchanged(number)
+            # The claim may have been taken over, so two processes must not write to the same file aside.
+            with storage.writing(file.file.out, file.path(f"output-{secrets.token_hex(4)}", "new")) as output:
                 self._rows_out(number).assemble(map(self._read_part, map(file.path, range(count))), output)
             file.note_done(file.place(count).rows)
         finally:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from common.errors import UserError
 from inference.bulk import job as bulk_job
 from inference.engines.model_loader import ModelLoader
 from inference.score import main
@@ -271,11 +273,83 @@ def test_a_part_whose_owner_is_silent_is_taken_over(
 ) -> None:
     monkeypatch.setattr(bulk_job, "LEASE_SECONDS", 0.0)
     out = tmp_path / "out.csv"
-    (tmp_path / "out.csv.parts" / "0").mkdir(parents=True)
-    (tmp_path / "out.csv.parts" / "0" / "1.claim").write_text('{"host": "a machine that is gone"}')
+    folder = killed_before_parts_were_removed(news, out, model_folder, monkeypatch)
+    record = json.loads(Path(f"{out}.job.json").read_text())
+    Path(f"{out}.job.json").write_text(json.dumps({**record, "finished": False}))
+    for path in (out, folder / "done", folder / "1.part"):
+        path.unlink()
+    (folder / "1.claim").write_text('{"host": "a machine that is gone"}')
     score(news, out, model_folder)
 
     assert len(rows_of(out)) == 61
+
+
+def killed_before_parts_were_removed(source: Path, out: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is on disk if the last process is killed at the very end; returns the folder of the parts."""
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk_job.Job, "_remove_parts", lambda job: None)
+        score(source, out, model)
+    [folder] = Path(f"{out}.parts").glob("*-0")
+    return folder
+
+
+def test_parts_that_a_kill_at_the_very_end_left_are_removed_by_the_next_start(
+    news: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = news.with_name("out.csv")
+    killed_before_parts_were_removed(news, out, model_folder, monkeypatch)
+    score(news, out, model_folder)
+
+    assert not Path(f"{out}.parts").exists()
+
+
+def test_parts_of_another_job_are_never_taken_for_this_one(
+    news: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.csv"
+    killed_before_parts_were_removed(news, out, model_folder, monkeypatch)
+    out.unlink()
+    write_rows(news, 61)
+    score(news, out, model_folder)
+
+    score(news, tmp_path / "fresh.csv", model_folder)
+    assert out.read_bytes() == (tmp_path / "fresh.csv").read_bytes()
+    assert not Path(f"{out}.parts").exists()
+
+
+def test_rows_that_change_while_they_are_scored_make_no_output(
+    news: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, begin = news.with_name("out.csv"), bulk_job.Job.begin
+
+    def begin_and_change(job: bulk_job.Job, model: dict[str, Any]) -> None:
+        begin(job, model)
+        with news.open("a") as file:
+            file.write("61,oil\n")
+
+    monkeypatch.setattr(bulk_job.Job, "begin", begin_and_change)
+    with pytest.raises(UserError, match="has changed while it was scored"):
+        score(news, out, model_folder)
+    assert not out.exists()
+
+
+def test_a_refused_restart_or_a_missing_output_costs_no_record(news: Path, model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / "in" / name).write_bytes(news.read_bytes())
+    out, record = tmp_path / "out", tmp_path / "out.job.json"
+    score(tmp_path / "in", out, model_folder)
+    before = record.read_bytes()
+
+    with pytest.raises(UserError, match="--restart removes no output"):
+        score(tmp_path / "in", out, model_folder, "--restart")
+    (out / "a.csv").unlink()
+    with pytest.raises(UserError, match="was complete and is gone"):
+        score(tmp_path / "in", out, model_folder)
+    assert record.read_bytes() == before
+    shutil.rmtree(out)
+    score(tmp_path / "in", out, model_folder)
+    assert sorted(path.name for path in out.iterdir()) == ["a.csv", "b.csv"]
 
 
 def test_a_finished_job_is_not_done_again_and_a_removed_output_is(news: Path, model_folder: Path) -> None:
