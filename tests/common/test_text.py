@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from common.rows import SAMPLE_NEWS
 from common.text import CLEANINGS, VERSION, TextTokenizer, clean_text, cleaner
