@@ -471,7 +471,8 @@ class FileParts:
 
     @property
     def is_done(self) -> bool:
-        return self._storage.exists(f"{self.folder}/done")
+        # Somebody may have removed the output since; as long as its parts are there, they become it again.
+        return self._storage.exists(f"{self.folder}/done") and self._storage.exists(self.file.out)
 
     def count(self) -> int | None:
         """The number of parts; None if nobody has read the last one yet."""

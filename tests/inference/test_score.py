@@ -308,6 +308,13 @@ def test_parts_of_another_job_are_never_taken_for_this_one(
 ) -> None:
     out = tmp_path / "out.csv"
     killed_before_parts_were_removed(news, out, model_folder, monkeypatch)
+    before = out.read_bytes()
+    out.unlink()
+    score(news, out, model_folder)
+    assert out.read_bytes() == before
+
+    killed_before_parts_were_removed(news, tmp_path / "out2.csv", model_folder, monkeypatch)
+    out = tmp_path / "out2.csv"
     out.unlink()
     write_rows(news, 61)
     score(news, out, model_folder)
