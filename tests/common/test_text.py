@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from common.rows import SAMPLE_NEWS
 from common.text import CLEANINGS, VERSION, TextTokenizer, clean_text, cleaner
@@ -203,3 +204,41 @@ def test_whoever_changes_what_a_text_comes_to_raises_the_version() -> None:
     cleaned = "\0".join(cleaner(name)(text) for name in CLEANINGS for text in texts)
 
     assert (VERSION, hashlib.sha256(cleaned.encode()).hexdigest()[:16]) == (2, "96f7788383c69a50")
+
+
+def _trained(normalizer: object, pre_tokenizer: object) -> TextTokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special)
+    tokenizer.train_from_iterator((SAMPLE_NEWS / "test.csv").read_text().splitlines(), trainer)
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return TextTokenizer(tokenizer, max_length=24)
+
+
+@pytest.mark.parametrize("is_bert", [True, False])
+def test_many_texts_have_the_ids_that_each_has_alone(is_bert: bool) -> None:
+    generator = random.Random(0)
+    pieces = [
+        *"aB é\u0301ÇßΣς中文\u3000\t\n\u00a0\x1c.,-'\u200d😀İﬁ½",
+        " ",
+        " ",
+        "[SEP]",
+        "[MASK]",
+        "##ing",
+        "oil",
+        "x" * 120,
+    ]
+    texts = ["".join(generator.choices(pieces, k=generator.randint(1, 90))) for _ in range(2000)]
+    texts += (SAMPLE_NEWS / "test.csv").read_text().splitlines()
+    tokenizer = (
+        _trained(normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer())
+        if is_bert
+        else _trained(normalizers.Lowercase(), pre_tokenizers.Metaspace())
+    )
+    many = tokenizer.many()
+
+    for start in range(0, len(texts), 500):
+        some = texts[start : start + 500]
+        assert many.token_ids(some) == [encoded.ids for encoded in tokenizer.encode_cleaned(some)]
