@@ -1,4 +1,4 @@
-"""The SLURM job on a real cluster of two nodes: it runs, is interrupted, queues again, goes on; or fails for good."""
+"""The SLURM jobs on a real cluster of two nodes: they run, are interrupted, queue again, go on; or fail for good."""
 
 import hashlib
 import json
@@ -18,6 +18,7 @@ from tests.processes import wait_until
 from tests.training.conftest import BASE
 
 SCRIPT = REPOSITORY / "deployment" / "slurm" / "train.sbatch"
+SCORE = SCRIPT.with_name("score.sbatch")
 LAST_STEP = 160
 FLAGS = (*BASE, "--epochs", "20", "--batch_size", "4", "--save_every", "4")
 
@@ -33,22 +34,22 @@ REQUEUES = {
 
 
 def test_shellcheck_finds_nothing_in_the_launchers() -> None:
-    launchers = [SCRIPT, REPOSITORY / "training" / "run_ddp.sh"]
+    launchers = [SCRIPT, SCORE, REPOSITORY / "training" / "run_ddp.sh"]
 
     checked = subprocess.run([Path(sys.executable).with_name("shellcheck"), *launchers], capture_output=True, text=True)
 
     assert checked.returncode == 0, checked.stdout
 
 
-def test_a_job_submitted_from_another_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "program"), [(SCRIPT, "training/train_ddp.py"), (SCORE, "inference/score.py")])
+def test_a_job_submitted_from_another_folder_is_refused_in_one_line(script: Path, program: str, tmp_path: Path) -> None:
     given = {"PATH": os.environ["PATH"], "SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7"}
 
-    ended = subprocess.run(["bash", SCRIPT], cwd=tmp_path, env=given, capture_output=True, text=True)
+    ended = subprocess.run(["bash", script], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     assert ended.returncode == 2
     assert (
-        ended.stderr
-        == f"error: {tmp_path}: no training/train_ddp.py here; submit from the repository's root [not-in-repository]\n"
+        ended.stderr == f"error: {tmp_path}: no {program} here; submit from the repository's root [not-in-repository]\n"
     )
 
 
