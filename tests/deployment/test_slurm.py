@@ -22,6 +22,17 @@ SCORE = SCRIPT.with_name("score.sbatch")
 LAST_STEP = 160
 FLAGS = (*BASE, "--epochs", "20", "--batch_size", "4", "--save_every", "4")
 
+# In place of the scorer, whose rows would be done before anything could happen to it.
+SCORER = """
+import os, signal, sys
+from pathlib import Path
+print(*sys.argv[1:], flush=True)
+started = Path("started_" + os.environ["SLURM_ARRAY_TASK_ID"])
+if not started.exists():
+    started.touch()
+    signal.pause()
+"""
+
 INTERRUPTIONS = {
     # What `--signal=B:USR1@120` has SLURM do two minutes before the end.
     "the time is nearly up": "scancel --batch --signal=USR1 {job}",
@@ -195,3 +206,28 @@ def test_the_documented_job_trains_a_model(slurm: Cluster, checkout: Path) -> No
 
     assert ended["JobState"] == "COMPLETED", _printed(checkout, job)
     assert (checkout / "checkpoints" / "slurm_demo" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def rows(slurm: Cluster, tmp_path: Path) -> Path:
+    """A folder to score rows in, with a scorer whose first start in each task lasts until it is ended."""
+    (tmp_path / "deployment").symlink_to(REPOSITORY / "deployment")
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "__init__.py").touch()
+    (tmp_path / "inference" / "score.py").write_text(SCORER)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_documented_array_scores_with_every_task(slurm: Cluster, rows: Path) -> None:
+    array = _submit(slurm, rows, documented("docs/deployment.md", "slurm-score"))
+
+    for task in range(2):
+        wait_until(lambda task=task: (rows / f"started_{task}").exists(), DEADLINE, slurm.logs)
+        slurm.run(f"scancel --batch --signal=USR1 {array}_{task}")
+        ended = slurm.wait_for_end(f"{array}_{task}")
+        assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+        printed = (rows / f"distrinews-score-{array}_{task}.out").read_text()
+        assert printed.count("rows out --model checkpoints/tiny\n") == 2
+        assert f"distrinews-score-{array}_{task}.run0: the time is up; queued again\n" in printed
+        assert printed.endswith(f"distrinews-score-{array}_{task}.run1: finished\n")

@@ -32,6 +32,7 @@ Task = Callable[..., Run]
 def task(tmp_path: Path) -> Iterator[Task]:
     """`task(number, *arguments)`: the script as SLURM starts it, with a scontrol that notes what it is told."""
     (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "__init__.py").touch()
     (tmp_path / "inference" / "score.py").write_text(SCORER)
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
