@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 
 from huggingface_hub import HfApi, Volume
 
-from common.errors import OneLineParser, UserError, run_command
-from deployment.costs import HUB_FLAVORS, HUB_JOBS, above_zero
+from common.errors import OneLineParser, UserError, above_zero, run_command
+from deployment.prices import HUB_FLAVORS, HUB_JOBS
 from training.publishing.hub_upload import HUB_ERRORS, explain, sign_in
 
 _ADDRESS = re.compile(

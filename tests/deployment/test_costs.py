@@ -10,7 +10,8 @@ import sys
 import pytest
 from huggingface_hub import JobHardware
 
-from deployment.costs import HUB_FLAVORS, Machine, Rate, measured_rates, simulate
+from deployment.costs import Rate, measured_rates, simulate
+from deployment.prices import HUB_FLAVORS, Machine
 from tests.deployment.documented import REPOSITORY, documented
 from tests.docs.pages import shown_after
 
