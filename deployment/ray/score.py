@@ -50,7 +50,7 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
 
     Raises:
         UserError: the copies cannot do what was asked, for a reason that is the same for all.
-        ForeseenError: one was lost once more than allowed.
+        ForeseenError: all were lost once more than allowed.
     """
     import ray
     from ray.exceptions import RayError
@@ -63,7 +63,7 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
         retry_exceptions=[ChildProcessError],
     )
     waiting = [copy.remote(list(flags), options.cpus_per_worker, str(Path.cwd())) for _ in range(options.num_workers)]
-    lost = ""
+    lost, is_complete = "", False
     while waiting:
         [ended], waiting = ray.wait(waiting)
         try:
@@ -73,9 +73,10 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
             continue
         if error:
             raise UserError(error["message"], code=error["code"])
-    if lost:
+        is_complete = True  # a copy ends well when the output is complete, whoever has written it
+    if not is_complete:
         raise ForeseenError(
-            f"a copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: to go on, "
+            f"every copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: to go on, "
             "rerun the same command",
             code="ray-score-failed",
         )

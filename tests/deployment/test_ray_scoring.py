@@ -17,18 +17,21 @@ from tests.training.conftest import Run
 
 SCRIPT = REPOSITORY / "deployment" / "ray" / "score.py"
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install -e '.[ray]'")
-# In place of the scorer: the first start of it waits until it is killed, the second ends at once.
+# In place of the scorer: the first start of it waits until it is killed, every other one ends at once.
 SCORER = """
 import os, signal, sys
+from contextlib import suppress
 from pathlib import Path
 print("copy:", os.environ["THREADS"], *sys.argv[1:], os.getcwd(), flush=True)
 if sys.argv[1] == "gone":
-    print("error: gone: no such file [rows-missing]", file=sys.stderr)
+    print("error: gone: no such file [data-not-found]", file=sys.stderr)
     sys.exit(2)
-if sys.argv[1] == "endless" or (sys.argv[1] == "once" and not Path("pid").exists()):
-    Path("pid.tmp").write_text(str(os.getpid()))
-    Path("pid.tmp").rename("pid")
-    signal.pause()
+if sys.argv[1] == "once":
+    mine = Path(f"pid.{os.getpid()}")
+    mine.write_text(str(os.getpid()))
+    with suppress(FileExistsError):
+        os.link(mine, "pid")
+        signal.pause()
 Path(f"ended.{os.getpid()}").touch()
 """
 
@@ -79,7 +82,7 @@ def test_an_error_of_the_user_is_one_line_and_is_not_tried_again(start: Start) -
     run = start("gone", "out", "--num_workers", "2")
 
     assert run.wait() == 2
-    assert run.error_lines == ["error: gone: no such file [rows-missing]"]
+    assert run.error_lines == ["error: gone: no such file [data-not-found]"]
     assert "Traceback" not in run.out + run.err
 
 
@@ -113,7 +116,7 @@ def test_a_copy_ends_with_its_worker_before_another_takes_its_place(start: Start
 @pytest.mark.slow
 @needs_ray
 def test_a_copy_killed_once_more_than_allowed_ends_the_command_in_one_line(start: Start, tmp_path: Path) -> None:
-    run = start("endless", "out", "--num_workers", "1", "--max_failures", "0")
+    run = start("once", "out", "--num_workers", "1", "--max_failures", "0")
     run.wait_until(lambda: (tmp_path / "pid").exists())
 
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -122,3 +125,15 @@ def test_a_copy_killed_once_more_than_allowed_ends_the_command_in_one_line(start
     [line] = run.error_lines
     assert "exit code -9" in line
     assert line.endswith("what is finished is safe: to go on, rerun the same command [ray-score-failed]")
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_lost_copy_does_not_matter_when_another_has_completed_the_output(start: Start, tmp_path: Path) -> None:
+    run = start("once", "out", "--num_workers", "2", "--max_failures", "0")
+    run.wait_until(lambda: (tmp_path / "pid").exists())
+
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    assert run.wait() == 0, run.out + run.err
+    assert len(list(tmp_path.glob("ended.*"))) == 1
