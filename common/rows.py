@@ -2,12 +2,15 @@
 
 Training reads its data here, and serving reads the rows that an exported model is measured on. From top to bottom: the
 columns of text and label, what happens to unusable rows, the file formats, and labelled rows for an existing model.
+Files that are too large for memory are read part by part in :mod:`common.row_parts`, with the functions of this module.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -298,9 +301,8 @@ def csv_records(
     A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
     it.
     """
-    while start < len(lines):
-        rest = (lines[i] for i in range(start, len(lines)))
-        reader, done = csv.reader(rest, delimiter=separator, strict=True), 0
+    while True:
+        reader, done = csv.reader(_lines_from(lines, start), delimiter=separator, strict=True), 0
         try:
             for fields in reader:
                 done = reader.line_num
@@ -309,6 +311,13 @@ def csv_records(
         except csv.Error as error:
             start += done + 1
             reading.reject(f"{name} line {start}", f"not valid CSV ({error})")
+
+
+def _lines_from(lines: Sequence[str], start: int) -> Iterator[str]:
+    # Without asking for the number of lines, which is not known while a file is still being read.
+    with contextlib.suppress(IndexError):
+        for i in itertools.count(start):
+            yield lines[i]
 
 
 def in_ag_news_layout(path: Path) -> bool:

@@ -76,16 +76,19 @@ def probabilities_of(engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDAr
     return found if found is not None else np.empty((0, 0))
 
 
-def forward_passes(lengths: Sequence[int], *, pads: bool) -> list[list[int]]:
-    """Divide texts of these lengths into forward passes: the positions of the texts in each."""
+def forward_passes(lengths: Sequence[int], *, pads: bool, tokens: int = RAGGED_TOKENS) -> list[list[int]]:
+    """Divide texts of these lengths into forward passes: the positions of the texts in each.
+
+    ``tokens``: of a pass without padding, at most, unless a single text has more.
+    """
     if pads:
         # Texts of similar length go together. Without padding, texts stay in order and fill a budget of tokens.
         by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
         return [by_length[start : start + PADDED_TEXTS] for start in range(0, len(lengths), PADDED_TEXTS)]
     passes: list[list[int]] = []
-    num_tokens = RAGGED_TOKENS
+    num_tokens = tokens
     for position, length in enumerate(lengths):
-        if num_tokens + length > RAGGED_TOKENS:
+        if num_tokens + length > tokens:
             passes.append([])
             num_tokens = 0
         passes[-1].append(position)

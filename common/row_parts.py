@@ -1,0 +1,432 @@
+"""Whole rows of a file, part by part: all columns, from any place on, in memory that does not grow with the file.
+
+Training wants every row's text and label at once, which `common.rows` reads. Scoring passes all columns on, and several
+processes take different parts of one file. So a part is a function of the file alone: whoever reads it, and from
+wherever it was resumed, it has the same rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from common.errors import UserError, first_line
+from common.rows import (
+    Columns,
+    Layout,
+    Reading,
+    check_utf8,
+    csv_records,
+    find_layout,
+    utf8_bytes,
+)
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# Enough rows to find many of equal length; few enough that a lost process costs seconds of work.
+ROWS_PER_PART = 2048
+# For long documents: the memory of a run is a handful of parts.
+BYTES_PER_PART = 8 * 2**20
+# Else a quote that is never closed would make one record of the rest of a file, and missing line ends one line of all.
+LONGEST_RECORD = 32 * 2**20
+AG_NEWS_COLUMNS = ("class", "title", "description")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
+
+    offset: int = 0
+    lines: int = 0
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """Consecutive rows with all their columns.
+
+    ``texts``: of each row, None if it cannot be used; ``problems`` then says why, by the row's position in the part.
+    """
+
+    rows: list[dict[str, Any]] | pyarrow.Table
+    texts: list[str | None]
+    problems: dict[int, str] = field(default_factory=dict)
+    end: Place = field(default_factory=Place)
+
+
+class PartReader:
+    """Reads a file's parts; not for several threads at once.
+
+    Attributes:
+        columns: the names of all columns, for JSON lines those of the first rows.
+        num_rows: of Parquet, where the file says so; otherwise None.
+    """
+
+    columns: list[str]
+    num_rows: int | None = None
+
+    def read(self, place: Place) -> Part:
+        """The part that begins at a place; without rows at the end of the file."""
+        raise NotImplementedError
+
+
+def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str, part_rows: int = ROWS_PER_PART) -> PartReader:
+    """A reader for an open file that can seek.
+
+    Args:
+        name: of the file, for messages.
+        suffix: one of `common.rows.FORMATS`.
+        file: it is left open.
+        text_column: the column that is classified; case does not matter.
+        part_rows: the most rows of a part.
+
+    Raises:
+        UserError: it is not such a file, has no such column or no rows.
+    """
+    readers: dict[str, Callable[[str, BinaryIO, str, int], PartReader]] = {
+        ".csv": CsvParts,
+        ".tsv": CsvParts,
+        ".parquet": ParquetParts,
+    }
+    return readers.get(suffix, JsonLinesParts)(name, file, text_column, part_rows)
+
+
+def _no_column(name: str, text_column: str, found: Sequence[str]) -> NoReturn:
+    missing = Columns(text_column, text_column).missing(found).split(" and ")[0]
+    among = ", ".join(found[:20])
+    raise UserError(
+        f"{name}: {missing if ' among ' in missing else f'no column {text_column} among {among}'}; "
+        "name yours with --text_column",
+        code="data-columns",
+    )
+
+
+class _Lines(Sequence[str]):
+    """A file's lines by their number, read when they are asked for; only those of the current record are held."""
+
+    def __init__(self, name: str, file: BinaryIO, place: Place) -> None:
+        self._name, self._file = name, file
+        self._held: dict[int, tuple[str, int]] = {}  # the line, and the byte at which it ends
+        self._first, self._next, self._offset = place.lines, place.lines, place.offset
+        self._begin = place.offset  # of what is held
+        file.seek(place.offset)
+
+    def __getitem__(self, number: int) -> str:  # type: ignore[override]
+        while number >= self._next:
+            if self._offset - self._begin > LONGEST_RECORD:
+                raise csv.Error(f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?")
+            raw = self._file.readline(LONGEST_RECORD)
+            if not raw:
+                raise IndexError(number)
+            if len(raw) == LONGEST_RECORD and not raw.endswith(b"\n"):
+                raise UserError(
+                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it text?",
+                    code="data-unreadable",
+                )
+            start = self._offset
+            for line in raw.splitlines(keepends=True):
+                self._offset += len(line)
+                data = line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
+                self._held[self._next] = (data.decode(errors="surrogateescape"), self._offset)
+                self._next += 1
+        return self._held[number][0]
+
+    def __len__(self) -> int:
+        raise NotImplementedError("not known before the file is read to its end")
+
+    def place_after(self, number: int) -> Place:
+        """Where the line after the first ``number`` lines begins; the lines before it are let go."""
+        while self._first < number:
+            self._begin = self._held.pop(self._first)[1]
+            self._first += 1
+        return Place(self._begin, number)
+
+    def end(self) -> Place:
+        """The end of the file, once it was reached."""
+        return Place(self._offset, self._next)
+
+
+class _Collecting(Reading):
+    """Collects what cannot be used as rows of their own, in the order in which the lines are read."""
+
+    def __init__(self, text_column: str, part: Part) -> None:
+        super().__init__(Columns(text_column, text_column), skip=True)
+        self._part = part
+
+    def reject(self, where: str, why: str, rows: int = 1) -> None:
+        assert isinstance(self._part.rows, list)
+        self._part.problems[len(self._part.texts)] = f"{where}: {why}"
+        self._part.rows.append({})
+        self._part.texts.append(None)
+
+
+class _TextParts(PartReader):
+    """What CSV and JSON lines share: lines, and parts that end after so many rows or bytes."""
+
+    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
+        self._name, self._file, self._text_column, self._part_rows = name, file, text_column, part_rows
+        file.seek(0)
+        try:
+            head = utf8_bytes(file.read(4096)[:4095])
+            if head and not head.strip():
+                head = b"x"  # blank lines first: nothing to see here
+        except ValueError as error:
+            raise UserError(f"{name}: {error}", code="data-unreadable") from error
+        if not head:
+            raise UserError(f"{name}: holds no rows", code="data-empty")
+        file.seek(0)
+        if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise UserError(f"{name}: is UTF-16 text; save it as UTF-8", code="data-unreadable")
+        self._find_columns()
+        if not self.read(Place()).texts:
+            raise UserError(f"{name}: holds no rows", code="data-empty")
+
+    def _find_columns(self) -> None:
+        raise NotImplementedError
+
+    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+        """Add the rows to a part one by one; yields the number of lines up to the end of each."""
+        raise NotImplementedError
+
+    def read(self, place: Place) -> Part:
+        part = Part([], [], end=place)
+        lines = _Lines(self._name, self._file, place)
+        for number in self._records(lines, place.lines, part):
+            part.end = lines.place_after(number)
+            if len(part.texts) >= self._part_rows or part.end.offset - place.offset >= BYTES_PER_PART:
+                break
+        else:
+            part.end = lines.end()  # lines that were rejected last are part of it
+        part.end = replace(part.end, rows=place.rows + len(part.texts))
+        return part
+
+    def _add(self, part: Part, line: int, row: dict[str, Any], text: object, problem: str = "") -> None:
+        assert isinstance(part.rows, list)
+        problem = problem or _problem_of(text)
+        if problem:
+            part.problems[len(part.texts)] = f"{self._name} line {line}: {problem}"
+        part.rows.append(row)
+        part.texts.append(None if problem else str(text))
+
+
+def _problem_of(text: object) -> str:
+    if isinstance(text, str) and text.strip():
+        return ""
+    return f"the text is {'empty' if isinstance(text, str) else 'not a string'}"
+
+
+class CsvParts(_TextParts):
+    """CSV and TSV with a header, or in AG News' layout without one."""
+
+    _layout: Layout
+
+    def _find_columns(self) -> None:
+        lines, self._header_lines, line = _Lines(self._name, self._file, Place()), 0, ""
+        try:
+            while not line.strip():
+                line = lines[self._header_lines]
+                self._header_lines += 1
+        except IndexError:
+            raise UserError(f"{self._name}: holds no rows", code="data-empty") from None
+        try:
+            self._layout = find_layout(line, Columns(self._text_column, self._text_column))
+        except ValueError:
+            self._layout = self._without_text_column(line)
+        if self._layout.places:
+            header = next(csv.reader([line], delimiter=self._layout.separator))
+            self.columns = [name.strip() or f"column_{i + 1}" for i, name in enumerate(header)]
+            if len(set(self.columns)) < len(self.columns):
+                twice = next(name for name in self.columns if self.columns.count(name) > 1)
+                raise UserError(
+                    f"{self._name} line {self._header_lines}: two columns are called {twice}; rename one",
+                    code="data-columns",
+                )
+        else:
+            self._header_lines = 0
+            width = len(next(csv.reader([line], delimiter=self._layout.separator)))
+            self.columns = [*AG_NEWS_COLUMNS, *(f"column_{i + 1}" for i in range(3, width))][:width]
+
+    def _without_text_column(self, line: str) -> Layout:
+        """The layout of AG News, if this is one of its rows."""
+        try:
+            check_utf8(line)
+            layout = find_layout(line, Columns())
+            if self._text_column == Columns().text and not layout.places:
+                return layout
+        except ValueError as error:
+            if "UTF-8" in str(error):
+                raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
+        rows = (next(csv.reader([line], delimiter=separator), []) for separator in ",;\t")
+        _no_column(f"{self._name} line {self._header_lines}", self._text_column, max(rows, key=len))
+
+    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+        skipped = max(start, self._header_lines)
+        collecting = _Collecting(self._text_column, part)
+        width, places = len(self.columns), self._layout.places
+        # A rejected line adds its row to the part on its own, before the next record is yielded.
+        for line, fields in csv_records(self._name, lines, skipped, self._layout.separator, collecting):
+            if fields:
+                problem, joined = "", "".join(fields)
+                if not joined.isascii() and not _is_utf8(joined):
+                    problem = 'not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")'
+                    fields = [part.encode(errors="surrogateescape").decode(errors="replace") for part in fields]
+                if places and len(fields) != width:
+                    problem = problem or f"{len(fields)} fields, but the header has {width}"
+                padded = [*fields[:width], *[""] * (width - len(fields))]
+                text = padded[places[0]] if places else " ".join(field for field in fields[1:] if field)
+                self._add(part, line, dict(zip(self.columns, padded, strict=True)), text, problem)
+            yield line
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        check_utf8(text)
+    except ValueError:
+        return False
+    return True
+
+
+class JsonLinesParts(_TextParts):
+    """One JSON object per line."""
+
+    def _find_columns(self) -> None:
+        self.columns = []
+        # What a table gets its columns from, if the rows are written as one.
+        self.first_rows: list[dict[str, Any]] = []
+        first = self.read(Place())
+        assert isinstance(first.rows, list)
+        self.first_rows = [row for row in first.rows if row]
+        self.columns = list(dict.fromkeys(name for row in self.first_rows for name in row))
+        if self.columns and self._text_column.lower() not in [name.lower() for name in self.columns]:
+            _no_column(self._name, self._text_column, self.columns)
+        if not self.columns and first.problems:
+            raise UserError(first.problems[min(first.problems)], code="data-unreadable")
+
+    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+        wanted = self._text_column.lower()
+        number = start
+        while True:
+            try:
+                line = lines[number]
+            except IndexError:
+                return
+            number += 1
+            if line.strip():
+                row, problem = _json_object(line)
+                key = self._text_column if self._text_column in row else None
+                key = key or next((name for name in row if name.strip().lower() == wanted), None)
+                if key is None:
+                    problem = problem or f"no column {self._text_column} among {', '.join(list(row)[:20])}"
+                self._add(part, number, row, row.get(key) if key is not None else None, problem)
+            yield number
+
+
+def _json_object(line: str) -> tuple[dict[str, Any], str]:
+    if not line.isascii() and not _is_utf8(line):
+        return {}, "not UTF-8 text; save the file as UTF-8"
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return {}, f"not valid JSON ({getattr(error, 'msg', 'nested too deep')}); one object per line is read"
+    if not isinstance(row, dict):
+        return {}, "must be an object"
+    if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold
+        whole = json.dumps(row, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        row = json.loads(whole)
+    return row, ""
+
+
+class ParquetParts(PartReader):
+    """Parquet: row groups of any size are read in slices."""
+
+    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UserError(f"{name}: reading Parquet needs pyarrow: pip install pyarrow", code="data-format") from None
+        self._pyarrow, self._name = pyarrow, name
+        self._unreadable = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
+        try:
+            # Without a buffer of its own, a column of a row group would be read whole.
+            self._file = pyarrow.parquet.ParquetFile(
+                file, page_checksum_verification=True, buffer_size=2**20, pre_buffer=False
+            )
+            self.schema = self._file.schema_arrow
+        except self._unreadable as error:
+            message = f"{name}: not a readable Parquet file ({first_line(error)}); copy it again"
+            raise UserError(message, code="data-unreadable") from error
+        self.columns = self.schema.names
+        names = [column.strip().lower() for column in self.columns]
+        if text_column.lower() not in names:
+            _no_column(name, text_column, self.columns)
+        self._text = names.index(text_column.lower())
+        kind = self.schema.types[self._text]
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
+            raise UserError(f"{name}: the column {text_column} holds {kind} and not text", code="data-columns")
+        self.num_rows = self._file.metadata.num_rows
+        if not self.num_rows:
+            raise UserError(f"{name}: holds no rows", code="data-empty")
+        groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
+        self._group_rows = [group.num_rows for group in groups]
+        bytes_per_row = max(1, sum(group.total_byte_size for group in groups) // self.num_rows)
+        self.rows_per_part = max(1, min(part_rows, BYTES_PER_PART // bytes_per_row))
+        # Parts are mostly read one after another, so the place in the row group is kept.
+        self._slices: Iterator[pyarrow.Table] = iter(())
+        self._left: pyarrow.Table = self.schema.empty_table()
+        self._row = -1
+
+    def read(self, place: Place) -> Part:
+        num_rows = max(0, min(self.rows_per_part, self.num_rows - place.offset))
+        end = Place(place.offset + num_rows, 0, place.offset + num_rows)
+        try:
+            if self._row < 0 or place.offset < self._row or self._group_of(place.offset) > self._group_of(self._row):
+                group = self._group_of(place.offset)
+                self._row = sum(self._group_rows[:group])
+                self._left, self._slices = self.schema.empty_table(), self._slices_from(group)
+            self._take(place.offset - self._row)
+            table = self._take(num_rows)
+            column = table.column(self._text).cast(self._pyarrow.string())
+            texts: list[str | None] = column.to_pylist()
+        except self._unreadable as error:
+            message = f"{self._name} rows {place.offset + 1} to {end.offset}: cannot be read ({first_line(error)})"
+            raise UserError(message + "; copy the file again", code="data-unreadable") from error
+        part = Part(table, texts, end=end)
+        for position, text in enumerate(texts):
+            if problem := _problem_of(text):
+                part.problems[position] = f"{self._name} row {place.offset + position + 1}: {problem}"
+                texts[position] = None
+        return part
+
+    def _group_of(self, row: int) -> int:
+        for group, rows in enumerate(self._group_rows):
+            if row < rows:
+                return group
+            row -= rows
+        return len(self._group_rows)
+
+    def _slices_from(self, first: int) -> Iterator[pyarrow.Table]:
+        for group in range(first, len(self._group_rows)):
+            # On this thread: the cores belong to the model.
+            for batch in self._file.iter_batches(self.rows_per_part, row_groups=[group], use_threads=False):
+                yield self._pyarrow.Table.from_batches([batch], schema=self.schema)
+
+    def _take(self, num_rows: int) -> pyarrow.Table:
+        """The next rows; the cursor moves behind them."""
+        taken = [self._left.slice(0, min(num_rows, self._left.num_rows))]
+        missing = num_rows - taken[0].num_rows
+        self._left = self._left.slice(taken[0].num_rows)
+        while missing:
+            table = next(self._slices, None)
+            if table is None:
+                raise OSError("it has fewer rows than its footer says")
+            taken.append(table.slice(0, missing))
+            self._left = table.slice(taken[-1].num_rows)
+            missing -= taken[-1].num_rows
+        self._row += num_rows
+        return self._pyarrow.concat_tables(taken)

@@ -1,0 +1,1 @@
+"""Scoring of files: parts that processes share, forward passes that keep all cores busy, whole outputs."""

@@ -1,0 +1,463 @@
+"""A job of scoring: its record, its parts, and the claims by which processes share them without a coordinator.
+
+A correct result does not depend on claims. A part is a function of the input and the model, and is written whole, so
+two processes that score the same part write the same bytes; claims only keep that from happening often. What is on disk
+at any moment is therefore a job that the same command can finish:
+
+    OUT                    the output, once it is complete
+    OUT.job.json           what the job is: inputs, model, settings; stays beside OUT and says which model wrote it
+    OUT.parts/0/17.part    a finished part of the first input file
+    OUT.parts/0/17.claim   a process is working on it, and changes this file every few seconds
+    OUT.parts/0/17.place   where in the input it begins
+    OUT.parts/0/end        the number of parts, once someone has read the last one
+    OUT.parts/0/done       the output is complete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from common.errors import UserError
+from common.row_parts import Part, PartReader, Place, open_parts
+from common.rows import FORMATS
+from inference.bulk.rows_out import FORMATS as OUT_FORMATS
+from inference.bulk.storage import LocalStorage, is_remote, storage_of
+
+# A claim that has not changed for so long belongs to a process that is gone. Measured on the clock of whoever waits, so
+# that machines need not agree about the time.
+LEASE_SECONDS = 60.0
+BEAT_SECONDS = 5.0
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file of rows and where they go. ``name``: below the folder that was given; ``suffix``: in small letters."""
+
+    path: str
+    name: str
+    out: str
+    suffix: str
+    out_suffix: str
+
+
+@dataclass(slots=True)
+class Job:
+    """All files of a command, and what makes it the same job when it is started again."""
+
+    source: str
+    out: str
+    files: list[InputFile]
+    inputs: LocalStorage
+    outputs: LocalStorage
+    settings: dict[str, Any]
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def record_path(self) -> str:
+        return f"{self.out}.job.json"
+
+    @property
+    def parts_folder(self) -> str:
+        return f"{self.out}.parts"
+
+    def earlier_record(self) -> dict[str, Any]:
+        """What an earlier start of this job wrote; empty if there was none."""
+        data = self.outputs.read(self.record_path)
+        if data is None:
+            if self._out_exists():
+                raise UserError(
+                    f"{self.out}: exists, and no job of this command wrote it; remove it or name another OUT",
+                    code="score-out-exists",
+                )
+            return {}
+        try:
+            record = json.loads(data)
+            if record["version"] != VERSION:
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self.record_path}: not the record of a job; remove it and {self.out}", code="score-out-exists"
+            ) from None
+        if record["finished"] and not all(self.outputs.exists(file.out) for file in self.files):
+            self.outputs.remove(self.record_path)  # the output was removed to have it written again
+            return {}
+        return record
+
+    def _out_exists(self) -> bool:
+        if self.outputs.is_folder(self.out):
+            return bool(self.outputs.find(self.out))
+        return self.outputs.exists(self.out)
+
+    def begin(self, model: dict[str, Any]) -> None:
+        """Write the record, or hold this job to the one that an earlier start or another process wrote.
+
+        Raises:
+            UserError: that was another model, other settings, or other rows.
+        """
+        earlier = self.earlier_record()
+        if not earlier:
+            self.record = {
+                "version": VERSION,
+                "finished": False,
+                "model": model,
+                "settings": self.settings,
+                "inputs": [self._describe(file) for file in self.files],
+            }
+            parent = self.out.rstrip("/").rpartition("/")[0]
+            if parent:
+                self.outputs.make_folder(parent)
+            if self.outputs.create(self.record_path, _json(self.record)):
+                return
+            earlier = self.earlier_record()  # another process was first
+        changed = [
+            f"{name} was {_short(old.get(name))} and is {_short(new.get(name))}"
+            for old, new in ((earlier["model"], model), (earlier["settings"], self.settings))
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
+        ]
+        if not changed:
+            changed = self._changed_inputs(earlier["inputs"])
+        if changed:
+            raise UserError(
+                f"{self.out}: belongs to another job ({changed[0]}); name another OUT, or remove {self.out}, "
+                f"{self.record_path} and {self.parts_folder}",
+                code="score-job-changed",
+            )
+        self.record = earlier
+
+    def _describe(self, file: InputFile) -> dict[str, Any]:
+        return {
+            "name": file.name,
+            **self.inputs.version(file.path),
+            **({"sha256": sha256} if (sha256 := self.inputs.checksum(file.path)) else {}),
+        }
+
+    def _changed_inputs(self, before: list[dict[str, Any]]) -> list[str]:
+        names, old = [file.name for file in self.files], [one["name"] for one in before]
+        for name in sorted(set(names) ^ set(old)):
+            return [f"the input {name} {'is new' if name in names else 'is gone'}"]
+        for file, known in zip(self.files, before, strict=True):
+            version = self.inputs.version(file.path)
+            if version.items() <= known.items():
+                continue
+            # Another machine may show another time for the same bytes, so the bytes decide.
+            same_size = version["bytes"] == known["bytes"] and "sha256" in known
+            if same_size and self.inputs.checksum(file.path) == known["sha256"]:
+                continue
+            return [f"the input {file.name} has changed"]
+        return []
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.record.get("finished"))
+
+    def is_finished_on_disk(self) -> bool:
+        """Whether this or another process has finished the job."""
+        record = json.loads(self.outputs.read(self.record_path) or b"{}")
+        if record.get("finished"):
+            self.record = record
+        return self.finished
+
+    def finish(self, rows: int) -> None:
+        """All outputs are complete: note it, and remove the parts."""
+        if not self.is_finished_on_disk():
+            self.record = {**self.record, "finished": True, "rows": rows}
+            self.outputs.write(self.record_path, _json(self.record))
+        self.outputs.remove_folder(self.parts_folder)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
+    """Which files are read, and where the rows of each go.
+
+    Raises:
+        UserError: there is nothing to read, OUT cannot be that of this IN, or would overwrite it.
+    """
+    inputs, outputs = storage_of(source), storage_of(out)
+    source, out = (one.rstrip("/") if len(one) > 1 else one for one in (source, out))
+    found = inputs.find(source)
+    if not found:
+        what = "no such file or folder" if not set(source) & set("*?[") else "matches no file"
+        raise UserError(f"{source}: {what}", code="data-not-found")
+    is_one = (not inputs.is_folder(source) and found == [source]) or (
+        is_remote(source) and len(found) == 1 and inputs.absolute(source) == found[0]
+    )
+    suffix = PurePosixPath(out).suffix.lower()
+    if is_one:
+        _known_format(source, source)
+        if suffix not in OUT_FORMATS:
+            raise UserError(f"{out}: must end in {', '.join(OUT_FORMATS)}", code="data-format")
+        if outputs.is_folder(out):
+            raise UserError(f"{out}: is a folder; name a file in it", code="not-writable")
+        files = [InputFile(found[0], PurePosixPath(source).name, out, PurePosixPath(source).suffix.lower(), suffix)]
+    else:
+        if suffix in OUT_FORMATS:
+            raise UserError(
+                f"{out}: names one file, and {source} stands for {len(found)}; name a folder", code="data-format"
+            )
+        files = list(_files_of(source, found, out, settings["format"], inputs))
+        if not files:
+            raise UserError(f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found")
+    _refuse_overwriting(source, out, files, inputs, outputs)
+    return Job(source, out, files, inputs, outputs, settings)
+
+
+def _known_format(path: str, given: str) -> str:
+    suffix = PurePosixPath(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(
+            f'{given}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"', code="data-format"
+        )
+    return suffix
+
+
+def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: LocalStorage) -> Iterator[InputFile]:
+    # Of a pattern, the folder before its first wildcard.
+    fixed = source
+    while set(fixed) & set("*?["):
+        fixed = fixed.rpartition("/")[0]
+    if is_remote(source):
+        fixed = inputs.absolute(fixed)  # a driver may write an address in another way
+    outs: dict[str, str] = {}
+    for path in found:
+        suffix = PurePosixPath(path).suffix.lower()
+        if suffix not in FORMATS:
+            continue
+        name = path.removeprefix(fixed).lstrip("/")
+        out_suffix = f".{wanted}" if wanted else {".json": ".jsonl"}.get(suffix, suffix)
+        target = f"{out}/{name[: len(name) - len(suffix)]}{out_suffix}"
+        if target in outs:
+            raise UserError(
+                f"{path}: its rows would go to {target}, as those of {outs[target]}; rename one",
+                code="score-overwrites",
+            )
+        outs[target] = path
+        yield InputFile(path, name, target, suffix, out_suffix)
+
+
+def _refuse_overwriting(
+    source: str, out: str, files: list[InputFile], inputs: LocalStorage, outputs: LocalStorage
+) -> None:
+    if is_remote(source) != is_remote(out):
+        return
+    ours = inputs.absolute(source)
+    target = outputs.absolute(out)
+    if inputs.is_folder(source) and (target == ours or target.startswith(ours + "/")):
+        raise UserError(
+            f"{out}: lies in {source}, so the output would be input of the next start; name a folder elsewhere",
+            code="score-overwrites",
+        )
+    for file in files:
+        path = inputs.absolute(file.path)
+        if path == target or path.startswith(target + "/"):
+            raise UserError(f"{out}: is IN itself or holds it; name another OUT", code="score-overwrites")
+
+
+class Claims:
+    """What this process is working on, kept fresh by a thread until it is closed."""
+
+    def __init__(self, storage: LocalStorage) -> None:
+        self._storage = storage
+        self._held: set[str] = set()
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._beat = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        # Enough to see, on the same machine, that a process is gone: then nobody needs to wait for its lease.
+        self._owner = {
+            "host": platform.node(),
+            "boot": _read("/proc/sys/kernel/random/boot_id"),
+            "processes": _namespace(),
+            "pid": os.getpid(),
+            "started": _start_of(os.getpid()),
+            "token": secrets.token_hex(8),
+        }
+        threading.Thread(target=self._keep_fresh, name="claims", daemon=True).start()
+
+    def take(self, path: str) -> bool:
+        """Claim, or take over a claim whose process is gone."""
+        with self._lock:
+            taken = self._storage.create(path, self._contents())
+            if not taken and self._is_abandoned(path):
+                self._storage.write(path, self._contents())
+                taken = True
+            if taken:
+                self._held.add(path)
+            return taken
+
+    def release(self, path: str) -> None:
+        with self._lock:
+            self._held.discard(path)
+            self._storage.remove(path)
+
+    def close(self) -> None:
+        self._closed.set()
+        for path in list(self._held):
+            with contextlib.suppress(OSError, UserError):
+                self.release(path)
+
+    def _contents(self) -> bytes:
+        return json.dumps({**self._owner, "beat": self._beat}).encode()
+
+    def _is_abandoned(self, path: str) -> bool:
+        contents = self._storage.read(path)
+        if contents is None:  # its owner has just finished: the next look will tell
+            return False
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            owner = json.loads(contents)
+            same_kernel = all(owner[name] and owner[name] == self._owner[name] for name in ("boot", "processes"))
+            if same_kernel and _start_of(owner["pid"]) != owner["started"]:
+                return True
+        before, since = self._seen.get(path, (b"", 0.0))
+        if contents != before:
+            self._seen[path] = (contents, time.monotonic())
+            return False
+        return time.monotonic() - since > LEASE_SECONDS
+
+    def _keep_fresh(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self._beat += 1
+            for path in list(self._held):
+                # A full disk or a lost network must not end the work; at worst another process does it too.
+                with self._lock, contextlib.suppress(OSError, UserError):
+                    if path in self._held:
+                        self._storage.write(path, self._contents())
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    """Within which process numbers mean the same."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str:
+    """When a process began, in ticks since the start of the machine; empty if there is none or it has ended."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+class FileParts:
+    """The parts of one input file: which are finished, and where they begin."""
+
+    def __init__(self, job: Job, number: int, text_column: str) -> None:
+        self.file = job.files[number]
+        self._job, self._storage = job, job.outputs
+        self.folder = f"{job.parts_folder}/{number}"
+        self._text_column = text_column
+        self._reader: PartReader | None = None
+        self._places: dict[int, Place] = {0: Place()}
+        self._last = (0, Place())  # the furthest that is known
+        self._size = 0  # in what places count: bytes, or rows of Parquet
+
+    @property
+    def reader(self) -> PartReader:
+        """Opened when it is first needed."""
+        if self._reader is None:
+            try:
+                source = self._job.inputs.open(self.file.path)
+            except OSError as error:
+                why = error.strerror or error
+                raise UserError(f"{self.file.path}: cannot be read ({why})", code="data-unreadable") from error
+            self._reader = open_parts(
+                self.file.path, self.file.suffix, source, self._text_column, self._job.settings["part_rows"]
+            )
+            self._size = self._reader.num_rows or self._job.inputs.version(self.file.path)["bytes"]
+        return self._reader
+
+    def begin(self) -> None:
+        self._storage.make_folder(self.folder)
+
+    def close(self) -> None:
+        """Free what reading holds."""
+        self._reader = None
+
+    def path(self, part: int | str, kind: str = "part") -> str:
+        return f"{self.folder}/{part}.{kind}"
+
+    def finished(self) -> set[int]:
+        names = self._storage.names(self.folder)
+        return {int(name[:-5]) for name in names if name.endswith(".part") and name[:-5].isdecimal()}
+
+    @property
+    def is_done(self) -> bool:
+        return self._storage.exists(f"{self.folder}/done")
+
+    def count(self) -> int | None:
+        """The number of parts; None if nobody has read the last one yet."""
+        data = self._storage.read(f"{self.folder}/end")
+        return int(data) if data else None
+
+    def rows_done(self) -> int:
+        return int(self._storage.read(f"{self.folder}/done") or 0)
+
+    def note_done(self, rows: int) -> None:
+        self._storage.write(f"{self.folder}/done", str(rows).encode())
+
+    def read(self, number: int) -> Part | None:
+        """A part's rows, also noting where the next one begins; None behind the last."""
+        part = self.reader.read(self.place(number))
+        if part.texts:
+            self._note_place(number + 1, part.end)
+            return part
+        self._storage.write(f"{self.folder}/end", str(number).encode())
+        return None
+
+    def place(self, number: int) -> Place:
+        """Where a part begins; if nobody has noted it, the parts before it are read for that."""
+        first = number
+        while (place := self._noted_place(first)) is None:
+            first -= 1
+        for i in range(first, number):
+            place = self.reader.read(place).end
+            self._note_place(i + 1, place)
+        return place
+
+    def _noted_place(self, number: int) -> Place | None:
+        if number not in self._places:
+            data = self._storage.read(self.path(number, "place"))
+            if not data:
+                return None
+            self._remember(number, Place(*map(int, data.split())))
+        return self._places[number]
+
+    def _note_place(self, number: int, place: Place) -> None:
+        if self._places.get(number) != place:
+            self._remember(number, place)
+            self._storage.write(self.path(number, "place"), f"{place.offset} {place.lines} {place.rows}".encode())
+
+    def _remember(self, number: int, place: Place) -> None:
+        self._places[number] = place
+        self._last = max(self._last, (number, place), key=lambda known: known[0])
+
+    def position(self) -> float:
+        """The share of the file that lies in finished parts, 0 to 1, supposing that parts are equally large."""
+        number, place = self._last
+        return min(1.0, len(self.finished()) * place.offset / number / self._size) if number and self._size else 0.0

@@ -1,0 +1,243 @@
+"""Rows with their answers as CSV, JSON lines or Parquet: parts, and the file that they become."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import UserError, first_line
+from common.row_parts import JsonLinesParts, ParquetParts, Part, PartReader
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
+# The last digits of a float64 say nothing about a model, and would differ between processors.
+DIGITS = 6
+# A row group of the finished Parquet file: large enough to be read fast, small enough to be held.
+_GROUP_ROWS, _GROUP_BYTES = 65_536, 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of a part's rows: the probabilities, (rows, labels), NaN for rows that have none, and why those have none."""
+
+    probabilities: NDArray[np.float64]
+    problems: dict[int, str]
+
+
+class RowsOut:
+    """Writes one input file's rows in one format.
+
+    Args:
+        name: of the input, for messages.
+        suffix: of the output, one of `FORMATS`.
+        reader: of the input.
+        labels: of the model.
+        prefix: of the names of the new columns.
+        probabilities: whether to write one for each label.
+        errors: whether rows may lack an answer, which then has a column for the reason.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        suffix: str,
+        reader: PartReader,
+        labels: Sequence[str],
+        *,
+        prefix: str,
+        probabilities: bool,
+        errors: bool,
+    ) -> None:
+        self._name, self._suffix, self._labels = name, suffix, list(labels)
+        self._with_probabilities = probabilities
+        self._label, self._confidence, self._error = (f"{prefix}{one}" for one in ("label", "confidence", "error"))
+        self._object = f"{prefix}probabilities"
+        self._flat = [f"{prefix}probability_{label}" for label in labels] if probabilities else []
+        flat = [self._object] if suffix == ".jsonl" and probabilities else self._flat
+        self.added = [self._label, self._confidence, *flat, *([self._error] if errors else [])]
+        self._columns = reader.columns
+        if taken := [column for column in self.added if column in reader.columns]:
+            raise UserError(
+                f"{name}: has a column {taken[0]} already; name the added ones with --prefix, such as predicted_",
+                code="data-columns",
+            )
+        self._schema = self._schema_of(reader) if suffix == ".parquet" else None
+
+    def _schema_of(self, reader: PartReader) -> pyarrow.Schema:
+        try:
+            import pyarrow
+        except ImportError:
+            message = "writing Parquet needs pyarrow: pip install pyarrow, or name OUT .csv or .jsonl"
+            raise UserError(message, code="data-format") from None
+        if isinstance(reader, ParquetParts):
+            return reader.schema.remove_metadata()
+        fields = [(name, pyarrow.string()) for name in reader.columns]
+        if isinstance(reader, JsonLinesParts):
+            try:
+                found = pyarrow.Table.from_pylist(reader.first_rows).schema
+            except (pyarrow.ArrowException, TypeError, OverflowError) as error:
+                raise self._no_table(error) from error
+            kinds = {field.name: field.type for field in found}
+            fields = [
+                (name, pyarrow.string() if pyarrow.types.is_null(kinds[name]) else kinds[name])
+                for name in reader.columns
+            ]
+        return pyarrow.schema(fields)
+
+    def _no_table(self, error: Exception) -> UserError:
+        return UserError(
+            f"{self._name}: rows of different kinds cannot be one table ({first_line(error)}); name OUT .jsonl",
+            code="row-unusable",
+        )
+
+    def part(self, part: Part, answers: Answers) -> bytes:
+        """A part's rows with their answers, to be kept until all parts are there."""
+        if self._suffix == ".parquet":
+            return self._parquet_part(part, answers)
+        rows = part.rows if isinstance(part.rows, list) else part.rows.to_pylist()
+        added = self._answer_columns(answers)
+        columns = list(zip(*added.values(), strict=True))
+        if self._suffix == ".jsonl":
+            return "".join(
+                _json_line({**row, **self._answer(dict(zip(added, answer, strict=True)))})
+                for row, answer in zip(rows, columns, strict=True)
+            ).encode()
+        self._refuse_other_columns(rows)
+        text = io.StringIO()
+        writer = csv.writer(text, delimiter="\t" if self._suffix == ".tsv" else ",", lineterminator="\n")
+        writer.writerows(
+            [*(_cell(row.get(name)) for name in self._columns), *map(_cell, answer)]
+            for row, answer in zip(rows, columns, strict=True)
+        )
+        return text.getvalue().encode()
+
+    def _answer(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """One row's answer as an object: like the server's, without what is not there."""
+        answer = {name: flat[name] for name in (self._label, self._confidence) if flat[name] is not None}
+        if self._flat and answer:
+            answer[self._object] = {label: flat[name] for label, name in zip(self._labels, self._flat, strict=True)}
+        if flat.get(self._error) is not None:
+            answer[self._error] = flat[self._error]
+        return answer
+
+    def _answer_columns(self, answers: Answers) -> dict[str, list[Any]]:
+        found = np.round(answers.probabilities, DIGITS)
+        answered = ~np.isnan(answers.probabilities).any(axis=1)
+        best = np.where(answered, np.nan_to_num(answers.probabilities).argmax(axis=1), -1).tolist()
+        cells: dict[str, list[Any]] = {
+            self._label: [None if label < 0 else self._labels[label] for label in best],
+            self._confidence: [
+                None if label < 0 else probability
+                for label, probability in zip(best, np.nan_to_num(found).max(axis=1).tolist(), strict=True)
+            ],
+        }
+        for number, name in enumerate(self._flat):
+            column = found[:, number].tolist()
+            cells[name] = [value if ok else None for value, ok in zip(column, answered.tolist(), strict=True)]
+        if self._error in self.added:
+            cells[self._error] = [answers.problems.get(i) for i in range(len(best))]
+        return cells
+
+    def _refuse_other_columns(self, rows: Iterable[dict[str, Any]]) -> None:
+        known = set(self._columns)
+        for row in rows:
+            if not row.keys() <= known:
+                other = next(name for name in row if name not in known)
+                raise UserError(
+                    f"{self._name}: a row has the field {other}, which the first rows lack, so there is no column for "
+                    "it; name OUT .jsonl",
+                    code="row-unusable",
+                )
+
+    def _parquet_part(self, part: Part, answers: Answers) -> bytes:
+        import pyarrow
+        import pyarrow.parquet
+
+        if isinstance(part.rows, list):
+            self._refuse_other_columns(part.rows)
+            try:
+                table = pyarrow.Table.from_pylist(part.rows, schema=self._schema)
+            except (pyarrow.ArrowException, TypeError, OverflowError) as error:
+                raise self._no_table(error) from error
+        else:
+            table = part.rows.replace_schema_metadata()
+        for name, column in self._answer_columns(answers).items():
+            kind = pyarrow.string() if name in (self._label, self._error) else pyarrow.float64()
+            table = table.append_column(name, pyarrow.array(column, kind))
+        data = io.BytesIO()
+        pyarrow.parquet.write_table(table, data, compression="zstd")
+        return data.getvalue()
+
+    def assemble(self, parts: Iterable[bytes], file: BinaryIO) -> None:
+        """Write the parts, in their order, as one file; of all of them only a few are held at a time."""
+        if self._suffix == ".parquet":
+            _join_parquet(parts, file)
+            return
+        if self._suffix != ".jsonl":
+            header = io.StringIO()
+            separator = "\t" if self._suffix == ".tsv" else ","
+            csv.writer(header, delimiter=separator, lineterminator="\n").writerow([*self._columns, *self.added])
+            file.write(header.getvalue().encode())
+        for part in parts:
+            file.write(part)
+
+
+def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    writer, held = None, []
+    try:
+        for data in parts:
+            held.append(pyarrow.parquet.read_table(io.BytesIO(data), use_threads=False))
+            writer = writer or pyarrow.parquet.ParquetWriter(file, held[0].schema, compression="zstd")
+            rows, size = sum(table.num_rows for table in held), sum(table.nbytes for table in held)
+            if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
+                writer.write_table(pyarrow.concat_tables(held), row_group_size=rows)
+                held = []
+        if writer and held:
+            writer.write_table(pyarrow.concat_tables(held), row_group_size=_GROUP_ROWS)
+    finally:
+        if writer:
+            writer.close()
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError):  # dates, bytes or NaN, which JSON has not
+        return json.dumps(_for_json(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _for_json(value: Any) -> Any:
+    match value:
+        case dict():
+            return {str(key): _for_json(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_for_json(one) for one in value]
+        case float():
+            return value if math.isfinite(value) else None
+        case bytes():
+            return base64.b64encode(value).decode()
+        case None | bool() | int() | str():
+            return value
+    return str(value)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        return _json_line({"": value})[5:-2]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value

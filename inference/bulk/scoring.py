@@ -1,0 +1,314 @@
+"""Scores the parts of a job: reading and tokenizing ahead, forward passes on all cores, writing behind."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ForeseenError, UserError, first_line
+from common.row_parts import Part
+from inference.bulk.job import Claims, FileParts, Job
+from inference.bulk.rows_out import Answers, RowsOut
+from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes, softmax
+from inference.engines.model_loader import ModelLoader
+
+# Parts whose passes are queued at the same time: while the last passes of one run, those of the next follow.
+PARTS_IN_PASSES = 2
+LINE_SECONDS = 5.0
+WAIT_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A claimed part, ready for its forward passes."""
+
+    file: FileParts
+    number: int
+    part: Part
+    positions: list[int]  # of the rows that have tokens
+    token_ids: list[list[int]]  # of these
+    passes: list[list[int]] = field(default_factory=list)  # indices into these
+
+
+class Passes:
+    """Forward passes on threads that share the engine's slots."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        slots = engine.num_slots
+        # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each pass gets several,
+        # which answers nothing differently.
+        at_once = min(slots, PASSES_AT_ONCE)
+        self._threads: SimpleQueue[int] = SimpleQueue()
+        for number in range(at_once):
+            self._threads.put(slots // at_once + (number < slots % at_once))
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="pass")
+        # A padding engine also gets texts of equal length, since they are sorted.
+        self._tokens = engine.batch_tokens if engine.pads else max(engine.batch_tokens, RAGGED_TOKENS)
+
+    def divide(self, token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Texts of equal length go together; the longest first, so that the last passes of all are short."""
+        order = sorted(range(len(token_ids)), key=lambda i: (-len(token_ids[i]), i))
+        lengths = [len(token_ids[i]) for i in order]
+        return [[order[i] for i in one] for one in forward_passes(lengths, pads=False, tokens=self._tokens)]
+
+    def submit(self, prepared: Prepared) -> list[Future[NDArray[np.float64]]]:
+        return [self._pool.submit(self._run, [prepared.token_ids[i] for i in chosen]) for chosen in prepared.passes]
+
+    def _run(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
+        threads = self._threads.get()
+        try:
+            return softmax(self._engine.logits(TokenBatch.of(token_ids), threads))
+        except ForeseenError:
+            raise
+        except Exception as error:  # every runtime has its own errors
+            raise UserError(
+                f"the model failed on {len(token_ids)} rows ({type(error).__name__}: {first_line(error)}); try another "
+                "--engine. Finished parts are kept",
+                code="score-failed",
+            ) from error
+        finally:
+            self._threads.put(threads)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Progress:
+    """What this process has done, and how long the whole job will take, in one line every few seconds."""
+
+    def __init__(self, job: Job, *, quiet: bool) -> None:
+        self._sizes = [job.inputs.version(file.path)["bytes"] for file in job.files]
+        self._shares = [0.0] * len(job.files)
+        self._quiet = quiet
+        self._begun = self._last = time.monotonic()
+        # The speed of the last minutes counts, of all processes of the job together.
+        self._seen: deque[tuple[float, float]] = deque(maxlen=60)
+        self.rows = self.bad_rows = 0
+
+    def finished_file(self, number: int) -> None:
+        self._shares[number] = 1.0
+
+    def part_written(self, file: FileParts, number: int, rows: int, bad_rows: int) -> None:
+        self.rows += rows
+        self.bad_rows += bad_rows
+        now = time.monotonic()
+        if self._quiet or now - self._last < LINE_SECONDS:
+            return
+        self._last = now
+        self._shares[number] = max(self._shares[number], file.position())
+        done = sum(share * size for share, size in zip(self._shares, self._sizes, strict=True)) / sum(self._sizes)
+        self._seen.append((now, done))
+        line = (
+            f"{self.rows:,} rows, {self.rows / (now - self._begun):,.0f} rows per second; {done:.1%} of the input done"
+        )
+        (before, at), (latest, here) = self._seen[0], self._seen[-1]
+        if here > at:
+            left = timedelta(seconds=round((1 - here) * (latest - before) / (here - at)))
+            line += f", {left} left"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def summary(self) -> str:
+        seconds = time.monotonic() - self._begun
+        if sys.stderr.isatty() and not self._quiet:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        bad = f"; {self.bad_rows:,} of them could not be classified, the last column says why" if self.bad_rows else ""
+        return f"{self.rows:,} rows in {seconds:,.1f} s, {self.rows / seconds:,.0f} rows per second{bad}"
+
+
+class Scoring:
+    """Works on a job until all of its outputs are complete, by this process or others.
+
+    Args:
+        job: begun.
+        model: what scores the rows.
+        quiet: print no progress.
+    """
+
+    def __init__(self, job: Job, model: ModelLoader, *, quiet: bool = False) -> None:
+        self._job, self._model = job, model
+        self._keep = job.settings["bad_rows"] == "keep"
+        self.files = [FileParts(job, number, job.settings["text_column"]) for number in range(len(job.files))]
+        self._outs: dict[int, RowsOut] = {}
+        self._assembling: dict[int, Future[None]] = {}
+        self._done: set[int] = set()
+        self.progress = Progress(job, quiet=quiet)
+
+    def check_inputs(self) -> None:
+        """Open every file once, so that a wrong column is known before hours of work.
+
+        Raises:
+            UserError: a file cannot be read, has no such column, or has one with the name of a new one.
+        """
+        for number, file in enumerate(self.files):
+            self._rows_out(number)
+            file.close()
+            del self._outs[number]
+
+    def run(self) -> None:
+        """Read, tokenize, run and write until nothing is left."""
+        for file in self.files:
+            file.begin()
+        claims, passes = Claims(self._job.outputs), Passes(self._model.engine)
+        ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
+        running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
+        writing: deque[Future[None]] = deque()
+        parts = self._claimed_parts(claims, passes, joining)
+        try:
+            following = ahead.submit(next, parts, None)
+            while (prepared := following.result()) is not None or self._wait(running, writing):
+                if prepared is not None:
+                    running.append((prepared, passes.submit(prepared)))
+                following = ahead.submit(next, parts, None)
+                # Now the passes of two parts are queued and a third is being prepared, so no core waits for the next
+                # text; and not more than that is in memory.
+                while running and (len(running) >= PARTS_IN_PASSES or prepared is None):
+                    ended, futures = running.popleft()
+                    found = [future.result() for future in futures]
+                    writing.append(behind.submit(self._write, claims, ended, found))
+                    while len(writing) > 1 or (writing and prepared is None):
+                        writing.popleft().result()
+        except FileNotFoundError:
+            # Another process has taken over what this one was slow with, finished the job and removed the parts.
+            if not self._job.is_finished_on_disk():
+                raise
+        finally:
+            passes.close()
+            for pool in (ahead, behind, joining):
+                pool.shutdown(cancel_futures=True)
+            claims.close()
+        self._job.finish(sum(file.rows_done() for file in self.files))
+
+    def _wait(self, running: Sequence[object], writing: Sequence[object]) -> bool:
+        """Whether there is still something to do, after a moment if this process can only wait for others."""
+        if len(self._done) == len(self.files):
+            return False
+        if not running and not writing:
+            time.sleep(WAIT_SECONDS)
+        return True
+
+    def _claimed_parts(self, claims: Claims, passes: Passes, joining: ThreadPoolExecutor) -> Iterator[Prepared | None]:
+        """Parts that are this process's to score, one by one; None when others work on all that is left."""
+        while len(self._done) < len(self.files):
+            if self._job.is_finished_on_disk():  # its parts may be gone already
+                self._done.update(range(len(self.files)))
+                return
+            for number, file in enumerate(self.files):
+                if number in self._done:
+                    continue
+                if number in self._assembling and self._assembling[number].done():
+                    self._assembling.pop(number).result()
+                if file.is_done:
+                    self._done.add(number)
+                    self.progress.finished_file(number)
+                    continue
+                yield from self._claimed_of(number, claims, passes)
+                file.close()
+                count = file.count()
+                if number in self._assembling or not count or len(file.finished()) < count:
+                    continue
+                if claims.take(file.path("output", "claim")):
+                    self._assembling[number] = joining.submit(self._join, claims, number, count)
+            yield None
+
+    def _claimed_of(self, file_number: int, claims: Claims, passes: Passes) -> Iterator[Prepared]:
+        file, number = self.files[file_number], 0
+        finished, count = file.finished(), file.count()
+        while count is None or number < count:
+            claim = file.path(number, "claim")
+            if number not in finished and claims.take(claim):
+                # It may have been finished since the folder was listed.
+                if self._job.outputs.exists(file.path(number)):
+                    claims.release(claim)
+                elif (part := file.read(number)) is None:
+                    claims.release(claim)
+                    return
+                else:
+                    self._rows_out(file_number)
+                    yield self._prepared(file, number, part, passes)
+            number += 1
+
+    def _rows_out(self, number: int) -> RowsOut:
+        if number not in self._outs:
+            file, settings = self.files[number], self._job.settings
+            self._outs[number] = RowsOut(
+                file.file.path,
+                file.file.out_suffix,
+                file.reader,
+                self._model.labels,
+                prefix=settings["prefix"],
+                probabilities=settings["probabilities"],
+                errors=self._keep,
+            )
+        return self._outs[number]
+
+    def _prepared(self, file: FileParts, number: int, part: Part, passes: Passes) -> Prepared:
+        tokenizer = self._model.tokenizer
+        positions, cleaned = [], []
+        for position, text in enumerate(part.texts):
+            if text is None:
+                continue
+            if clean := tokenizer.clean(text):
+                positions.append(position)
+                cleaned.append(clean)
+            else:
+                row = file.place(number).rows + position + 1
+                part.problems[position] = f"{file.file.path} row {row}: the text is blank"
+        if part.problems and not self._keep:
+            raise _unusable(part.problems[min(part.problems)])
+        part.texts.clear()  # they are in the rows
+        token_ids = [encoded.ids for encoded in tokenizer.encode_cleaned(cleaned)] if cleaned else []
+        return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
+
+    def _write(self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]) -> None:
+        file, part = prepared.file, prepared.part
+        num_rows = len(part.rows)
+        probabilities = np.full((num_rows, len(self._model.labels)), np.nan)
+        for chosen, answers in zip(prepared.passes, found, strict=True):
+            probabilities[[prepared.positions[i] for i in chosen]] = answers
+        for position in prepared.positions:
+            if not np.isfinite(probabilities[position]).all():
+                probabilities[position] = np.nan
+                row = file.place(prepared.number).rows + position + 1
+                part.problems[position] = f"{file.file.path} row {row}: the model answers this text with NaN"
+        if part.problems and not self._keep:
+            raise _unusable(part.problems[min(part.problems)])
+        number = self.files.index(file)
+        data = self._outs[number].part(part, Answers(probabilities, part.problems))
+        self._job.outputs.write(file.path(prepared.number), data)
+        claims.release(file.path(prepared.number, "claim"))
+        self.progress.part_written(file, number, num_rows, len(part.problems))
+
+    def _join(self, claims: Claims, number: int, count: int) -> None:
+        file, storage = self.files[number], self._job.outputs
+        try:
+            with storage.writing(file.file.out, file.path("output", "new")) as output:
+                self._rows_out(number).assemble(map(self._read_part, map(file.path, range(count))), output)
+            file.note_done(file.place(count).rows)
+        finally:
+            claims.release(file.path("output", "claim"))
+
+    def _read_part(self, path: str) -> bytes:
+        data = self._job.outputs.read(path)
+        if data is None:
+            raise FileNotFoundError(path)
+        return data
+
+
+def _unusable(problem: str) -> UserError:
+    return UserError(
+        f"{problem}; fix the row, or keep such rows without a label by --bad_rows keep. Finished parts are kept",
+        code="row-unusable",
+    )

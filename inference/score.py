@@ -1,0 +1,123 @@
+"""Classify files: `python -m inference.score news.parquet answers.parquet --model MODEL`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from common.errors import OneLineParser, positive, run_command
+from common.hardware import usable_cpus
+from common.row_parts import ROWS_PER_PART
+from inference.bulk.job import Job, plan_job
+from inference.bulk.scoring import Scoring
+from inference.engines.model_loader import ModelLoader
+from inference.engines.selection import ENGINES
+from inference.settings import Settings, keep_tokenizer_on_one_thread
+
+# From here on a single thread cannot tokenize as fast as the cores classify.
+_CPUS_FOR_PARALLEL_TOKENIZING = 16
+
+_DESCRIPTION = """
+Classify every row of a file, a folder or a pattern ("news/*.csv"), and write all rows with the added columns label and
+confidence. CSV, TSV, JSONL and Parquet are read and written, also at addresses such as s3://bucket/news.parquet.
+
+Run the same command again after it was stopped or killed: finished parts are kept, and the output is the same. Run it
+on several machines at once, with the same IN and OUT on a folder that they share: they share the work.
+"""
+_EXAMPLE = (
+    "example: python -m inference.score news.csv answers.parquet --model checkpoints/distilbert_agnews "
+    "--text_column title"
+)
+
+
+def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(prog="python -m inference.score", description=_DESCRIPTION.strip(), epilog=_EXAMPLE)
+    parser.add_argument("source", metavar="IN", help="a file, a folder (with all below it) or a pattern in quotes")
+    parser.add_argument(
+        "out", metavar="OUT", help="for a file, one that ends in .csv, .tsv, .jsonl or .parquet; otherwise a folder"
+    )
+    parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        metavar="NAME",
+        help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
+    )
+    parser.add_argument("--text_column", default="text", metavar="NAME", help="column with the text (default: text)")
+    parser.add_argument(
+        "--bad_rows",
+        choices=("refuse", "keep"),
+        default="refuse",
+        help="a row without a text, or that cannot be read: refuse ends with its line, keep writes it without a label "
+        "and with the reason in a column error (default: refuse)",
+    )
+    parser.add_argument("--probabilities", action="store_true", help="also write the probability of every label")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="begins the names of the added columns")
+    parser.add_argument(
+        "--format",
+        choices=("csv", "tsv", "jsonl", "parquet"),
+        default="",
+        help="of the files in the folder OUT (default: that of each input)",
+    )
+    parser.add_argument(
+        "--part_rows",
+        type=positive,
+        default=ROWS_PER_PART,
+        metavar="N",
+        help=f"rows of a part, which is what a killed process loses of its work (default: {ROWS_PER_PART})",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    if usable_cpus() < _CPUS_FOR_PARALLEL_TOKENIZING:
+        keep_tokenizer_on_one_thread()
+    settings = {
+        name: getattr(options, name)
+        for name in ("text_column", "bad_rows", "probabilities", "prefix", "format", "part_rows")
+    }
+    job = plan_job(options.source, options.out, settings)
+    model = _load_model(options, job)
+    job.begin(_describe(model))
+    if not job.finished:
+        scoring = Scoring(job, model, quiet=options.quiet)
+        scoring.check_inputs()
+        scoring.run()
+        print(scoring.progress.summary(), file=sys.stderr)
+    print(f"{options.out}: {job.record['rows']:,} rows, {job.record['model']['name']} ({model.info['engine']})")
+
+
+def _load_model(options: argparse.Namespace, job: Job) -> ModelLoader:
+    settings = Settings.from_environment()
+    # A job that has begun keeps its engine: which one is measured as the fastest may change from start to start.
+    begun_with = job.earlier_record().get("model", {}).get("runtime")
+    engine = options.engine or (settings.engine if settings.engine != "auto" else begun_with or "auto")
+    return ModelLoader(options.model or settings.model_checkpoint, engine, settings.hardware)
+
+
+def _describe(model: ModelLoader) -> dict[str, Any]:
+    """What answers depend on, for the record of the job."""
+    words = model.info["engine"].split()
+    return {
+        "name": model.info["name"],
+        "revision": model.info["revision"],
+        "runtime": "torch_compiled" if words[-1] == "compiled" else words[0],
+        "precision": model.info["precision"],
+        "labels": model.labels,
+        "max_length": model.max_length,
+    }
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    print("stopped; finished parts are kept, run the same command again to go on", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    run_command(main)
