@@ -83,6 +83,24 @@ def test_two_tasks_of_the_slurm_array(start: Start, place: Path) -> None:
     assert (place / "slurm.csv").read_bytes() == (place / "alone.csv").read_bytes()
 
 
+@pytest.mark.slow
+def test_what_a_killed_task_of_the_array_leaves_behind_is_done_by_the_others(start: Start, place: Path) -> None:
+    lines = (place / "in" / "rows.csv").read_text().splitlines(keepends=True)
+    (place / "long.csv").write_text(lines[0] + "".join(lines[1:]) * 60)
+    scorer = [sys.executable, "-m", "inference.score", "long.csv", "long_alone.csv"]
+    task = ["bash", "deployment/slurm/score.sbatch", "long.csv", "long_out.csv"]
+    model = ["--model", "checkpoints/distilbert_agnews"]
+    of_slurm = {"SLURM_JOB_NAME": "score", "SLURM_JOB_ID": "7", "PYTHON": sys.executable}
+    _assert_all_end_well([start(scorer + model)])
+
+    lost, other = (start(task + model, SLURM_ARRAY_TASK_ID=number, **of_slurm) for number in "01")
+    lost.wait_until(lambda: list(place.glob("long_out.csv.parts/*/*.part")))
+    lost.kill()
+
+    _assert_all_end_well([other])
+    assert (place / "long_out.csv").read_bytes() == (place / "long_alone.csv").read_bytes()
+
+
 def test_two_pods_of_the_indexed_job(start: Start, place: Path) -> None:
     (container,) = only(SCORING, "Job")["spec"]["template"]["spec"]["containers"]
     (place / "out").mkdir()
