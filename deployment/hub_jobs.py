@@ -62,8 +62,8 @@ def main() -> None:
         print(shlex.join(command))
         for volume in (source.volume, target.volume, model):
             print(f"    {volume.mount_path:<8}{volume.type} {volume.source}")
-    # A started minute is paid in full.
-    most = len(jobs) * math.ceil(options.timeout / 60) / 60 * price
+    # To the next cent; the rounding inside keeps 3.0000000000000004 from becoming four.
+    most = math.ceil(round(len(jobs) * options.timeout / 3600 * price * 100, 6)) / 100
     count = "1 Job" if len(jobs) == 1 else f"{len(jobs)} Jobs, each"
     agreed = f"{HUB_JOBS.address}, {HUB_JOBS.date}" if options.dollars_per_hour is None else "--dollars_per_hour"
     print(f"{count} on {machine}, in {options.image}")
@@ -77,7 +77,8 @@ def main() -> None:
     api, account = sign_in()
     _check_price(api, options.flavor, price)
     for (source, target), command in zip(jobs, commands, strict=True):
-        with _job_errors(shlex.join(command)):
+        # A Job that is sent twice is paid twice, so nothing is sent again without a look.
+        with _job_errors(shlex.join(command), "look with hf jobs ps whether it has started before you start it again"):
             job = api.run_job(
                 image=options.image,
                 command=command,
@@ -141,7 +142,7 @@ def _place(address: str, mount_path: str) -> Place:
 
 def _check_price(api: HfApi, flavor: str, price: float) -> None:
     """Ask the hub what the machine costs now, and refuse what is dearer than was said."""
-    with _job_errors("the prices of Jobs"):
+    with _job_errors("the prices of Jobs", "nothing was started; try again"):
         offered = {one.name: one for one in api.list_jobs_hardware()}
     if flavor not in offered:
         raise UserError(
@@ -158,9 +159,7 @@ def _check_price(api: HfApi, flavor: str, price: float) -> None:
 
 
 @contextmanager
-def _job_errors(what: str) -> Iterator[None]:
-    # A Job that is sent twice is paid twice, so nothing is sent again without a look.
-    after_a_break = "look with hf jobs ps whether it has started all the same, before you start it again"
+def _job_errors(what: str, after_a_break: str) -> Iterator[None]:
     try:
         yield
     except HUB_ERRORS as error:
@@ -169,7 +168,7 @@ def _job_errors(what: str) -> Iterator[None]:
 
 
 def _in_words(seconds: int) -> str:
-    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    hours, minutes = divmod(seconds // 60, 60)
     return " ".join(filter(None, [f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]))
 
 

@@ -74,6 +74,10 @@ def test_each_input_is_a_job_of_its_own_and_all_are_in_the_price(run: Run, hub: 
     assert said.stdout.count("Started ") == 2
 
 
+def test_the_most_that_a_short_job_can_cost_is_rounded_up(run: Run) -> None:
+    assert "At most $0.01: after 5 min" in run(*ONE, "--flavor", "cpu-basic", "--timeout", "5m").stdout
+
+
 def test_a_price_above_the_one_that_was_said_starts_nothing_until_it_is_agreed_to(run: Run, hub: Hub) -> None:
     hub.prices["cpu-upgrade"] = 1000
 
@@ -111,7 +115,7 @@ def test_a_broken_connection_starts_no_job_twice_and_says_how_to_look(run: Run, 
 
     line = error_line(run(*TWO, "--yes"))
 
-    assert "look with hf jobs ps whether it has started all the same, before you start it again" in line
+    assert "look with hf jobs ps whether it has started before you start it again" in line
     assert len(hub.jobs) == 1
 
 
