@@ -45,19 +45,30 @@ class Rate:
 
 
 def measured_rates() -> list[Rate]:
-    """What the benchmarks of serving have measured with the default engine, for each instruction set."""
-    page = BENCHMARKS / "serving.json"
-    return [_served(section) for section in json.loads(page.read_text(encoding="utf-8")).values()]
+    """What the benchmarks have measured with the default engine: bulk scoring, or serving if that was not measured."""
+    bulk, served = BENCHMARKS / "bulk_scoring.json", BENCHMARKS / "serving.json"
+    if bulk.exists() and (speed := json.loads(bulk.read_text(encoding="utf-8")).get("speed")):
+        return [_scored(case, speed) for case in speed["cases"]]
+    return [_served(section) for section in json.loads(served.read_text(encoding="utf-8")).values()]
+
+
+def _scored(case: dict[str, Any], speed: dict[str, Any]) -> Rate:
+    """Of one model in ``benchmarks.bulk_scoring``."""
+    what = f"{case['model']}, {case['engine'].partition(' (')[0]}, texts of ag_news, from Parquet to Parquet"
+    rate = median(each["scoring"]["rows_per_second"] for each in case["rounds"])
+    return Rate(what, rate, speed["threads"], _source("bulk_scoring", speed["facts"]))
 
 
 def _served(section: dict[str, Any]) -> Rate:
-    facts, tokens = section["facts"], section["workload"]["tokens_mean"]
-    return Rate(
-        f"{section['model']}, {section['instruction_set']}, {tokens:.0f} tokens per text, over HTTP",
-        median(each["ours"]["64 clients"]["texts_per_second"] for each in section["rounds"]),
-        int(re.findall(r"(\d+) cores", facts["Machine"])[0]),
-        f"benchmarks/serving.md, {facts['Measured']}, {facts['Machine'].partition(',')[0]}",
-    )
+    """Of one instruction set in ``benchmarks.serving_load``."""
+    what = f"{section['model']}, {section['instruction_set']}, texts of {section['workload']['dataset']}, over HTTP"
+    rate = median(each["ours"]["64 clients"]["texts_per_second"] for each in section["rounds"])
+    cores = int(re.findall(r"(\d+) cores", section["facts"]["Machine"])[0])
+    return Rate(what, rate, cores, _source("serving", section["facts"]))
+
+
+def _source(page: str, facts: dict[str, str]) -> str:
+    return f"benchmarks/{page}.md, {facts['Measured']}, {facts['Machine'].partition(',')[0]}"
 
 
 def main() -> None:
