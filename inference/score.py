@@ -69,6 +69,12 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"rows of a part, which is what a killed process loses of its work (default: {ROWS_PER_PART})",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="discard the finished parts of an earlier start, for example if the input or a flag has changed; not for "
+        "commands that share their work",
+    )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     return parser.parse_args(arguments)
 
@@ -83,11 +89,13 @@ def main(arguments: list[str] | None = None) -> None:
         for name in ("text_column", "bad_rows", "probabilities", "prefix", "format", "part_rows")
     }
     job = plan_job(options.source, options.out, settings)
+    if options.restart:
+        job.discard()
     model = _load_model(options, job)
+    scoring = Scoring(job, model, quiet=options.quiet)
+    scoring.check_inputs()
     job.begin(_describe(model))
     if not job.finished:
-        scoring = Scoring(job, model, quiet=options.quiet)
-        scoring.check_inputs()
         scoring.run()
         print(scoring.progress.summary(), file=sys.stderr)
     print(f"{options.out}: {job.record['rows']:,} rows, {job.record['model']['name']} ({model.info['engine']})")

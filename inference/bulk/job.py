@@ -28,6 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.errors import UserError
+from common.files import nearest_folder
 from common.row_parts import Part, PartReader, Place, open_parts
 from common.rows import FORMATS
 from inference.bulk.rows_out import FORMATS as OUT_FORMATS
@@ -70,6 +71,11 @@ class Job:
     @property
     def parts_folder(self) -> str:
         return f"{self.out}.parts"
+
+    def discard(self) -> None:
+        """Forget an earlier start of this job with its finished parts; a complete output stays."""
+        self.outputs.remove(self.record_path)
+        self.outputs.remove_folder(self.parts_folder)
 
     def earlier_record(self) -> dict[str, Any]:
         """What an earlier start of this job wrote; empty if there was none."""
@@ -130,8 +136,8 @@ class Job:
             changed = self._changed_inputs(earlier["inputs"])
         if changed:
             raise UserError(
-                f"{self.out}: belongs to another job ({changed[0]}); name another OUT, or remove {self.out}, "
-                f"{self.record_path} and {self.parts_folder}",
+                f"{self.out}: belongs to another job ({changed[0]}); name another OUT, or remove {self.out} "
+                "and pass --restart to begin again",
                 code="score-job-changed",
             )
         self.record = earlier
@@ -196,7 +202,8 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     source, out = (one.rstrip("/") if len(one) > 1 else one for one in (source, out))
     found = inputs.find(source)
     if not found:
-        what = "no such file or folder" if not set(source) & set("*?[") else "matches no file"
+        what = "matches no file" if set(source) & set("*?[") else "no such file or folder"
+        what = "holds no file" if inputs.is_folder(source) else what
         raise UserError(f"{source}: {what}", code="data-not-found")
     is_one = (not inputs.is_folder(source) and found == [source]) or (
         is_remote(source) and len(found) == 1 and inputs.absolute(source) == found[0]
@@ -218,6 +225,13 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
         if not files:
             raise UserError(f"{source}: holds no file that ends in {', '.join(FORMATS)}", code="data-not-found")
     _refuse_overwriting(source, out, files, inputs, outputs)
+    if not is_remote(out):
+        above = nearest_folder(Path(out).absolute().parent)
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(
+                f"{out}: cannot be written ({above} is not a folder that you may write to); name another OUT",
+                code="not-writable",
+            )
     return Job(source, out, files, inputs, outputs, settings)
 
 

@@ -309,6 +309,6 @@ class Scoring:
 
 def _unusable(problem: str) -> UserError:
     return UserError(
-        f"{problem}; fix the row, or keep such rows without a label by --bad_rows keep. Finished parts are kept",
+        f"{problem}; fix it, or keep such rows without a label by --bad_rows keep; then begin again with --restart",
         code="row-unusable",
     )

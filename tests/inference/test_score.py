@@ -169,9 +169,8 @@ def test_a_bad_row_ends_the_job_with_its_line_unless_it_is_to_be_kept(model_fold
     )
 
     assert f"{source} line 3: the text is empty" in refusal(source, out, model_folder)
-    with suppress(FileNotFoundError):
-        (tmp_path / "out.csv.job.json").unlink()
-    score(source, out, model_folder, "--bad_rows", "keep")
+    assert "bad_rows was refuse and is keep" in refusal(source, out, model_folder, "--bad_rows", "keep")
+    score(source, out, model_folder, "--bad_rows", "keep", "--restart")
     rows = rows_of(out)
 
     assert [row["id"] for row in rows] == ["1", "2", "", "4", "5", "6", "7", ""]
