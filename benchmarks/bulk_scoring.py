@@ -222,7 +222,7 @@ def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__ or "", page="bulk_scoring.md", rounds=5)
     models = [harness.ROOT / "checkpoints" / name for name in ("minilm_agnews", "minilm_widened")]
     parser.add_argument("--models", type=_folder, nargs="+", default=models, help="model folders")
-    parser.add_argument("--rows", type=positive, nargs="+", default=[16_384, 6_144], help="rows for each model")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[8_192, 3_072], help="rows for each model")
     parser.add_argument(
         "--data", type=_folder, default=harness.ROOT / "data" / "ag_news" / "test.csv", help="the texts"
     )

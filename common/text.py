@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _UNPRINTABLE = re.compile(
 )
 _LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")
 _MAX_ROUNDS = 4
+# Words that are remembered take about twenty times as many bytes.
+_MOST_REMEMBERED_CHARS = 1_000_000
 
 # What a model's texts go through before they are tokenised: chosen in training, kept in the model folder.
 CLEANINGS = ("news", "none")
@@ -156,6 +159,10 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def many(self) -> ManyTexts:
+        """What tokenises a long series of texts fast; for one thread."""
+        return ManyTexts(self, self._tokenizer)
+
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         return self.encode_cleaned([self.clean(text) for text in texts])
 
@@ -170,3 +177,58 @@ def _encoded(encoding: Encoding) -> Encoded:
     # Every cut-off part repeats the special tokens: count only its words.
     num_cut = sum(part.special_tokens_mask.count(0) for part in rest)
     return Encoded(ids=encoding.ids, num_tokens=len(encoding.ids) + num_cut, truncated=bool(rest))
+
+
+class ManyTexts:
+    """Token ids of a long series of cleaned texts, as `TextTokenizer.encode_cleaned` gives them, but faster.
+
+    BERT's tokenizers treat what stands between two spaces apart from the rest, and most words of a series have come
+    before. So each is tokenised once and remembered. Other tokenizers look across spaces: theirs is the usual way.
+    """
+
+    def __init__(self, texts: TextTokenizer, tokenizer: Tokenizer) -> None:
+        self._texts, self._tokenizer = texts, tokenizer
+        self._words: dict[str, list[int]] = {}
+        self._num_chars = 0
+        self._frame = _frame_of(tokenizer)
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._frame is None:
+            return [encoded.ids for encoded in self._texts.encode_cleaned(texts)]
+        begin, end = self._frame
+        room = self._texts.max_length - len(begin) - len(end)
+        if self._num_chars > _MOST_REMEMBERED_CHARS:
+            self._words, self._num_chars = {}, 0
+        split = [text.split(" ") for text in texts]
+        new = list(set().union(*split) - self._words.keys())
+        for word, encoding in zip(new, self._tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True):
+            self._words[word] = encoding.ids
+            self._num_chars += len(word)
+        found = []
+        for words in split:
+            ids: list[int] = []
+            for word in words:
+                ids += self._words[word]
+            found.append([*begin, *ids[:room], *end])
+        return found
+
+
+def _frame_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """The special tokens before and after every text; None if words cannot be tokenised apart."""
+    parts = json.loads(tokenizer.to_str())
+    kinds = {
+        "normalizer": ("BertNormalizer",),
+        "pre_tokenizer": ("BertPreTokenizer",),
+        "model": ("WordPiece",),
+        "post_processor": ("TemplateProcessing", "BertProcessing"),
+    }
+    if any((parts[name] or {}).get("type") not in allowed for name, allowed in kinds.items()):
+        return None
+    if any(" " in token["content"] or token["normalized"] for token in parts["added_tokens"]):
+        return None
+    if (parts["truncation"] or {}).get("direction") != "Right":
+        return None
+    word = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    starts = [i for i in range(len(whole)) if whole[i : i + len(word)] == word]
+    return (whole[: starts[0]], whole[starts[0] + len(word) :]) if word and len(starts) == 1 else None

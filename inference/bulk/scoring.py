@@ -139,6 +139,7 @@ class Scoring:
 
     def __init__(self, job: Job, model: ModelLoader, *, quiet: bool = False) -> None:
         self._job, self._model = job, model
+        self._tokenize = model.tokenizer.many()
         self._keep = job.settings["bad_rows"] == "keep"
         self.files = [FileParts(job, number, job.settings["text_column"]) for number in range(len(job.files))]
         self._outs: dict[int, RowsOut] = {}
@@ -269,7 +270,7 @@ class Scoring:
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         part.texts.clear()  # they are in the rows
-        token_ids = [encoded.ids for encoded in tokenizer.encode_cleaned(cleaned)] if cleaned else []
+        token_ids = self._tokenize.token_ids(cleaned) if cleaned else []
         return Prepared(file, number, part, positions, token_ids, passes.divide(token_ids))
 
     def _write(self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]) -> None:
