@@ -195,6 +195,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number greater than 0")
+    return number
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main function; foreseen errors become one line and an exit code."""
     try:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import OneLineParser, positive, run_command
+from common.errors import OneLineParser, UserError, positive, run_command
 from common.hardware import usable_cpus
 from common.row_parts import ROWS_PER_PART
 from inference.bulk.job import Job, plan_job
@@ -94,7 +94,16 @@ def main(arguments: list[str] | None = None) -> None:
     model = _load_model(options, job)
     scoring = Scoring(job, model, quiet=options.quiet)
     scoring.check_inputs()
-    job.begin(_describe(model))
+    try:
+        job.begin(_describe(model))
+    except UserError as error:
+        if error.code != "score-job-changed":
+            raise
+        # Copies that start at the same moment may each have measured another engine as the fastest. One of them has
+        # begun the job since this one looked, and the others take its engine.
+        model = _load_model(options, job)
+        job.begin(_describe(model))
+        scoring = Scoring(job, model, quiet=options.quiet)
     if not job.finished:
         scoring.run()
         print(scoring.progress.summary(), file=sys.stderr)
@@ -123,6 +132,7 @@ def _describe(model: ModelLoader) -> dict[str, Any]:
 
 
 def _stop(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a scheduler and its script may both send it
     print("stopped; finished parts are kept, run the same command again to go on", file=sys.stderr, flush=True)
     sys.exit(128 + number)
 

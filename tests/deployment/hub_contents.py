@@ -56,7 +56,10 @@ class Hub:
     asked: list[str] = field(default_factory=list)
     address: str = ""
     has_plan: bool = True
-    # Large files that get through before every further one breaks; None breaks none.
+    # What it runs Jobs on, in millionths of a dollar per minute, and the Jobs it was told to start.
+    prices: dict[str, int] = field(default_factory=lambda: {"cpu-basic": 167, "cpu-upgrade": 500, "cpu-xl": 16667})
+    jobs: list[dict[str, Any]] = field(default_factory=list)
+    # Large files that get through before every further one breaks, or the Job that does; None breaks none.
     breaks_after: int | None = None
     # The stages that a Space goes through after a commit, one a question; the last one stays.
     # "@old" marks one of the commit before.

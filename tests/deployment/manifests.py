@@ -16,7 +16,8 @@ from tests.deployment.documented import REPOSITORY
 KUBERNETES = REPOSITORY / "deployment" / "kubernetes"
 SERVERS = ("base", "overlays/gpu", "overlays/plain")
 TRAINING = ("training/indexed-job", "training/kubeflow")
-ALL = (*SERVERS, *TRAINING, "training/network", "storage", "loadtest")
+SCORING = "scoring/job"
+ALL = (*SERVERS, *TRAINING, "training/network", SCORING, "scoring/storage", "storage", "loadtest")
 
 
 def kubectl() -> str:

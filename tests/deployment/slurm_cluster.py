@@ -69,12 +69,12 @@ class Cluster:
         assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}\n{self.logs()}"
         return ended.stdout
 
-    def job(self, number: int) -> dict[str, str]:
-        """What SLURM knows of a job: JobState, Restarts, ExitCode and so on."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """What SLURM knows of a job, or of a task of an array (`7_0`): JobState, Restarts, ExitCode and so on."""
         shown = self.run(f"scontrol show job {number} --oneliner")
         return dict(field.split("=", 1) for field in shlex.split(shown) if "=" in field)
 
-    def wait_for_end(self, number: int) -> dict[str, str]:
+    def wait_for_end(self, number: int | str) -> dict[str, str]:
         """Wait until a job will not run again, and return what SLURM knows of it."""
         wait_until(
             lambda: self.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"),

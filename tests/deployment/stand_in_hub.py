@@ -199,6 +199,32 @@ class _Handler(JsonHandler):
         else:
             raise _Refusal(503, "the Space sleeps")
 
+    def hardware(self, body: bytes) -> list[dict[str, Any]]:
+        about = {"cpu": "8 vCPU", "ram": "32 GB", "ephemeralStorage": "50 GB", "accelerator": None}
+        return [
+            {
+                "name": name,
+                "prettyName": name,
+                **about,
+                "unitCostMicroUSD": micro_dollars,
+                "unitCostUSD": micro_dollars / 1e6,
+                "unitLabel": "minute",
+            }
+            for name, micro_dollars in self.hub.prices.items()
+        ]
+
+    def run_job(self, body: bytes, account: str) -> dict[str, Any] | None:
+        self._may_write(f"{account}/")
+        if not self.hub.has_plan:
+            raise _Refusal(402, "Pre-paid credit balance is insufficient")
+        job = {"id": f"job{len(self.hub.jobs)}", "account": account, **json.loads(body)}
+        self.hub.jobs.append(job)
+        if len(self.hub.jobs) == self.hub.breaks_after:  # it runs, and nobody hears of it
+            self.close_connection = True
+            return None
+        owner = {"id": "1", "name": account, "type": "user"}
+        return job | {"createdAt": "2026-11-23T12:00:00Z", "owner": owner, "status": {"stage": "SCHEDULING"}}
+
     def _apply(self, repository: Repository, key: str, value: dict[str, Any]) -> None:
         if key == "file":
             repository.files[value["path"]] = b64decode(value["content"])
@@ -239,6 +265,8 @@ _ROUTES: list[tuple[str, Callable[..., Any]]] = [
     (r"POST /api/validate-yaml", _Handler.validate),
     (r"POST /api/repos/create", _Handler.create),
     (r"GET /api/models", _Handler.models),
+    (r"GET /api/jobs/hardware", _Handler.hardware),
+    (r"POST /api/jobs/([\w.-]+)", _Handler.run_job),
     (rf"GET {_REPOSITORY}(?:/revision/\w+)?", _Handler.facts),
     (rf"GET {_REPOSITORY}/tree/\w+", _Handler.tree),
     (rf"POST {_REPOSITORY}/paths-info/\w+", _Handler.paths_info),

@@ -15,7 +15,7 @@ from inference.app import create_app
 from inference.engines.base import CPU_BATCH_TOKENS
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY
-from tests.deployment.manifests import ALL, KUBERNETES, SERVERS, TRAINING, only, pod_templates, rendered
+from tests.deployment.manifests import ALL, KUBERNETES, SCORING, SERVERS, TRAINING, only, pod_templates, rendered
 
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 
@@ -53,7 +53,7 @@ def _selectors(folder: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("folder", SERVERS)
 def test_every_selector_takes_the_servers_pods_and_no_others(folder: str) -> None:
-    others = [template for other in (*TRAINING, "loadtest") for template in pod_templates(other)]
+    others = [template for other in (*TRAINING, SCORING, "loadtest") for template in pod_templates(other)]
     for owner, selector in _selectors(folder).items():
         assert _selects(selector, _server(folder)), owner
         assert not any(_selects(selector, template) for template in others), owner

@@ -1,4 +1,4 @@
-"""The SLURM job on a real cluster of two nodes: it runs, is interrupted, queues again, goes on; or fails for good."""
+"""The SLURM jobs on a real cluster of two nodes: they run, are interrupted, queue again, go on; or fail for good."""
 
 import hashlib
 import json
@@ -18,8 +18,20 @@ from tests.processes import wait_until
 from tests.training.conftest import BASE
 
 SCRIPT = REPOSITORY / "deployment" / "slurm" / "train.sbatch"
+SCORE = SCRIPT.with_name("score.sbatch")
 LAST_STEP = 160
 FLAGS = (*BASE, "--epochs", "20", "--batch_size", "4", "--save_every", "4")
+
+# In place of the scorer, whose rows would be done before anything could happen to it.
+SCORER = """
+import os, signal, sys
+from pathlib import Path
+print(*sys.argv[1:], flush=True)
+started = Path("started_" + os.environ["SLURM_ARRAY_TASK_ID"])
+if not started.exists():
+    started.touch()
+    signal.pause()
+"""
 
 INTERRUPTIONS = {
     # What `--signal=B:USR1@120` has SLURM do two minutes before the end.
@@ -33,22 +45,22 @@ REQUEUES = {
 
 
 def test_shellcheck_finds_nothing_in_the_launchers() -> None:
-    launchers = [SCRIPT, REPOSITORY / "training" / "run_ddp.sh"]
+    launchers = [SCRIPT, SCORE, REPOSITORY / "training" / "run_ddp.sh"]
 
     checked = subprocess.run([Path(sys.executable).with_name("shellcheck"), *launchers], capture_output=True, text=True)
 
     assert checked.returncode == 0, checked.stdout
 
 
-def test_a_job_submitted_from_another_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "program"), [(SCRIPT, "training/train_ddp.py"), (SCORE, "inference/score.py")])
+def test_a_job_submitted_from_another_folder_is_refused_in_one_line(script: Path, program: str, tmp_path: Path) -> None:
     given = {"PATH": os.environ["PATH"], "SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7"}
 
-    ended = subprocess.run(["bash", SCRIPT], cwd=tmp_path, env=given, capture_output=True, text=True)
+    ended = subprocess.run(["bash", script], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     assert ended.returncode == 2
     assert (
-        ended.stderr
-        == f"error: {tmp_path}: no training/train_ddp.py here; submit from the repository's root [not-in-repository]\n"
+        ended.stderr == f"error: {tmp_path}: no {program} here; submit from the repository's root [not-in-repository]\n"
     )
 
 
@@ -194,3 +206,28 @@ def test_the_documented_job_trains_a_model(slurm: Cluster, checkout: Path) -> No
 
     assert ended["JobState"] == "COMPLETED", _printed(checkout, job)
     assert (checkout / "checkpoints" / "slurm_demo" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def rows(slurm: Cluster, tmp_path: Path) -> Path:
+    """A folder to score rows in, with a scorer whose first start in each task lasts until it is ended."""
+    (tmp_path / "deployment").symlink_to(REPOSITORY / "deployment")
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "__init__.py").touch()
+    (tmp_path / "inference" / "score.py").write_text(SCORER)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_documented_array_scores_with_every_task(slurm: Cluster, rows: Path) -> None:
+    array = _submit(slurm, rows, documented("docs/deployment.md", "slurm-score"))
+
+    for task in range(2):
+        wait_until(lambda task=task: (rows / f"started_{task}").exists(), DEADLINE, slurm.logs)
+        slurm.run(f"scancel --batch --signal=USR1 {array}_{task}")
+        ended = slurm.wait_for_end(f"{array}_{task}")
+        assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
+        printed = (rows / f"distrinews-score-{array}_{task}.out").read_text()
+        assert printed.count("rows out --model checkpoints/tiny\n") == 2
+        assert f"distrinews-score-{array}_{task}.run0: the time is up; queued again\n" in printed
+        assert printed.endswith(f"distrinews-score-{array}_{task}.run1: finished\n")

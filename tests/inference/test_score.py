@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -17,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import inference.score
 from common.errors import UserError
 from inference.bulk import job as bulk_job
 from inference.engines.model_loader import ModelLoader
@@ -443,3 +445,20 @@ def test_a_full_disk_ends_the_job_in_one_line_and_it_goes_on_with_space(model_fo
     score(source, tmp_path / "other.csv", model_folder, "--part_rows", "2048")
     score(source, out, model_folder, "--part_rows", "2048")
     assert out.read_bytes() == (tmp_path / "other.csv").read_bytes()
+
+
+def test_copies_that_measured_different_engines_at_the_same_moment_agree_on_one(
+    news: Path, exported_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, out = inference.score._load_model, news.with_name("answers.csv")
+
+    def load_while_another_begins(options: argparse.Namespace, job: bulk_job.Job) -> ModelLoader:
+        model = load(options, job)
+        monkeypatch.setattr(inference.score, "_load_model", load)
+        score(news, out, exported_folder, "--engine", "torch")
+        return model
+
+    monkeypatch.setattr(inference.score, "_load_model", load_while_another_begins)
+    score(news, out, exported_folder)
+
+    assert json.loads(out.with_name("answers.csv.job.json").read_text())["model"]["runtime"] == "torch"

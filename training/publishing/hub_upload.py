@@ -32,6 +32,8 @@ _REASONS = {
     412: "it was changed meanwhile; start again",
     429: "the hub has had too many requests; wait some minutes and start again",
 }
+# What the hub's client raises when the hub refuses or cannot be reached.
+HUB_ERRORS = (HTTPError, OSError, RuntimeError, ValueError)
 
 # What is uploaded, by its path in the repository: a file here, or the bytes themselves.
 Files = Mapping[str, Path | bytes]
@@ -167,12 +169,23 @@ def hub_errors(what: str, reasons: Mapping[int, str] | None = None) -> Iterator[
     """Turn connection errors and refusals into one line: ``what``, the reason, and what to do."""
     try:
         yield
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        line = f"{what}: {_explain(error, _REASONS | dict(reasons or {}))}"
-        raise UserError(line.replace(get_token() or "\0", "TOKEN"), code="hub-upload-failed") from error
+    except HUB_ERRORS as error:
+        raise UserError(f"{what}: {explain(error, reasons)}", code="hub-upload-failed") from error
 
 
-def _explain(error: BaseException, reasons: Mapping[int, str]) -> str:
+def explain(
+    error: BaseException,
+    reasons: Mapping[int, str] | None = None,
+    after_a_break: str = "start again: what the hub has got already is not sent again",
+) -> str:
+    """The reason behind one of ``HUB_ERRORS`` and what to do, in one line that does not show the token.
+
+    ``reasons``: what some of the hub's status codes mean here. ``after_a_break``: what to do if the connection broke.
+    """
+    return _explain(error, _REASONS | dict(reasons or {}), after_a_break).replace(get_token() or "\0", "TOKEN")
+
+
+def _explain(error: BaseException, reasons: Mapping[int, str], after_a_break: str) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -183,7 +196,7 @@ def _explain(error: BaseException, reasons: Mapping[int, str]) -> str:
         says = f" (the hub says: {answers[0].server_message})" if answers[0].server_message else ""
         return reasons.get(status, f"the hub answers {status}; start again later") + says
     if any(isinstance(cause, HTTPError | OSError) for cause in causes) or isinstance(error, RuntimeError):
-        return f"the connection failed ({detail}); start again: what the hub has got already is not sent again"
+        return f"the connection failed ({detail}); {after_a_break}"
     return detail
 
 
