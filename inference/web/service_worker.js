@@ -34,8 +34,11 @@ self.addEventListener("fetch", (event) => {
 async function current(url, request) {
   const cache = await caches.open(CACHE);
   const kept = await cache.match(url);
+  const patience = new AbortController();
+  const timer = setTimeout(() => patience.abort(), PATIENCE_MS);
   try {
-    const response = await fetch(request, kept ? { signal: AbortSignal.timeout(PATIENCE_MS) } : {});
+    const response = await fetch(request, kept ? { signal: patience.signal } : {});
+    clearTimeout(timer); // the body may take longer
     if (response.ok) await cache.put(url, response.clone()).catch(() => {}); // no room
     return response.ok || !kept ? response : kept;
   } catch (error) {
