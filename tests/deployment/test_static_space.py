@@ -20,8 +20,9 @@ from inference import export
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
 from tests.deployment.card_rules import card_errors, front_matter
+from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub
-from tests.deployment.publishing import error_line, run_against
+from tests.deployment.publishing import error_line, run_against, run_page
 from tests.deployment.stand_in_hub import running_hub
 from tests.inference.demo_browser import answer_on, choose, chromium, contrasts, download, until, visits
 
@@ -51,12 +52,11 @@ def native_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def page_folder(native_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("static") / "page"
-    command = (PUBLISH, NAME, "--model", str(native_folder), "--static", "--dry-run", str(folder))
-    run = run_against(NOWHERE, folder.parent, *command, token=None)
+    place = tmp_path_factory.mktemp("static")
+    run = run_page(documented("docs/deployment.md", "static-space-dry-run"), NOWHERE, place, native_folder, token=None)
     assert run.returncode == 0, run.stderr
-    assert f"python -m http.server -d {folder} shows it. Nothing was sent." in run.stdout
-    return folder
+    assert "python -m http.server -d build/page shows it. Nothing was sent." in run.stdout
+    return place / "build" / "page"
 
 
 class _Files(SimpleHTTPRequestHandler):
@@ -232,7 +232,7 @@ def test_a_static_space_is_published_in_one_commit_without_a_paid_plan(
     page_folder: Path, native_folder: Path, address: str, tmp_path: Path
 ) -> None:
     with running_hub(Hub(app=address.rstrip("/"), has_plan=False)) as hub:
-        run = run_against(hub.address, tmp_path, PUBLISH, NAME, "--model", str(native_folder), "--static")
+        run = run_page(documented("docs/deployment.md", "static-space"), hub.address, tmp_path, native_folder)
         assert run.returncode == 0, run.stderr
         space = hub.repository("spaces", NAME)
         assert len(space.commits) == 1
