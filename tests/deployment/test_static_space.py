@@ -60,9 +60,17 @@ def page_folder(native_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class _Files(SimpleHTTPRequestHandler):
-    def __init__(self, *arguments: Any, headers: dict[str, str], **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, headers: dict[str, str], held: tuple[str, threading.Event] | None, **keywords: Any
+    ) -> None:
         self.more_headers = headers
+        self.held = held
         super().__init__(*arguments, **keywords)
+
+    def do_GET(self) -> None:
+        if self.held and self.path == self.held[0]:
+            self.held[1].wait()
+        super().do_GET()
 
     def end_headers(self) -> None:
         for name, value in self.more_headers.items():
@@ -74,10 +82,12 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def _given_out(folder: Path, headers: dict[str, str] | None = None, port: int = 0) -> Iterator[str]:
-    """Serve a folder as any web server would; yields the address."""
-    handler = partial(_Files, directory=str(folder), headers=headers or {})
-    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+def _given_out(
+    folder: Path, headers: dict[str, str] | None = None, held: tuple[str, threading.Event] | None = None
+) -> Iterator[str]:
+    """Serve a folder as any web server would; yields the address. A `held` path waits for its event."""
+    handler = partial(_Files, directory=str(folder), headers=headers or {}, held=held)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -165,6 +175,21 @@ def test_a_second_visit_needs_no_server(browser: Browser, page_folder: Path) -> 
         with _given_out(page_folder) as address:
             page = open_page(address, refusals=True)
             first = _answered(page, HEADLINES[0])
+        page.reload()
+        page.wait_for_selector("#bars li", state="attached")
+        assert _answered(page, HEADLINES[0]) == first
+
+
+def test_a_second_visit_needs_no_server_even_if_the_service_worker_came_late(
+    browser: Browser, page_folder: Path
+) -> None:
+    may_come = threading.Event()
+    with visits(browser, "") as open_page:
+        with _given_out(page_folder, held=("/service_worker.js", may_come)) as address:
+            page = open_page(address, refusals=True)
+            first = _answered(page, HEADLINES[0])
+            may_come.set()
+            until(page, "navigator.serviceWorker.controller !== null")
         page.reload()
         page.wait_for_selector("#bars li", state="attached")
         assert _answered(page, HEADLINES[0]) == first
