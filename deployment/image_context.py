@@ -20,7 +20,7 @@ MODEL_FOLDER = "model"
 TORCH_BUILDS = ("cuda", "cpu")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # An allowlist, so that files which tools and people leave among the sources are not copied.
-_SOURCES = {".py", ".c", ".h", ".html", ".css", ".js", ".svg", ".sh", ".csv", ".txt", ".yaml", ".json"}
+_SOURCES = {".py", ".c", ".h", ".html", ".css", ".js", ".svg", ".wasm", ".sh", ".csv", ".txt", ".yaml", ".json"}
 
 
 class DeploymentError(UserError): ...

@@ -1,11 +1,10 @@
 // Answers what the page asks with the model in this browser, in the shapes in which a server would answer.
 
-import { ApiError, sleep } from "./api.js";
+import { ApiError } from "./api.js";
 import { openModel } from "./local_model.js";
 import { setNotice } from "./notice.js";
 
 const MOST_EXPLAINING_TEXTS = 64; // a longer text is explained in groups of words
-const LONGEST_WAIT_SECONDS = 1;
 const MEGABYTE = 1e6;
 const SHOWN_STEPS = 10;
 
@@ -13,23 +12,18 @@ let opened = null;
 
 /** The model, opened at the first call. If it does not open, the reason is for good: a reload may help. */
 function model() {
-  opened ??= afterServiceWorker()
-    .then(() => openModel(document.body.dataset.model, { onProgress: showProgress }))
-    .catch((error) => {
-      throw new ApiError(error.message, { isFinal: true });
-    });
+  if (opened) return opened;
+  keepPage();
+  opened = openModel(document.body.dataset.model, { onProgress: showProgress }).catch((error) => {
+    throw new ApiError(error.message, { isFinal: true });
+  });
   return opened;
 }
 
 /** Keeps the page's files for a visit without a connection. Without it, as in some private windows, the page works too. */
-async function afterServiceWorker() {
-  const { serviceWorker } = navigator;
+async function keepPage() {
   try {
-    await serviceWorker?.register("service_worker.js");
-    if (serviceWorker && !serviceWorker.controller) {
-      const inControl = new Promise((resolve) => serviceWorker.addEventListener("controllerchange", resolve));
-      await Promise.race([inControl, sleep(LONGEST_WAIT_SECONDS)]); // so that it keeps what is loaded from here on
-    }
+    await navigator.serviceWorker?.register("service_worker.js");
   } catch (error) {
     console.info(`This page will not open without a connection: ${error.message}`);
   }

@@ -53,15 +53,19 @@ async function openStore() {
   return globalThis.caches?.open(CACHE).catch(() => null) ?? null;
 }
 
-/** model.json: from the server, so that a new model is noticed, or without a connection the one that was there last. */
-async function readDescription(url, store) {
-  let response;
+/** A file from the server, so that a new one is noticed, or without a connection the one that was there last. */
+async function newest(url, store) {
   try {
-    response = await fetched(url, { cache: "no-cache" });
+    return await fetched(url, { cache: "no-cache" });
   } catch (error) {
-    response = await store?.match(url).catch(() => undefined);
-    if (!response) throw error;
+    const kept = await store?.match(url).catch(() => undefined);
+    if (!kept) throw error;
+    return kept;
   }
+}
+
+async function readDescription(url, store) {
+  const response = await newest(url, store);
   const copy = response.clone();
   let model;
   try {
@@ -117,14 +121,19 @@ async function forgetOthers(store, { href }) {
   }
 }
 
-async function compile(instructions, threads) {
+async function compile(instructions, threads, store) {
   const name = `kernels${instructions === "simd" ? "" : "-relaxed"}${threads > 1 ? "-threads" : ""}.wasm`;
-  const code = await (await fetched(new URL(name, import.meta.url))).arrayBuffer();
+  const url = new URL(name, import.meta.url);
+  const response = await newest(url, store);
+  const copy = response.clone();
+  let module;
   try {
-    return await WebAssembly.compile(code);
+    module = await WebAssembly.compile(await response.arrayBuffer());
   } catch {
     throw new Error(`${name} is cut short or is another file; reload the page, or publish it again.`);
   }
+  await store?.put(url, copy).catch(() => {});
+  return module;
 }
 
 // ---------------------------------------------------------------- the model
@@ -135,9 +144,9 @@ export class LocalModel {
     const model = new LocalModel();
     model.instructions = chooseInstructions(instructions);
     model.threads = chooseThreads(threads);
-    const compiled = compile(model.instructions, model.threads);
-    compiled.catch(() => {}); // thrown below, unless something else is before it
     const store = await openStore();
+    const compiled = compile(model.instructions, model.threads, store);
+    compiled.catch(() => {}); // thrown below, unless something else is before it
     model.description = await readDescription(new URL("model.json", base), store);
     model.tokenizer = new Tokenizer(model.description.tokenizer);
     model.module = await compiled;

@@ -1,5 +1,5 @@
-// Keeps the page's own files, so that a visit needs no connection. The model's worker keeps the model itself.
-// deployment/publish_space.py --static writes the two lines below. FILES lacks the kernels, of which a browser needs one.
+// Keeps the page's own files, so that a visit needs no connection. local_worker.js keeps the model and its kernels, since
+// it may load them before this runs. deployment/publish_space.py --static writes the two lines below.
 
 const VERSION = "";
 const FILES = [];
@@ -26,7 +26,7 @@ self.addEventListener("fetch", (event) => {
   const { pathname, origin } = new URL(event.request.url);
   if (event.request.method !== "GET" || origin !== HOME.origin || !pathname.startsWith(HOME.pathname)) return;
   const name = pathname.slice(HOME.pathname.length) || "index.html";
-  if (FILES.includes(name) || name.endsWith(".wasm")) event.respondWith(current(new URL(name, HOME), event.request));
+  if (FILES.includes(name)) event.respondWith(current(new URL(name, HOME), event.request));
 });
 
 // From the server, so that a new page is seen at once; what is kept serves without a connection. A server that does not
@@ -34,8 +34,11 @@ self.addEventListener("fetch", (event) => {
 async function current(url, request) {
   const cache = await caches.open(CACHE);
   const kept = await cache.match(url);
+  const patience = new AbortController();
+  const timer = setTimeout(() => patience.abort(), PATIENCE_MS);
   try {
-    const response = await fetch(request, kept ? { signal: AbortSignal.timeout(PATIENCE_MS) } : {});
+    const response = await fetch(request, kept ? { signal: patience.signal } : {});
+    clearTimeout(timer); // the body may take longer
     if (response.ok) await cache.put(url, response.clone()).catch(() => {}); // no room
     return response.ok || !kept ? response : kept;
   } catch (error) {

@@ -20,8 +20,9 @@ from inference import export
 from inference.engines.model_loader import ModelLoader
 from inference.engines.native import is_supported
 from tests.deployment.card_rules import card_errors, front_matter
+from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub
-from tests.deployment.publishing import error_line, run_against
+from tests.deployment.publishing import error_line, run_against, run_page
 from tests.deployment.stand_in_hub import running_hub
 from tests.inference.demo_browser import answer_on, choose, chromium, contrasts, download, until, visits
 
@@ -51,18 +52,25 @@ def native_folder(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def page_folder(native_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("static") / "page"
-    command = (PUBLISH, NAME, "--model", str(native_folder), "--static", "--dry-run", str(folder))
-    run = run_against(NOWHERE, folder.parent, *command, token=None)
+    place = tmp_path_factory.mktemp("static")
+    run = run_page(documented("docs/deployment.md", "static-space-dry-run"), NOWHERE, place, native_folder, token=None)
     assert run.returncode == 0, run.stderr
-    assert f"python -m http.server -d {folder} shows it. Nothing was sent." in run.stdout
-    return folder
+    assert "python -m http.server -d build/page shows it. Nothing was sent." in run.stdout
+    return place / "build" / "page"
 
 
 class _Files(SimpleHTTPRequestHandler):
-    def __init__(self, *arguments: Any, headers: dict[str, str], **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, headers: dict[str, str], held: tuple[str, threading.Event] | None, **keywords: Any
+    ) -> None:
         self.more_headers = headers
+        self.held = held
         super().__init__(*arguments, **keywords)
+
+    def do_GET(self) -> None:
+        if self.held and self.path == self.held[0]:
+            self.held[1].wait()
+        super().do_GET()
 
     def end_headers(self) -> None:
         for name, value in self.more_headers.items():
@@ -74,10 +82,12 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def _given_out(folder: Path, headers: dict[str, str] | None = None, port: int = 0) -> Iterator[str]:
-    """Serve a folder as any web server would; yields the address."""
-    handler = partial(_Files, directory=str(folder), headers=headers or {})
-    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+def _given_out(
+    folder: Path, headers: dict[str, str] | None = None, held: tuple[str, threading.Event] | None = None
+) -> Iterator[str]:
+    """Serve a folder as any web server would; yields the address. A `held` path waits for its event."""
+    handler = partial(_Files, directory=str(folder), headers=headers or {}, held=held)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -170,6 +180,21 @@ def test_a_second_visit_needs_no_server(browser: Browser, page_folder: Path) -> 
         assert _answered(page, HEADLINES[0]) == first
 
 
+def test_a_second_visit_needs_no_server_even_if_the_service_worker_came_late(
+    browser: Browser, page_folder: Path
+) -> None:
+    may_come = threading.Event()
+    with visits(browser, "") as open_page:
+        with _given_out(page_folder, held=("/service_worker.js", may_come)) as address:
+            page = open_page(address, refusals=True)
+            first = _answered(page, HEADLINES[0])
+            may_come.set()
+            until(page, "navigator.serviceWorker.controller !== null")
+        page.reload()
+        page.wait_for_selector("#bars li", state="attached")
+        assert _answered(page, HEADLINES[0]) == first
+
+
 def test_the_page_works_in_a_frame_of_another_site(browser: Browser, address: str, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(f'<link rel="icon" href="data:,"><iframe src="{address}"></iframe>')
     context = browser.new_context()
@@ -232,7 +257,7 @@ def test_a_static_space_is_published_in_one_commit_without_a_paid_plan(
     page_folder: Path, native_folder: Path, address: str, tmp_path: Path
 ) -> None:
     with running_hub(Hub(app=address.rstrip("/"), has_plan=False)) as hub:
-        run = run_against(hub.address, tmp_path, PUBLISH, NAME, "--model", str(native_folder), "--static")
+        run = run_page(documented("docs/deployment.md", "static-space"), hub.address, tmp_path, native_folder)
         assert run.returncode == 0, run.stderr
         space = hub.repository("spaces", NAME)
         assert len(space.commits) == 1

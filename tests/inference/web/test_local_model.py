@@ -296,7 +296,7 @@ def test_the_weights_are_loaded_once_and_an_older_model_is_forgotten(browser: Br
         asked: list[str] = []
         page.context.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
         page.evaluate(OPEN, [{}, TEXTS])
-        until(page, f"{KEPT}.then((names) => names.length === 2)")
+        until(page, f"{KEPT}.then((names) => names.length === 3)")
         page.reload()
         page.evaluate(OPEN, [{}, TEXTS])
         assert asked.count(weights.name) == 1
@@ -305,14 +305,16 @@ def test_the_weights_are_loaded_once_and_an_older_model_is_forgotten(browser: Br
         description.write_text(description.read_text().replace(weights.name, new.name))
         os.utime(description, (1, 2e9))  # the server compares whole seconds
         page.evaluate(OPEN, [{}, TEXTS])
-        until(page, f"{KEPT}.then((names) => String(names) === '{new.name},model.json')")
+        until(page, f"{KEPT}.then((names) => String(names) === 'kernels-relaxed.wasm,{new.name},model.json')")
 
 
 def test_without_a_connection_the_stored_model_answers(browser: Browser, site: Path) -> None:
     with page_of(browser, site, isolated=False) as page:
         page.evaluate(OPEN, [{}, TEXTS])
-        until(page, f"{KEPT}.then((names) => names.length === 2)")
+        until(page, f"{KEPT}.then((names) => names.length === 3)")
         shutil.rmtree(site / "model")
+        for kernels in site.rglob("*.wasm"):
+            kernels.unlink()
         assert len(page.evaluate(OPEN, [{}, TEXTS])["answers"]) == len(TEXTS)
 
 
