@@ -5,8 +5,9 @@ const VERSION = "";
 const FILES = [];
 
 const PATIENCE_MS = 3000;
-const CACHE = `page-${VERSION}`;
 const HOME = new URL("./", self.location);
+const OURS = `page-${HOME.pathname}-`; // other folders of this host may hold such pages too
+const CACHE = OURS + VERSION;
 
 self.addEventListener("install", (event) => {
   const requests = FILES.map((name) => new Request(new URL(name, HOME), { cache: "no-cache" }));
@@ -18,7 +19,7 @@ self.addEventListener("activate", (event) => {
 });
 
 async function forgetOthers() {
-  const names = (await caches.keys()).filter((name) => name.startsWith("page-") && name !== CACHE);
+  const names = (await caches.keys()).filter((name) => name.startsWith(OURS) && name !== CACHE);
   await Promise.all(names.map((name) => caches.delete(name)));
 }
 
