@@ -68,7 +68,6 @@ class Classifier:
         self._metrics = metrics
         self._calls: set[Call] = set()  # accepted and not fully answered; touched on the event loop only
         self._all_answered = asyncio.Event()
-        self._closed = False
         self._lock = threading.Lock()  # guards the next two, and the callers of every queued text
         self._on_their_way: dict[bytes, QueuedText] = {}  # by token ids; the payload is the list of callers
         self._cache = AnswerCache(limits.cache_entries)
@@ -104,7 +103,7 @@ class Classifier:
 
     @property
     def is_alive(self) -> bool:
-        return not self._closed and self._tokenizing.thread.is_alive and self._batcher.is_alive
+        return self._tokenizing.thread.is_alive and self._batcher.is_alive
 
     @property
     def health(self) -> EngineHealth:
@@ -154,9 +153,8 @@ class Classifier:
 
     def close(self) -> None:
         """Stop the threads after the current passes, and fail what is left."""
-        self._closed = True
+        self._batcher.close()  # first, so that no pass begins once this classifier is not alive
         self._tokenizing.close()
-        self._batcher.close()
         error = WorkerDownError("the classifier was closed before this text was answered")
         deliver((caller, error) for call in list(self._calls) for caller in call.callers)
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
 from inference import export
@@ -52,7 +52,7 @@ def texts() -> list[str]:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
-    tokenizer = _train_tokenizer()
+    tokenizer = _make_tokenizer()
     config = DistilBertConfig(
         vocab_size=tokenizer.get_vocab_size(),
         n_layers=2,
@@ -84,11 +84,12 @@ def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
 
     def make(family: str, max_length: int = 24, labels: Sequence[str] = LABELS, **config: Any) -> Path:
         torch.manual_seed(0)
+        config = {"initializer_range": 0.25} | config
         folder = tmp_path / "model"
         vocab_size = len(json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"])
         names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
         config_class = getattr(transformers, f"{family}Config")
-        settings = config_class(vocab_size=vocab_size, initializer_range=0.25, **config, **names)
+        settings = config_class(vocab_size=vocab_size, **config, **names)
         getattr(transformers, f"{family}ForSequenceClassification")(settings).save_pretrained(folder)
         shutil.copy(model_folder / "tokenizer.json", folder)
         tokenizer_config = json.loads((model_folder / "tokenizer_config.json").read_text())
@@ -99,13 +100,19 @@ def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
     return make
 
 
-def _train_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special_tokens, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+def _make_tokenizer() -> Tokenizer:
+    """The words of the texts, and all characters for other words.
+
+    Not trained: a trainer breaks ties by chance, and with the ids the answers of a model with random weights change.
+    """
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = {word for text in TEXTS for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))}
+    characters = {character for word in words for character in word}
+    pieces = words | characters | {f"##{character}" for character in characters}
+    vocab = {piece: i for i, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted(pieces)])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )

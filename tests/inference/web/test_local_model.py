@@ -162,7 +162,8 @@ def any_folder(request: pytest.FixtureRequest, make_folder: MakeFolder, rows_fil
         return request.getfixturevalue("native_folder")
     sizes = {"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "num_attention_heads": 2}
     family = {"BERT": "Bert", "MPNet": "MPNet"}.get(request.param, "Electra")
-    more = {"embedding_size": 32} if family == "Electra" else {}
+    # With larger weights, int8 embeddings of 32 numbers change the answers of a random model too much.
+    more = {"embedding_size": 32, "initializer_range": 0.1} if family == "Electra" else {}
     return with_artefact(make_folder(family, max_position_embeddings=64, **sizes, **more), rows_file)
 
 
