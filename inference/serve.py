@@ -11,8 +11,11 @@ import importlib
 import logging
 import os
 import socket
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +44,8 @@ def main(arguments: list[str] | None = None, load_model: LoadModel | None = None
     workers = num_workers(settings)
     with suppress(KeyboardInterrupt):  # Ctrl-C, once everything in progress is answered
         if workers == 1:
-            app = "inference.app:app" if load_model is None else _application().create_app(settings, load_model)
+            load_model = load_model or _load_from_now_on(settings)
+            app = _application().create_app(settings, load_model)
             uvicorn.Server(_config(settings, app, host=options.host, port=options.port)).run()
         else:
             _application()  # refuses invalid settings once, not in each worker
@@ -87,6 +91,25 @@ def _refuse_taken_port(host: str, port: int) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         line = f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop what has it"
         raise UserError(line, code="port-in-use") from None
+
+
+def _load_from_now_on(settings: Settings) -> LoadModel:
+    """Load the model while this thread imports the application: each takes half of the time to the first answer."""
+    first: Future[ModelLoader] = Future()
+
+    def load() -> None:
+        try:
+            first.set_result(ModelLoader(settings.model_checkpoint, settings.engine, settings.hardware))
+        except BaseException as error:  # raised where the result is asked for
+            first.set_exception(error)
+
+    threading.Thread(target=load, daemon=True).start()
+    waiting = [first]
+
+    def load_model(path: Path, engine: str) -> ModelLoader:
+        return waiting.pop().result() if waiting else ModelLoader(path, engine, settings.hardware)
+
+    return load_model
 
 
 def _application() -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
 from inference.engines.base import CPU_BATCH_TOKENS, PASSES_AT_ONCE, TokenBatch
 from inference.engines.native.architecture import LANES, EncoderShape
@@ -26,6 +26,7 @@ from inference.engines.native.library import (
 from inference.engines.native.quantize import FILE_NAME
 
 _ALIGNMENT = 64
+_DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
 
 
 class Image(NamedTuple):
@@ -59,7 +60,7 @@ class NativeEngine:
         self._shape = EncoderShape.of(config)
         self._library = load_library()
         self.instructions = chosen_instructions(instructions)
-        self._tensors = {name: _aligned(array) for name, array in load_file(folder / FILE_NAME).items()}
+        self._tensors = _read_tensors(folder / FILE_NAME)
         self._model = self._model_struct()
         self._threads = self._start_threads()
 
@@ -275,10 +276,35 @@ class _Threads:
                 self._library.close_session(session)
 
 
-def _aligned(array: NDArray[Any]) -> NDArray[Any]:
-    # The kernels load whole cache lines, but a file promises no alignment.
-    memory = np.empty(array.nbytes + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    aligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    aligned[...] = array
-    return aligned
+def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file, in one piece of memory, each on a boundary of cache lines, which kernels load.
+
+    The library would copy each array out of the file's memory, and a file promises no alignment, so each would be
+    copied once more; most of the start would go into that.
+    """
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        # Small arrays of odd sizes shift all that follow, so it is the largest that gets its place.
+        begins = {end - begin: begin for begin, end in (entry["data_offsets"] for entry in header.values())}
+        data = _aligned_memory(os.fstat(file.fileno()).st_size - 8 - header_bytes, begins[max(begins)])
+        if file.readinto(data) != len(data):  # type: ignore[arg-type]
+            raise OSError(f"{path.name} was cut while it was read")
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensor = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        if tensor.ctypes.data % _ALIGNMENT:
+            copied = _aligned_memory(tensor.nbytes).view(tensor.dtype).reshape(tensor.shape)
+            copied[...] = tensor
+            tensor = copied
+        tensors[name] = tensor
+    return tensors
+
+
+def _aligned_memory(num_bytes: int, aligned: int = 0) -> NDArray[np.uint8]:
+    """New memory whose byte number ``aligned`` is on a boundary."""
+    memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -(memory.ctypes.data + aligned) % _ALIGNMENT
+    return memory[start : start + num_bytes]
