@@ -72,6 +72,10 @@ OTHER_NAMES = {
     "max_grad_norm": "clip_norm",
     "save_steps": "save_every",
     "report_to": "trackers",
+    "warmup_steps": "warmup",
+    "lr_scheduler_type": "schedule",
+    "metric_for_best_model": "best_metric",
+    "early_stopping_patience": "early_stopping",
     "fp16": "precision",
     "bf16": "precision",
 }
@@ -97,13 +101,18 @@ class TrainConfig(BaseModel):
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
+    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that all labels together count alike; or a YAML or JSON file with a weight for each label")
+    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = as many rows of each label, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
+    best_metric: Literal["accuracy", "macro_f1", "loss"] = _field("accuracy", "imbalance", "what is best on the validation rows; macro_f1 counts all labels alike, however rare")
+    early_stopping: int = _field(0, "imbalance", "stop after this many epochs in a row that were not better than the best one; 0 = train to the end", ge=0, on_resume="any")
+
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
     batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
-    schedule: Literal["linear", "cosine"] = _field("linear", "optimization", "how the learning rate decays to 0 after the warm-up")
-    warmup: float = _field(0.06, "optimization", "share of all steps over which the learning rate rises; 0 = off", ge=0, lt=1)
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
+    warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
     weight_decay: float = _field(0.01, "optimization", "AdamW's weight decay, except for biases and LayerNorm; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
@@ -152,6 +161,13 @@ class TrainConfig(BaseModel):
     profile_ranks: str = _field("0", "monitoring", "ranks to record: all, or their numbers, such as 0,3", on_resume="any")
     # fmt: on
 
+    @field_validator("warmup")
+    @classmethod
+    def _check_warmup(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("must be a share below 1, or a whole number of steps")
+        return value
+
     @field_validator("compress")
     @classmethod
     def _check_compress(cls, value: str) -> str:
@@ -186,6 +202,10 @@ class TrainConfig(BaseModel):
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
         if self.tf32 and self.device == "cpu":
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
+        if self.class_weights != "none" and self.sampling == "balanced":
+            raise ValueError(
+                f"--class_weights {self.class_weights} and --sampling balanced: rare labels would count twice; drop one"
+            )
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         for flag, strategies in FLAGS_OF_STRATEGIES.items():

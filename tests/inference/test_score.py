@@ -224,6 +224,11 @@ def finished_parts(out: Path) -> dict[str, int]:
     return found
 
 
+def is_finished(out: Path) -> bool:
+    record = Path(f"{out}.job.json")
+    return record.exists() and json.loads(record.read_text())["finished"]
+
+
 @pytest.mark.parametrize(("num_kills", "num_processes"), [(3, 1), (3, 2), pytest.param(50, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("suffix", [".parquet"])
 def test_however_often_it_is_killed_the_bytes_are_the_same_and_no_finished_part_is_done_again(
@@ -260,7 +265,8 @@ def test_however_often_it_is_killed_the_bytes_are_the_same_and_no_finished_part_
             process.kill()
             process.wait()
         after = finished_parts(out)
-        assert not after or before.items() <= after.items()
+        # On a busy machine the job may end between two looks, and be killed while it removes its parts.
+        assert is_finished(out) or before.items() <= after.items()
     last = [start_scoring(source, out, model_folder) for _ in range(num_processes)]
     codes = [process.wait(120) for process in last]
 

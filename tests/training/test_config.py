@@ -9,7 +9,7 @@ import yaml
 from common.errors import UserError
 from training.config import TrainConfig, on_resume, parse_config
 
-GROUPS = ["data", "model", "optimization", "processes", "output", "fault tolerance", "monitoring"]
+GROUPS = ["data", "model", "imbalance", "optimization", "processes", "output", "fault tolerance", "monitoring"]
 
 
 def parse(*arguments: str, **environment: str) -> TrainConfig:
@@ -119,7 +119,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--max_length", "7"), r"^--max_length 7: must be at least 8$"),
         (("--max_length", "9000"), r"^--max_length 9000: must be at most 8192$"),
         (("--validation_fraction", "0"), r"^--validation_fraction 0: must be greater than 0$"),
-        (("--warmup", "1"), r"^--warmup 1: must be less than 1$"),
+        (("--warmup", "1.5"), r"^--warmup 1.5: must be a share below 1, or a whole number of steps$"),
         (("--epochs", "many"), r"^--epochs many: must be a whole number$"),
         (("--epochs", "1.5"), r"^--epochs 1.5: must be a whole number$"),
         (("--learning_rate", "fast"), r"^--learning_rate fast: must be a number$"),
@@ -211,6 +211,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
             "epochs",
             "learning_rate",
         ),
+        *("class_weights", "sampling", "best_metric"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
         *("deterministic", "device"),
     }

@@ -244,11 +244,14 @@ def _absolute(asked: str) -> str:
 
 def _check_same_run(config: TrainConfig, data_shard: DataShard, resumed: Resumed, data_key: str) -> None:
     state = resumed.state
-    before, now = state["config"] | {"clean": _cleaning(state["config"])}, config.model_dump(mode="json")
+    # What a run of an older version could not be told, it did as the default does.
+    defaults = TrainConfig().model_dump(mode="json")
+    before = defaults | state["config"] | {"clean": _cleaning(state["config"])}
+    now = config.model_dump(mode="json")
     differing = [
-        f"{name} was {before.get(name)!r}, is {value!r}"
+        f"{name} was {before[name]!r}, is {value!r}"
         for name, value in now.items()
-        if on_resume(name) == "same" and before.get(name) != value
+        if on_resume(name) == "same" and before[name] != value
     ]
     asked = config.batch_size * data_shard.size * config.gradient_accumulation
     same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")

@@ -64,7 +64,7 @@ class DataShard:
 
 
 class LengthBucketSampler:
-    """Global batches of rows of similar length, each row once per epoch.
+    """Global batches of rows of similar length, each row once per epoch, or as many rows of each label.
 
     Like ``torch.utils.data.DistributedSampler`` it is seeded and told the epoch with :meth:`set_epoch`. Unlike that
     one, it does not repeat or drop rows to give all ranks the same number.
@@ -73,10 +73,14 @@ class LengthBucketSampler:
         lengths: tokens of each row, (rows,).
         global_batch_size: rows per optimizer step over all ranks; the last batch may have fewer.
         seed: decides the order, together with the epoch.
+        balanced: the label of each row, (rows,), to draw as many rows of each; an epoch has as many rows as without.
     """
 
-    def __init__(self, lengths: np.ndarray, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self, lengths: np.ndarray, global_batch_size: int, seed: int, balanced: np.ndarray | None = None
+    ) -> None:
         self.lengths = lengths
+        self.balanced = balanced
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.epoch = 1
@@ -91,6 +95,8 @@ class LengthBucketSampler:
         """The epoch's global batches: arrays of row numbers, sorted by length within a batch."""
         generator = np.random.default_rng([self.seed, 2, self.epoch])
         order = generator.permutation(len(self.lengths))
+        if self.balanced is not None:
+            order = generator.permutation(self._balanced(generator))
         bucket_size = BATCHES_PER_BUCKET * self.global_batch_size
         batches: list[np.ndarray] = []
         for start in range(0, len(order), bucket_size):
@@ -98,6 +104,20 @@ class LengthBucketSampler:
             bucket = bucket[np.argsort(self.lengths[bucket], kind="stable")]
             batches += [bucket[i : i + self.global_batch_size] for i in range(0, len(bucket), self.global_batch_size)]
         yield from self._longest_first(batches, generator)
+
+    def _balanced(self, generator: np.random.Generator) -> np.ndarray:
+        """As many rows as there are, an equal number of each label, give or take one."""
+        labels = np.unique(self.balanced)
+        drawn = []
+        for number, label in enumerate(labels):
+            rows = np.flatnonzero(self.balanced == label)
+            # Which labels get the one more changes from epoch to epoch.
+            place = (number + self.epoch) % len(labels)
+            count = len(self.lengths) // len(labels) + (place < len(self.lengths) % len(labels))
+            # Every row of the label before any of them comes again.
+            rounds = [generator.permutation(rows) for _ in range(-(-count // len(rows)))]
+            drawn.append(np.concatenate(rounds)[:count])
+        return np.concatenate(drawn)
 
     def _longest_first(self, batches: list[np.ndarray], generator: np.random.Generator) -> list[np.ndarray]:
         """Shuffled, except that the longest batch comes first: what does not fit into memory fails immediately."""
@@ -115,6 +135,7 @@ def rank_share(
     pad_to_multiple_of: int = 1,
     max_length: int = 2**31,
     speeds: Sequence[float] | None = None,
+    class_weights: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
@@ -122,7 +143,8 @@ def rank_share(
     empty share becomes one dummy row of weight 0, because its rank must still take part in the collectives. In a
     pipeline, all micro-batches are filled up with dummy rows.
 
-    ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. Lengths are rounded up to
+    ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. ``class_weights``,
+    (labels,), are the weights of rows in the mean loss of the batch; None weighs all rows alike. Lengths are rounded up to
     ``pad_to_multiple_of``, but not beyond ``max_length`` tokens.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
@@ -140,23 +162,26 @@ def rank_share(
     else:
         size = 1
         edges = np.linspace(start, stop, accumulation + 1).round().astype(int).tolist()
-    return [_micro_batch(rows, batch, edges[i], edges[i + 1], length, size) for i in range(accumulation)]
+    # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without asking the others.
+    weights = np.ones(len(batch)) if class_weights is None else class_weights[rows.labels[batch]]
+    weights = weights / weights.sum()
+    return [_micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size) for i in range(accumulation)]
 
 
 def _micro_batch(
-    rows: TokenizedRows, batch: np.ndarray, start: int, stop: int, length: int, least_rows: int
+    rows: TokenizedRows, batch: np.ndarray, weights: np.ndarray, start: int, stop: int, length: int, least_rows: int
 ) -> MicroBatch:
     own = batch[start:stop]
     num_dummies = max(0, least_rows - len(own))
     chosen = np.concatenate([own, np.repeat(batch[:1], num_dummies)])
-    # Each row weighs 1 / rows of the global batch, wherever it is computed: shares need not be equal. Dummies weigh 0.
-    weights = np.repeat([1 / len(batch), 0.0], [len(own), num_dummies]).astype(np.float32)
+    # A row has its weight in the global mean wherever it is computed: shares need not be equal. Dummies weigh 0.
+    own_weights = np.concatenate([weights[start:stop], np.zeros(num_dummies)]).astype(np.float32)
     input_ids, attention_mask = pad(rows, chosen, length)
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=torch.from_numpy(rows.labels[chosen]),
-        weights=torch.from_numpy(weights),
+        weights=torch.from_numpy(own_weights),
         rows=np.concatenate([own, np.full(num_dummies, -1, own.dtype)]),
         first_row=start,
         num_tokens=int(rows.lengths[own].sum()),

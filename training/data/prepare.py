@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import yaml
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.text import TextTokenizer
 from training.config import TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
@@ -94,6 +96,46 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         say(repeated)
         tokens = replace(tokens, notes=[*tokens.notes, repeated])
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
+
+
+def class_weights_of(config: TrainConfig, news: PreparedNews) -> np.ndarray | None:
+    """What a training row of each label weighs in the loss, float64 (labels,); None if all weigh the same.
+
+    With auto, the rows of all labels together weigh the same (King & Zeng, 2001, "Logistic regression in rare events
+    data"), and a row weighs 1 on average.
+
+    Raises:
+        UserError: the file cannot be read, or does not give each label a positive number.
+    """
+    names = news.tokens.label_names
+    if config.class_weights == "none":
+        return None
+    if config.class_weights == "auto":
+        counts = np.bincount(news.tokens.train.labels[news.train_index], minlength=len(names))
+        # A label without training rows gets any weight: no row asks for it.
+        return len(news.train_index) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+    try:
+        given = yaml.safe_load(Path(config.class_weights).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _wrong_weights(config, f"cannot be read ({first_line(error)})") from error
+    if not isinstance(given, dict):
+        raise _wrong_weights(config, f"must hold a weight for each label, such as `{names[0]}: 2.5`")
+    given = {str(name): weight for name, weight in given.items()}
+    if unknown := sorted(given.keys() - set(names)):
+        raise _wrong_weights(config, f"{unknown[0]!r} is not a label of the data, which has {', '.join(names)}")
+    if missing := [name for name in names if name not in given]:
+        raise _wrong_weights(config, f"has no weight for the label {missing[0]!r}")
+    for name, weight in given.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (is_number and 0 < weight < math.inf):
+            raise _wrong_weights(config, f"the weight of {name!r} is {weight!r}; it must be a number above 0")
+    return np.array([float(given[name]) for name in names])
+
+
+def _wrong_weights(config: TrainConfig, what: str) -> UserError:
+    return UserError(
+        f"--class_weights {config.class_weights}: {what}; give none, auto or a YAML or JSON file", code="class-weights"
+    )
 
 
 def _is_local(name: str) -> bool:

@@ -46,13 +46,18 @@ def scaled_learning_rate(config: TrainConfig, data_ranks: int) -> float:
 
 
 def learning_rate_at(step: int, total_steps: int, peak: float, warmup: float, schedule: str) -> float:
-    """The learning rate of optimizer step ``step``, counted from 1: a warm-up, then a decay to 0.
+    """The learning rate of optimizer step ``step``, counted from 1: a warm-up, then a decay.
 
-    It depends on the step only, so there is no scheduler state to save or restore.
+    It depends on the step only, so there is no scheduler state to save or restore. ``warmup`` is a share of all steps,
+    or from 1 on their number; inverse_sqrt is the schedule of the Transformer (Vaswani et al., arXiv 1706.03762).
     """
-    warmup_steps = round(total_steps * warmup)
+    warmup_steps = round(total_steps * warmup) if warmup < 1 else int(warmup)
     if step <= warmup_steps:
         return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    if schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(warmup_steps, 1) / step)
     # Step total_steps still has a small rate; 0 would be reached one step later.
     left = (total_steps - step + 1) / (total_steps - warmup_steps)
     return peak * (left if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * (1 - left))))

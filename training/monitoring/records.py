@@ -42,6 +42,10 @@ class EpochMetrics:
     validation: dict[str, Any]
     is_best: bool
 
+    def score(self, metric: str) -> float:
+        """How good the epoch was, the larger the better, by a metric of its evaluation."""
+        return -self.validation["loss"] if metric == "loss" else self.validation[metric]
+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedConfig
 
 from training.checkpointing import Storage
@@ -23,7 +24,8 @@ from training.run.state import RunState
 class StepPlan:
     """How many steps of which size a run has, the same on all ranks.
 
-    ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step.
+    ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
+    ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same.
     """
 
     global_batch_size: int
@@ -31,6 +33,7 @@ class StepPlan:
     steps_per_epoch: int
     total_steps: int
     peak_learning_rate: float
+    class_weights: np.ndarray | None
 
 
 @dataclass(frozen=True)

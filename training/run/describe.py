@@ -36,7 +36,8 @@ def describe_run(context: RunContext) -> dict[str, str]:
         "Precision": context.precision,
         "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
         "Steps": f"{context.plan.total_steps:,} = {config.epochs} epochs x {context.plan.steps_per_epoch:,}",
-        "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after {config.warmup:.0%} warm-up",
+        "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
+        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up"),
         "Run folder": str(config.run_dir),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import TrainingFailure, UserError
+from common.files import writing_whole
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
@@ -74,6 +77,7 @@ def finish_run(context: RunContext) -> Path:
                 config.checkpoint_file,
                 config.clean,
             )
+            write_predictions(context, logits)
             report = write_report(config.run_dir, _report_data(context, test, logits))
         except OSError as error:
             raise TrainingFailure(
@@ -107,7 +111,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
-    for epoch in sorted(state.epochs, key=lambda epoch: -epoch.validation["accuracy"]):
+    for epoch in sorted(state.epochs, key=lambda epoch: -epoch.score(context.config.best_metric)):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)
@@ -127,6 +131,14 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
     if context.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
     notes.append(f"Layout: {context.strategy.describe()}.")
+    if (weights := context.plan.class_weights) is not None:
+        each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
+        notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
+    if (last := context.state.epochs[-1].epoch) < context.config.epochs:
+        notes.append(
+            f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "
+            f"in a row had no better {context.config.best_metric} on the validation rows."
+        )
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")
     if context.state.bad.total:
@@ -143,6 +155,21 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
     )
+
+
+def write_predictions(context: RunContext, logits: np.ndarray) -> None:
+    """Write what the model answers to each test row, in their order, to ``predictions.csv`` in the run folder."""
+    tokens, texts = context.news.tokens, context.news.texts
+    probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
+    predicted, names = probabilities.argmax(axis=1), tokens.label_names
+    with writing_whole(context.config.run_dir / "predictions.csv") as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(lines)
+        writer.writerow(["row", "label", "predicted", "confidence", "text"])
+        for row, (label, answer) in enumerate(zip(tokens.test.labels, predicted, strict=True)):
+            confidence = f"{probabilities[row, answer]:.6f}"
+            writer.writerow([row, names[label], names[answer], confidence, texts.test.texts[row]])
+        lines.detach()  # flushed, and left open for the one who made the file
 
 
 def _wrong_texts(context: RunContext, logits: np.ndarray) -> list[WrongText]:

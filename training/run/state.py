@@ -81,6 +81,10 @@ class RunState:
     def best(self) -> EpochMetrics | None:
         return next((epoch for epoch in reversed(self.epochs) if epoch.is_best), None)
 
+    def no_longer_improves(self, patience: int) -> bool:
+        """Whether so many last epochs were no better than the best one; a patience of 0 never ends."""
+        return bool(patience and self.best and self.epochs[-1].epoch - self.best.epoch >= patience)
+
     def to_plain(self) -> dict[str, Any]:
         return {
             "step": self.step,

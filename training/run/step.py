@@ -72,6 +72,7 @@ def train_step(
             pad_to_multiple_of=length_multiple(config, ranks.device.type),
             max_length=config.max_length,
             speeds=balance.speeds,
+            class_weights=plan.class_weights,
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 

@@ -27,7 +27,7 @@ from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
-from training.data.prepare import prepare_model, prepare_news
+from training.data.prepare import class_weights_of, prepare_model, prepare_news
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
@@ -95,6 +95,8 @@ class Trainer:
         config = config.model_copy(update={"clean": cleaning_of_run(config, ranks, storage)})
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
+        own = ranks.run_on_all_ranks(lambda: class_weights_of(config, news) if ranks.is_first else None)
+        class_weights = ranks.broadcast(own)
         model = prepare_model(config, ranks, news.tokens, say)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
@@ -103,7 +105,9 @@ class Trainer:
         # The last of the checks, because it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, say)
         global_batch, accumulation = global_batch_size(config, strategy.data_shard, resumed)
-        self.sampler = LengthBucketSampler(news.tokens.train.lengths[news.train_index], global_batch, config.seed)
+        train = news.tokens.train
+        balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
+        self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         self.context = RunContext(
@@ -119,6 +123,9 @@ class Trainer:
                 peak_learning_rate=resumed.state["peak_learning_rate"]
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
+                class_weights=np.array(resumed.state["class_weights"])
+                if resumed and resumed.state.get("class_weights")
+                else class_weights,
             ),
             precision=precision,
             model_config=model.network.config,
@@ -186,6 +193,12 @@ class Trainer:
         validation_pending = len(state.epochs) < state.step // plan.steps_per_epoch
         if (state.step < plan.total_steps or validation_pending) and not self._train(validation_pending):
             return None
+        if state.best and state.step < plan.total_steps:
+            self.context.say(
+                f"Stopping after epoch {state.epochs[-1].epoch} of {self.context.config.epochs}: the last "
+                f"{self.context.config.early_stopping} had no better {self.context.config.best_metric} than epoch "
+                f"{state.best.epoch}"
+            )
         try:
             with self.context.phases("finish"):
                 return finish_run(self.context)
@@ -197,6 +210,7 @@ class Trainer:
         context, state, plan = self.context, self.context.state, self.context.plan
         self.step_log, self.bad_steps = StepLog(context.ranks), BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
+        patience = context.config.early_stopping
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
         progress = (
             context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
@@ -207,7 +221,7 @@ class Trainer:
             if bar:
                 context.events.subscribers.append(bar)
             done = not validation_pending or self._end_epoch(epoch=epochs_done)
-            while done and state.step < plan.total_steps:
+            while done and state.step < plan.total_steps and not state.no_longer_improves(patience):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
         return done
@@ -312,6 +326,8 @@ class Trainer:
             "config": context.config.model_dump(mode="json"),
             "global_batch_size": context.plan.global_batch_size,
             "peak_learning_rate": context.plan.peak_learning_rate,
+            # The file that they came from may have changed by the time the run resumes.
+            "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
             "data_key": context.news.tokens.key,
         }
         best_step = state.best.step if state.best else None

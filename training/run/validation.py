@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from common.errors import TrainingFailure
@@ -37,5 +38,6 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
             quiet=not context.ranks.is_first,
             code="loss-not-finite",
         )
-    is_best = all(validation["accuracy"] > past.validation["accuracy"] for past in state.epochs)
-    return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)
+    found = EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best=False)
+    metric = context.config.best_metric
+    return replace(found, is_best=all(found.score(metric) > past.score(metric) for past in state.epochs))

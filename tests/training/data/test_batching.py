@@ -65,6 +65,41 @@ def test_epochs_do_not_depend_on_those_before() -> None:
     assert [batch.tolist() for batch in sampler] == epoch(sampler.lengths, 16, seed=3, number=3)
 
 
+def test_balanced_sampling_draws_as_many_rows_of_each_label_and_every_rare_row_before_one_repeats() -> None:
+    labels = np.array([0] * 90 + [1] * 7 + [2] * 3)
+    lengths = random_rows(100).lengths
+    sampler = LengthBucketSampler(lengths, 8, 1, labels)
+
+    def drawn(number: int) -> list[list[int]]:
+        sampler.set_epoch(number)
+        return [batch.tolist() for batch in sampler]
+
+    for number in (1, 2, 3):
+        rows = np.concatenate(drawn(number))
+        counts, times = np.bincount(labels[rows]), np.bincount(rows, minlength=100)
+        assert len(rows) == 100
+        assert counts.max() - counts.min() <= 1
+        assert times[:90].max() == 1
+        assert all(of_label.max() - of_label.min() <= 1 for of_label in (times[90:97], times[97:]))
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert all((np.diff(lengths[batch]) >= 0).all() for batch in map(np.array, drawn(1)))
+
+
+def test_class_weights_give_the_weighted_mean_whatever_the_shares() -> None:
+    rows = random_rows(40)
+    batch, class_weights = np.arange(5, 38), np.array([1.0, 4.0, 0.5, 2.0])
+    expected = class_weights[rows.labels[batch]] / class_weights[rows.labels[batch]].sum()
+
+    for size, stages in ((1, 1), (3, 1), (2, 2)):
+        found: dict[int, float] = {}
+        for rank in range(size):
+            for part in rank_share(rows, batch, DataShard(rank, size, stages=stages), 2, class_weights=class_weights):
+                real = part.rows >= 0
+                found |= dict(zip(part.rows[real].tolist(), part.weights[real].tolist(), strict=True))
+                assert not part.weights[~real].any()
+        assert found == pytest.approx(dict(zip(batch.tolist(), expected.tolist(), strict=True)))
+
+
 def test_the_longest_row_is_in_the_first_batch() -> None:
     lengths = random_rows(500).lengths
 

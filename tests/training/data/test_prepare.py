@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
 from common.errors import UserError
 from training.config import TrainConfig
-from training.data.prepare import prepare_model, prepare_news
+from training.data.prepare import class_weights_of, prepare_model, prepare_news
 from training.data.tokenized import load_tokenizer
 from training.parallelism.distributed import Ranks
 
@@ -62,6 +63,66 @@ def test_repeated_texts_are_counted_between_the_parts_of_the_training_rows_too(t
     prepare_news(config_for(tmp_path), ALONE, said.append)
 
     assert "4 of 4 validation rows repeat the text of a training row, so their scores are too good" in said
+
+
+def _rare(folder: Path) -> None:
+    for split in ("train", "test"):
+        rows = "".join(f"{split} {i},{'ab'[i % 10 == 0]}\n" for i in range(60))
+        (folder / f"{split}.csv").write_text("text,label\n" + rows)
+
+
+def test_automatic_class_weights_make_all_labels_together_count_alike(tmp_path: Path) -> None:
+    _rare(tmp_path)
+    config = config_for(tmp_path, class_weights="auto")
+    news = prepare_news(config, ALONE, lambda text: None)
+
+    weights = class_weights_of(config, news)
+
+    counts = np.bincount(news.tokens.train.labels[news.train_index])
+    assert weights is not None
+    assert (weights * counts).tolist() == pytest.approx([len(news.train_index) / 2] * 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("a: 1", "has no weight for the label 'b'"),
+        ("a: 1\nb: 2\nc: 3", "'c' is not a label of the data, which has a, b"),
+        ("a: 1\nb: 0", "the weight of 'b' is 0; it must be a number above 0"),
+        ("a: 1\nb: many", "the weight of 'b' is 'many'"),
+        ("a: .inf\nb: 1", "the weight of 'a' is inf"),
+        ("[1, 2]", "must hold a weight for each label, such as `a: 2.5`"),
+        ("a: [", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_of_class_weights_that_cannot_be_used_is_one_line(
+    tmp_path: Path, content: str | None, what: str
+) -> None:
+    _rare(tmp_path)
+    file = tmp_path / "weights.yaml"
+    if content is not None:
+        file.write_text(content)
+    config = config_for(tmp_path, class_weights=str(file))
+    news = prepare_news(config, ALONE, lambda text: None)
+
+    with pytest.raises(UserError) as refused:
+        class_weights_of(config, news)
+
+    assert what in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert refused.value.code == "class-weights"
+
+
+def test_class_weights_are_read_by_the_names_of_the_labels(tmp_path: Path) -> None:
+    _rare(tmp_path)
+    (tmp_path / "weights.json").write_text('{"b": 9, "a": 0.5}')
+    config = config_for(tmp_path, class_weights=str(tmp_path / "weights.json"))
+
+    weights = class_weights_of(config, prepare_news(config, ALONE, lambda text: None))
+
+    assert weights is not None
+    assert weights.tolist() == [0.5, 9]
 
 
 def test_a_run_validates_on_the_rows_that_the_data_brings(

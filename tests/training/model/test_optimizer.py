@@ -61,6 +61,24 @@ def test_every_step_of_a_short_run_has_a_rate(schedule: str, warmup: float, tota
     assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates(schedule, warmup, total))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt", "constant"])
+def test_a_warm_up_of_one_or_more_is_a_number_of_steps(schedule: str) -> None:
+    assert rates(schedule, warmup=20) == pytest.approx(rates(schedule, warmup=0.2))
+    assert rates(schedule, warmup=200)[-1] == pytest.approx(PEAK / 2)  # a run shorter than its warm-up
+
+
+def test_a_constant_rate_stays_at_the_peak() -> None:
+    assert rates("constant")[9:] == [PEAK] * 91
+
+
+def test_the_inverse_square_root_halves_the_rate_when_the_steps_are_four_times_as_many() -> None:
+    found = rates("inverse_sqrt")
+
+    assert found[9] == pytest.approx(PEAK)
+    assert found[39] == pytest.approx(PEAK / 2)
+    assert rates("inverse_sqrt", warmup=0)[3] == pytest.approx(PEAK / 2)
+
+
 def test_biases_and_layer_norms_have_no_weight_decay() -> None:
     model = NewsClassifier(pretrained_model="tiny", vocab_size=64)
     spared = {
