@@ -144,8 +144,8 @@ def rank_share(
     pipeline, all micro-batches are filled up with dummy rows.
 
     ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. ``class_weights``,
-    (labels,), are the weights of rows in the mean loss of the batch; None weighs all rows alike. Lengths are rounded up to
-    ``pad_to_multiple_of``, but not beyond ``max_length`` tokens.
+    (labels,), are the weights of rows in the mean loss of the batch; None weighs all rows alike. Lengths are rounded up
+    to ``pad_to_multiple_of``, but not beyond ``max_length`` tokens.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.lengths[batch].max())
