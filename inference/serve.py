@@ -26,7 +26,7 @@ from inference.batching.served_model import LoadModel
 from inference.engines.model_loader import ModelLoader
 from inference.http.request_log import configure_logging
 from inference.http.workers import Supervisor, SupervisorLine, num_workers, share_of
-from inference.settings import Settings
+from inference.settings import Settings, keep_tokenizer_on_one_thread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -95,6 +95,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 
 def _load_from_now_on(settings: Settings) -> LoadModel:
     """Load the model while this thread imports the application: each takes half of the time to the first answer."""
+    keep_tokenizer_on_one_thread()
     first: Future[ModelLoader] = Future()
 
     def load() -> None:
