@@ -1,7 +1,7 @@
 """What do class weights and balanced batches gain where two labels are rare?
 
-From the training rows of a data set with four labels, so many rows of two labels are kept that each has a twentieth of
-the rows of the others. The test rows stay as they are, so rare and frequent labels are measured on as many rows.
+Two of four labels keep only a twentieth of the training rows that the other two have. The test rows stay as they are,
+so that rare and frequent labels are measured equally well.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VARIANTS = {
     "`--sampling balanced`": ("--sampling", "balanced"),
 }
 INTRODUCTION = """
-{rows} training rows, of which the labels {rare} have a twentieth as many as the others; the test rows are those of the
-data set, as many of each label. Every way trains {epochs} epoch with the best epoch chosen by macro-F1, once for each
-of {seeds} seeds, which also draw the rows; figures are means over the seeds, with the smallest and the largest.
-*rare*, *frequent*: recall, the mean of the two labels.
+{rows} training rows, in which {rare} are twenty times as rare as the other two labels; the test set is left as it is,
+with all labels equally frequent. Each variant was trained {seeds} times, with a seed that also chooses the rows.
+Epochs: {epochs}, the best one chosen by macro-F1. Figures are means over the runs, with the lowest and the highest.
+*rare*, *frequent*: mean recall of these two labels.
 """
 
 
@@ -104,7 +104,7 @@ def render(run: dict[str, Any]) -> str:
         return lambda test: mean(test["per_class"][name]["recall"] for name in names)
 
     columns: dict[str, Callable[[str], str]] = {
-        "training rows": lambda name: name,
+        "variant": lambda name: name,
         "accuracy, %": figures(lambda test: test["accuracy"]),
         "macro-F1, %": figures(lambda test: test["macro_f1"]),
         "rare, %": figures(recall(run["rare"])),

@@ -30,8 +30,9 @@ WORKERS = (1, 2)
 INTRODUCTION = """
 The engine answers at once, so this is the cost of HTTP, JSON, tokenizing, batching, metrics and the log line.
 *requests/s*: single texts of AG News from {clients} connections of wrk, which shares the cores. *CPU ms/request*:
-processor time of all processes of the server. *p99 at 70%*: of as many requests per second as 70% of that, sent evenly
-on connections of their own. Medians over {rounds} rounds, with the smallest and the largest.
+processor time of all processes of the server. *p99 at 70%*: latency when
+requests arrive evenly at 70% of that rate, each on a connection of its own. Medians over {rounds} rounds, with the
+smallest and the largest.
 """
 # wrk sends the bodies of a file in turn.
 _SCRIPT = """

@@ -120,7 +120,7 @@ def _parse() -> argparse.Namespace:
         "--texts_per_second",
         type=above_zero,
         metavar="N",
-        help="a rate that you have measured, on as many cores as --cores says (default: the rates of our benchmarks)",
+        help="a rate that you measured yourself, on --cores cores (default: the rates of our benchmarks)",
     )
     parser.add_argument("--cores", type=positive, metavar="N", help="the cores that --texts_per_second was measured on")
     parser.add_argument(

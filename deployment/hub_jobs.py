@@ -3,8 +3,8 @@
 python deployment/hub_jobs.py hf://datasets/ACCOUNT/NAME/FILE hf://buckets/ACCOUNT/NAME/FILE --model ACCOUNT/NAME
 --image IMAGE
 
-It prints the command, the machine and its price, and starts nothing; with --yes it starts what it has printed. Several
-inputs become as many Jobs. The token comes from HF_TOKEN or the hub's login (hf auth login).
+It prints the command, the machine and its price, and starts nothing; with --yes it starts what it has printed. Each
+input becomes a Job of its own. The token comes from HF_TOKEN or the hub's login (hf auth login).
 """
 
 from __future__ import annotations

@@ -121,9 +121,13 @@ def create_app(
     return app
 
 
-try:
-    app = create_app()
-except SettingsError as error:
-    # uvicorn imports this module, and one line says more than the traceback of an import.
-    error.say()
-    sys.exit(2)
+def __getattr__(name: str) -> FastAPI:
+    # `app` is built when uvicorn asks for it, and not for those who import `create_app`.
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return globals().setdefault("app", create_app())
+    except SettingsError as error:
+        # One line says more than the traceback of an import.
+        error.say()
+        sys.exit(2)

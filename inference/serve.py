@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None, load_model: LoadModel | None = None
             app = _application().create_app(settings, load_model)
             uvicorn.Server(_config(settings, app, host=options.host, port=options.port)).run()
         else:
-            _application()  # refuses invalid settings once, not in each worker
+            _application().create_app(settings)  # refuses invalid settings once, not in each worker
             load_model = load_model or partial(ModelLoader, hardware=share_of(settings, workers).hardware)
             Supervisor(settings, workers, load_model, _serve_as_worker).run(options.host, options.port)
 
@@ -124,7 +124,7 @@ def _serve_as_worker(settings: Settings, load_model: LoadModel, line: Supervisor
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _config(settings: Settings, app: str | FastAPI, **more: Any) -> uvicorn.Config:
+def _config(settings: Settings, app: FastAPI, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # Its messages go through the root logger as JSON; its access log would repeat ours, with full paths.

@@ -101,10 +101,10 @@ class TrainConfig(BaseModel):
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
-    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that all labels together count alike; or a YAML or JSON file with a weight for each label")
-    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = as many rows of each label, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: Literal["accuracy", "macro_f1", "loss"] = _field("accuracy", "imbalance", "what is best on the validation rows; macro_f1 counts all labels alike, however rare")
-    early_stopping: int = _field(0, "imbalance", "stop after this many epochs in a row that were not better than the best one; 0 = train to the end", ge=0, on_resume="any")
+    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
+    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
+    best_metric: Literal["accuracy", "macro_f1", "loss"] = _field("accuracy", "imbalance", "the metric on the validation rows that decides which epoch is best; macro_f1 gives every label the same weight, however rare")
+    early_stopping: int = _field(0, "imbalance", "stop after this many epochs in a row without a new best; 0 = train to the end", ge=0, on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
     batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")

@@ -73,7 +73,7 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
             continue
         if error:
             raise UserError(error["message"], code=error["code"])
-        is_complete = True  # a copy ends well when the output is complete, whoever has written it
+        is_complete = True  # a copy succeeds once the output is complete, whichever copies wrote it
     if not is_complete:
         raise ForeseenError(
             f"every copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: to go on, "

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-import inference.app
 from inference import serve
 from inference.engines.model_loader import ModelLoader
-from inference.settings import Settings
 
 BREAK_WHEN = Path(os.environ["BREAK_WHEN"])
 
@@ -35,7 +33,5 @@ def _breakable(path: Path, engine: str) -> ModelLoader:
     return model
 
 
-app = inference.app.app = inference.app.create_app(Settings(), _breakable)
-
 if __name__ == "__main__":
-    sys.exit(serve.main())
+    sys.exit(serve.main(load_model=_breakable))

@@ -46,8 +46,7 @@ def test_a_run_with_class_weights_resumes_with_those_that_it_began_with(
 ) -> None:
     file = tmp_path / "weights.yaml"
 
-    def train(name: str, weight: float, *flags: object) -> int:
-        file.write_text(f"calm: 1\nstorm: {weight}\n")
+    def train(name: str, *flags: object) -> int:
         fixed = (
             "--dataset",
             rare,
@@ -64,10 +63,14 @@ def test_a_run_with_class_weights_resumes_with_those_that_it_began_with(
         )
         return train_here(*fixed, "--output_dir", tmp_path / name, *flags)
 
-    assert train("whole", 9.0) == 0
-    assert train("resumed", 9.0) == 0
+    file.write_text("calm: 1\nstorm: 9\n")
+    assert train("whole") == 0
+    assert train("resumed") == 0
     last = tmp_path / "resumed.run" / "checkpoints" / "step_00000003"
-    assert train("resumed", 0.5, "--resume", last) == 0
+    file.write_text("calm: 1\nstorm: 0.5\n")
+    assert train("resumed", "--resume", last) == 0
+    file.unlink()
+    assert train("resumed", "--resume", last) == 0
 
     losses = {
         name: [record["loss"] for record in metrics_of(tmp_path / f"{name}.run")] for name in ("whole", "resumed")

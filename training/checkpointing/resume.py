@@ -65,23 +65,31 @@ def find_resume_point(
         return resumed
 
 
-def cleaning_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> str:
-    """Resolve ``--clean auto``: a resumed run cleans as it did when it began; for a new run it stays ``auto``."""
+def state_of_run(config: TrainConfig, ranks: Ranks, storage: Storage) -> dict[str, Any]:
+    """The plain values of the run that will be resumed, for what has to be known before data and model; empty for a
+    new run. The checkpoint that they come from has not been verified yet.
+    """
     begun = ranks.any(has_begun())
-    if config.clean != "auto" or (config.resume == "none" and not begun):
-        return config.clean
+    if config.resume == "none" and not begun:
+        return {}
     paths = [path for _, path in sorted(list_checkpoints(ranks, storage).items(), reverse=True)]
     if config.resume not in ("auto", "none"):
         paths.insert(0, _absolute(config.resume))
 
-    def read() -> str:
+    def read() -> dict[str, Any]:
         for path in paths if ranks.is_first else ():
             # A checkpoint that cannot be read is skipped or refused later, when all of it is verified.
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                return _cleaning(_storage_of(path).read_json(path, STATE_FILE)["config"])
-        return "auto"
+            with contextlib.suppress(OSError, ValueError):
+                if "config" in (state := _storage_of(path).read_json(path, STATE_FILE)):
+                    return state
+        return {}
 
     return ranks.broadcast(ranks.run_on_all_ranks(read))
+
+
+def cleaning_of(config: TrainConfig, began: Mapping[str, Any]) -> str:
+    """Resolve ``--clean auto``: a resumed run, which ``began`` with these values, cleans as it did then."""
+    return _cleaning(began["config"]) if began and config.clean == "auto" else config.clean
 
 
 def _cleaning(config: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,11 +98,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
 
 
-def class_weights_of(config: TrainConfig, news: PreparedNews) -> np.ndarray | None:
+def class_weights_of(
+    config: TrainConfig, news: PreparedNews, began: Sequence[float] | None = None
+) -> np.ndarray | None:
     """What a training row of each label weighs in the loss, float64 (labels,); None if all weigh the same.
 
     With auto, the rows of all labels together weigh the same (King & Zeng, 2001, "Logistic regression in rare events
-    data"), and a row weighs 1 on average.
+    data"), and a row weighs 1 on average. ``began``: what a run that is resumed began with, which it keeps.
 
     Raises:
         UserError: the file cannot be read, or does not give each label a positive number.
@@ -110,6 +112,8 @@ def class_weights_of(config: TrainConfig, news: PreparedNews) -> np.ndarray | No
     names = news.tokens.label_names
     if config.class_weights == "none":
         return None
+    if began is not None:
+        return np.array(began)
     if config.class_weights == "auto":
         counts = np.bincount(news.tokens.train.labels[news.train_index], minlength=len(names))
         # A label without training rows gets any weight: no row asks for it.

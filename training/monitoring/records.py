@@ -1,6 +1,7 @@
 """Records: what a run measures of a step, an epoch and a checkpoint, and how figures are written for people."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,10 @@ class EpochMetrics:
     validation: dict[str, Any]
     is_best: bool
 
-    def score(self, metric: str) -> float:
-        """How good the epoch was, the larger the better, by a metric of its evaluation."""
-        return -self.validation["loss"] if metric == "loss" else self.validation[metric]
+
+def score_of(validation: Mapping[str, Any], metric: str) -> float:
+    """How good an evaluation is by one of its metrics, the larger the better."""
+    return -validation["loss"] if metric == "loss" else validation[metric]
 
 
 @dataclass(frozen=True)

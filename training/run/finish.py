@@ -20,6 +20,7 @@ from training.evaluation.evaluator import evaluate
 from training.evaluation.metrics import log_softmax
 from training.monitoring import EpochMetrics
 from training.monitoring.events import RunTested
+from training.monitoring.records import score_of
 from training.monitoring.report import ReportData, WrongText, write_report
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
@@ -77,8 +78,9 @@ def finish_run(context: RunContext) -> Path:
                 config.checkpoint_file,
                 config.clean,
             )
-            write_predictions(context, logits)
-            report = write_report(config.run_dir, _report_data(context, test, logits))
+            probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
+            _write_predictions(context, probabilities)
+            report = write_report(config.run_dir, _report_data(context, test, probabilities))
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
@@ -108,10 +110,10 @@ def _load_best_or_fail(context: RunContext) -> EpochMetrics:
 
 def _load_best(context: RunContext) -> EpochMetrics:
     """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
-    ranks, state = context.ranks, context.state
+    config, ranks, state = context.config, context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
-    for epoch in sorted(state.epochs, key=lambda epoch: -epoch.score(context.config.best_metric)):
+    for epoch in sorted(state.epochs, key=lambda epoch: -score_of(epoch.validation, config.best_metric)):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)
@@ -124,7 +126,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
     return epoch
 
 
-def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) -> ReportData:
+def _report_data(context: RunContext, test: dict[str, Any], probabilities: np.ndarray) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     notes = [*tokens.notes, cut]
@@ -150,17 +152,16 @@ def _report_data(context: RunContext, test: dict[str, Any], logits: np.ndarray) 
         configuration=context.config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
         test=test,
-        wrong_texts=_wrong_texts(context, logits),
+        wrong_texts=_wrong_texts(context, probabilities),
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
     )
 
 
-def write_predictions(context: RunContext, logits: np.ndarray) -> None:
-    """Write what the model answers to each test row, in their order, to ``predictions.csv`` in the run folder."""
+def _write_predictions(context: RunContext, probabilities: np.ndarray) -> None:
+    """Write the model's answer to each test row, in their order, to ``predictions.csv`` in the run folder."""
     tokens, texts = context.news.tokens, context.news.texts
-    probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
     predicted, names = probabilities.argmax(axis=1), tokens.label_names
     with writing_whole(context.config.run_dir / "predictions.csv") as file:
         lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
@@ -172,9 +173,8 @@ def write_predictions(context: RunContext, logits: np.ndarray) -> None:
         lines.detach()  # flushed, and left open for the one who made the file
 
 
-def _wrong_texts(context: RunContext, logits: np.ndarray) -> list[WrongText]:
+def _wrong_texts(context: RunContext, probabilities: np.ndarray) -> list[WrongText]:
     tokens, texts = context.news.tokens, context.news.texts
-    probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
     predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
     labels, names = tokens.test.labels, tokens.label_names
     return [

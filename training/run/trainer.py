@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from training.checkpointing import SaveSchedule, check_storage, open_storage
 from training.checkpointing.export import check_output, check_shared
 from training.checkpointing.resume import (
     Resumed,
-    cleaning_of_run,
+    cleaning_of,
     find_resume_point,
     global_batch_size,
     move_later_aside,
     newest_checkpoint,
     open_checkpoint,
+    state_of_run,
 )
 from training.checkpointing.saver import Saver
 from training.config import TrainConfig
@@ -92,11 +94,12 @@ class Trainer:
         allow_tf32(wanted=config.tf32, device=ranks.device)
 
         # The data, then the model that fits it, then the model distributed over the ranks.
-        config = config.model_copy(update={"clean": cleaning_of_run(config, ranks, storage)})
+        began = state_of_run(config, ranks, storage)
+        config = config.model_copy(update={"clean": cleaning_of(config, began)})
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
-        own = ranks.run_on_all_ranks(lambda: class_weights_of(config, news) if ranks.is_first else None)
-        class_weights = ranks.broadcast(own)
+        weigh = partial(class_weights_of, config, news, began.get("class_weights"))
+        class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
         model = prepare_model(config, ranks, news.tokens, say)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
@@ -123,9 +126,7 @@ class Trainer:
                 peak_learning_rate=resumed.state["peak_learning_rate"]
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
-                class_weights=np.array(resumed.state["class_weights"])
-                if resumed and resumed.state.get("class_weights")
-                else class_weights,
+                class_weights=class_weights,
             ),
             precision=precision,
             model_config=model.network.config,
@@ -326,7 +327,7 @@ class Trainer:
             "config": context.config.model_dump(mode="json"),
             "global_batch_size": context.plan.global_batch_size,
             "peak_learning_rate": context.plan.peak_learning_rate,
-            # The file that they came from may have changed by the time the run resumes.
+            # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
             "data_key": context.news.tokens.key,
         }

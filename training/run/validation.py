@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 from common.errors import TrainingFailure
 from training.evaluation.evaluator import evaluate
 from training.fault_tolerance.failures import translate_errors
 from training.monitoring import EpochMetrics
+from training.monitoring.records import score_of
 from training.run.context import RunContext
 
 
@@ -38,6 +38,6 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
             quiet=not context.ranks.is_first,
             code="loss-not-finite",
         )
-    found = EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best=False)
     metric = context.config.best_metric
-    return replace(found, is_best=all(found.score(metric) > past.score(metric) for past in state.epochs))
+    is_best = all(score_of(validation, metric) > score_of(past.validation, metric) for past in state.epochs)
+    return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)
