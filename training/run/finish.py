@@ -110,10 +110,10 @@ def _load_best_or_fail(context: RunContext) -> EpochMetrics:
 
 def _load_best(context: RunContext) -> EpochMetrics:
     """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
-    config, ranks, state = context.config, context.ranks, context.state
+    ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
-    for epoch in sorted(state.epochs, key=lambda epoch: -score_of(epoch.validation, config.best_metric)):
+    for epoch in sorted(state.epochs, key=lambda epoch: -score_of(epoch.validation, context.config.best_metric)):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)

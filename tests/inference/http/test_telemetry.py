@@ -60,7 +60,7 @@ def test_a_request_is_a_span_with_its_stages_under_the_caller_s_trace(model_fold
 
 
 def test_without_the_extra_the_server_says_so_in_one_line() -> None:
-    blocked = "import sys; sys.modules['opentelemetry.sdk.resources'] = None; import inference.app"
+    blocked = "import sys; sys.modules['opentelemetry.sdk.resources'] = None; from inference.app import app"
     environment = {**os.environ, "OTEL_ENDPOINT": "http://127.0.0.1:1/v1/traces"}
     run = subprocess.run(
         [sys.executable, "-c", blocked], cwd=REPOSITORY, env=environment, capture_output=True, text=True
