@@ -21,9 +21,9 @@ from common.errors import UserError
 from common.text import clean_text
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, NewsData, load_news, split_rows
-from training.evaluation.metrics import classification_metrics
 from training.monitoring.events import read_metrics
 from training.monitoring.records import format_percent, format_time, wilson_interval
+from training.tasks import Classification
 
 MODULE = "benchmarks.accuracy"
 BASELINE = "TF-IDF of words and pairs + linear SVM"
@@ -98,7 +98,7 @@ def fit_baseline(data: NewsData, options: Namespace) -> Entry:
     scores = svm.decision_function(vectorizer.transform(map(clean_text, data.test.texts)))
     if scores.ndim == 1:  # two classes have one score
         scores = np.stack([-scores, scores], axis=1)
-    test = classification_metrics(scores, data.test.labels, data.label_names)
+    test = Classification(data.label_names).metrics(scores, data.test.labels)
     return Entry(BASELINE, test, len(train), seconds)
 
 

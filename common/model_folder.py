@@ -14,6 +14,15 @@ from typing import Any
 from common.encoders import max_positions
 from common.errors import ModelLoadError
 from common.files import sha256_of
+from common.problem_types import (
+    DEFAULT_THRESHOLD,
+    MULTI_LABEL,
+    PROBLEM_TYPES,
+    REGRESSION,
+    SINGLE_LABEL,
+    THRESHOLDS_KEY,
+    ProblemType,
+)
 from common.text import CLEANINGS, TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -75,6 +84,16 @@ class SavedModel:
         written_here = isinstance(self.weights, dict) or {"dataset", "max_length"} <= self.metadata.keys()
         return self.config.get(CLEANING_KEY, "news" if written_here else "none")
 
+    @property
+    def problem_type(self) -> ProblemType:
+        """What the model answers; without a word about it, one label."""
+        return PROBLEM_TYPES[self.config.get("problem_type") or SINGLE_LABEL.name]
+
+    @property
+    def thresholds(self) -> list[float]:
+        """The probability from which on each label applies, of a multi-label model."""
+        return self.config.get(THRESHOLDS_KEY, [DEFAULT_THRESHOLD] * len(self.labels))
+
     def tokenizer(self) -> TextTokenizer:
         try:
             tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
@@ -117,6 +136,15 @@ def read_saved_model(path: Path) -> SavedModel:
         "no such model",
         "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or .pt file",
     )
+
+
+def read_served_model(path: Path) -> SavedModel:
+    """Like :func:`read_saved_model`, for a server: refuses what it cannot answer with yet."""
+    saved = read_saved_model(path)
+    if saved.problem_type is not SINGLE_LABEL:
+        what = f"problem_type {saved.problem_type.name!r}: only models that choose one label per text are served"
+        raise ModelLoadError(saved.path, what, "train it with single_label_classification")
+    return saved
 
 
 def _read_folder(folder: Path) -> SavedModel:
@@ -181,14 +209,19 @@ def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> in
 
 
 def _checked(saved: SavedModel) -> SavedModel:
-    # Every answer is a softmax over the labels. For other kinds of model that would be silently wrong.
-    problem_type = saved.config.get("problem_type")
-    if problem_type not in (None, "single_label_classification"):
-        what = f"problem_type {problem_type!r}: only models that choose one label per text are served"
-        raise ModelLoadError(saved.path, what, "train it with single_label_classification")
-    if len(saved.labels) < 2:
+    # What the scores mean depends on it, so a guess would be silently wrong.
+    named = saved.config.get("problem_type")
+    if named is not None and named not in PROBLEM_TYPES:
+        what = f"problem_type {named!r} in config.json: must be one of {', '.join(PROBLEM_TYPES)}"
+        raise ModelLoadError(saved.path, what, "set it to what the model was trained for")
+    if saved.problem_type is REGRESSION and len(saved.labels) != 1:
+        what = f"a regression model with {len(saved.labels)} outputs: one number per text is supported"
+        raise ModelLoadError(saved.path, what, "train it with one output")
+    if saved.problem_type is not REGRESSION and len(saved.labels) < 2:
         what = "a model with one label gives every text the same answer"
         raise ModelLoadError(saved.path, what, "train it with two labels or more")
+    if saved.problem_type is MULTI_LABEL:
+        _check_thresholds(saved)
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
     if twice is not None:
         what = f"two classes are named {twice!r}"
@@ -197,6 +230,16 @@ def _checked(saved: SavedModel) -> SavedModel:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
     return saved
+
+
+def _check_thresholds(saved: SavedModel) -> None:
+    found = saved.thresholds
+    if not isinstance(found, list) or len(found) != len(saved.labels):
+        what = f"{THRESHOLDS_KEY} in config.json must be a list of {len(saved.labels)} numbers, one per label"
+        raise ModelLoadError(saved.path, what, "remove it to answer every label from a probability of 0.5 on")
+    if wrong := [one for one in found if not isinstance(one, int | float) or not 0 <= one <= 1]:
+        what = f"{THRESHOLDS_KEY} in config.json has {wrong[0]!r}: must be probabilities, 0 to 1"
+        raise ModelLoadError(saved.path, what, "remove it to answer every label from a probability of 0.5 on")
 
 
 def _read_checkpoint(path: Path) -> SavedModel:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, first_line
+from common.problem_types import SINGLE_LABEL, Label, ProblemType, UnusableRow
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -32,10 +33,7 @@ csv.field_size_limit(2**31 - 1)
 
 # A row before its label is known to be a class: its position, its text, its label as found.
 FoundRow = tuple[str, str, Any]
-UsableRow = tuple[str, str]  # text, label
-
-
-class UnusableRow(ValueError): ...
+UsableRow = tuple[str, Label]  # text, label
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,7 @@ class Reading:
         skip: leave out unusable rows.
         flag: the flag that names the file, for error messages.
         remedy: what to do if the columns are missing.
+        problem_type: what labels are.
     """
 
     def __init__(
@@ -147,11 +146,13 @@ class Reading:
         skip: bool,
         flag: str = "--dataset",
         remedy: str = "name yours with --text_column and --label_column",
+        problem_type: ProblemType = SINGLE_LABEL,
     ) -> None:
         self.columns = columns
         self.skip = skip
         self.flag = flag
         self.remedy = remedy
+        self.problem_type = problem_type
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
@@ -177,7 +178,9 @@ class Reading:
         before, usable = self.count, []
         for where, text, label in rows:
             try:
-                usable.append(_checked(text, label, labels))
+                if not isinstance(text, str) or not text.strip():
+                    raise UnusableRow(f"the text is {'empty' if isinstance(text, str) else 'not a string'}")
+                usable.append((text, self.problem_type.read_label(label, labels)))
             except UnusableRow as error:
                 self.reject(where, str(error))
         left_out = self.count - before
@@ -207,19 +210,6 @@ class Reading:
         more = "" if self.count <= len(self.named) else " ..."
         left_out = f"{self.count:,} rows that cannot be used were left out: {'; '.join(self.named)}{more}"
         return [*unused, *([left_out] if self.count else [])]
-
-
-def _checked(text: Any, label: Any, labels: Collection[str]) -> UsableRow:
-    if not isinstance(text, str) or not text.strip():
-        raise UnusableRow(f"the text is {'empty' if isinstance(text, str) else 'not a string'}")
-    if isinstance(label, bool | float) or not isinstance(label, str | int) or not str(label).strip():
-        raise UnusableRow(f"label {label!r} must be a name or a whole number")
-    if isinstance(label, int) and label < 0:
-        raise UnusableRow(f"label {label} is out of range (unlabelled rows cannot be trained on)")
-    name = str(label).strip()
-    if labels and name not in labels:
-        raise UnusableRow(f"label {name!r} is not one of the training labels {', '.join(list(labels)[:10])}")
-    return text, name
 
 
 def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = None) -> Iterator[FoundRow]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import OneLineParser, UserError, first_line, positive, run_command
-from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
+from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_served_model
 from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         if is_artefact(options.model):
             what = f"{options.model}: is already an artefact; give the model it was made from"
             raise UserError(what, code="export-failed")
-        saved = read_saved_model(options.model)
+        saved = read_served_model(options.model)
         rows = _read_rows(options, saved, console)
         engine = options.engine or _default_engine(saved.config)
         if options.precision not in PRECISIONS[engine]:

@@ -52,6 +52,21 @@ FLAGS_OF_STRATEGIES = {
 }
 
 
+# The metrics that can choose the best epoch of a task; the first is the default.
+METRICS_OF_TASKS = {
+    "classification": ("accuracy", "macro_f1", "loss"),
+    "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
+    "regression": ("rmse", "mae", "r2", "spearman", "loss"),
+}
+
+# The tasks that each of these flags is for.
+FLAGS_OF_TASKS = {
+    "class_weights": ("classification",),
+    "sampling": ("classification",),
+    "label_smoothing": ("classification",),
+}
+
+
 # What other trainers call our flags. They are not accepted, but the error names ours.
 OTHER_NAMES = {
     "lr": "learning_rate",
@@ -87,6 +102,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
+    task: Literal["classification", "multi_label", "regression"] = _field("classification", "task", "what the model answers; classification = one label per text, multi_label = each label that applies, from none to all, regression = a number")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
     text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
@@ -103,7 +119,7 @@ class TrainConfig(BaseModel):
 
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: Literal["accuracy", "macro_f1", "loss"] = _field("accuracy", "imbalance", "the metric on the validation rows that decides which epoch is best; macro_f1 gives every label the same weight, however rare")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; unset = the first of the task")
     early_stopping: int = _field(0, "imbalance", "stop after this many epochs in a row without a new best; 0 = train to the end", ge=0, on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
@@ -196,8 +212,19 @@ class TrainConfig(BaseModel):
             raise ValueError("must name a folder")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_metric(cls, values: Any) -> Any:
+        """Every configuration names its metric, so that a resumed run can be compared with it."""
+        metrics = METRICS_OF_TASKS.get(values.get("task", "classification"))
+        return values if values.get("best_metric") or not metrics else {**values, "best_metric": metrics[0]}
+
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
+        if self.best_metric not in METRICS_OF_TASKS[self.task]:
+            raise ValueError(
+                f"--best_metric {self.best_metric} and --task {self.task}: it has {', '.join(METRICS_OF_TASKS[self.task])}"
+            )
         if self.precision == "fp16" and self.device == "cpu":
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
         if self.tf32 and self.device == "cpu":
@@ -208,12 +235,13 @@ class TrainConfig(BaseModel):
             )
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
-        for flag, strategies in FLAGS_OF_STRATEGIES.items():
-            value = getattr(self, flag)
-            if value != type(self).model_fields[flag].default and self.strategy not in strategies:
-                raise ValueError(
-                    f"--{flag} {value}: does nothing with --strategy {self.strategy}, only with {', '.join(strategies)}"
-                )
+        for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
+            for flag, wanted in table.items():
+                value, chosen = getattr(self, flag), getattr(self, choice)
+                if value != type(self).model_fields[flag].default and chosen not in wanted:
+                    raise ValueError(
+                        f"--{flag} {value}: does nothing with --{choice} {chosen}, only with {', '.join(wanted)}"
+                    )
         place = Path(self.checkpoint_dir).absolute()
         if self.checkpoint_dir and place.is_relative_to(self.output_dir.absolute()):
             raise ValueError(

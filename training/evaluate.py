@@ -40,20 +40,23 @@ def main() -> None:
 
 
 def _table(metrics: dict[str, Any]) -> str:
+    from training.monitoring.records import metrics_of
+
     width = max(len("class"), *map(len, metrics["labels"]))
+    figures = {"loss": metrics["loss"]} | {one.title: metrics[name] for name, one in metrics_of(metrics).items()}
     lines = [
         f"{metrics['model']} on {metrics['dataset']}: {metrics['rows']:,} test rows",
-        f"accuracy {metrics['accuracy']:.4f}  macro-F1 {metrics['macro_f1']:.4f}  loss {metrics['loss']:.4f}  "
-        f"calibration error {metrics['calibration_error']:.4f}",
-        "",
-        f"{'class':{width}}  precision  recall      F1   rows",
+        "  ".join(f"{title} {value:.4f}" for title, value in figures.items()),
     ]
-    for name, scores in metrics["per_class"].items():
-        figures = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
-        lines.append(f"{name:{width}}  {figures}")
-    lines += ["", "confusion (a row is a true class, a column a predicted one):"]
-    for name, counts in zip(metrics["labels"], metrics["confusion_matrix"], strict=True):
-        lines.append(f"{name:{width}}  {'  '.join(f'{count:5}' for count in counts)}")
+    if "per_class" in metrics:
+        lines += ["", f"{'class':{width}}  precision  recall      F1   rows"]
+    for name, scores in metrics.get("per_class", {}).items():
+        line = f"{scores['precision']:9.4f}  {scores['recall']:6.4f}  {scores['f1']:6.4f}  {scores['rows']:5}"
+        lines.append(f"{name:{width}}  {line}")
+    if "confusion_matrix" in metrics:
+        lines += ["", "confusion (a row is a true class, a column a predicted one):"]
+        for name, counts in zip(metrics["labels"], metrics["confusion_matrix"], strict=True):
+            lines.append(f"{name:{width}}  {'  '.join(f'{count:5}' for count in counts)}")
     return "\n".join(lines)
 
 

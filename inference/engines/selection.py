@@ -22,7 +22,7 @@ from common.model_folder import (
     artefact_folder,
     is_artefact,
     read_manifest,
-    read_saved_model,
+    read_served_model,
     verified_manifest,
     weights_file,
 )
@@ -201,7 +201,7 @@ def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> L
 
 def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hardware) -> LoadedModel:
     manifest = verified_manifest(folder, model)
-    saved = read_saved_model(folder)
+    saved = read_served_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
@@ -261,7 +261,7 @@ def check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, eng
 def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
     weights = weights_file(path)
     before = _version_of(weights)  # to notice if the file is replaced while it is read
-    saved = read_saved_model(path)
+    saved = read_served_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
     try:

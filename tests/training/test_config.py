@@ -9,7 +9,7 @@ import yaml
 from common.errors import UserError
 from training.config import TrainConfig, on_resume, parse_config
 
-GROUPS = ["data", "model", "imbalance", "optimization", "processes", "output", "fault tolerance", "monitoring"]
+GROUPS = ["task", "data", "model", "imbalance", "optimization", "processes", "output", "fault tolerance", "monitoring"]
 
 
 def parse(*arguments: str, **environment: str) -> TrainConfig:
@@ -211,7 +211,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
             "epochs",
             "learning_rate",
         ),
-        *("class_weights", "sampling", "best_metric"),
+        *("task", "class_weights", "sampling", "best_metric"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
         *("deterministic", "device"),
     }

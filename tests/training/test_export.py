@@ -33,9 +33,9 @@ from inference.engines.model_loader import ModelLoader
 from training.checkpointing.export import check_output, write_model
 from training.data.dataset import AG_NEWS_LABELS, load_news
 from training.data.tokenized import load_tokenizer
-from training.evaluation.metrics import classification_metrics
 from training.model.classifier import NewsClassifier
 from training.publishing.model_card import is_on_the_hub, model_card, recorded_name
+from training.tasks import Classification
 
 MAX_LENGTH = 32
 FOLDER_FILES = {
@@ -59,7 +59,7 @@ def write_tiny(
     for parameter in model.parameters():  # answers that differ from text to text
         parameter.data.mul_(3)
     labels = np.arange(40) % len(label_names)
-    figures = classification_metrics(np.eye(len(label_names))[labels], labels, label_names)
+    figures = Classification(label_names).metrics(np.eye(len(label_names))[labels], labels)
     metrics = {
         "dataset": "sample",
         "base_model": "tiny",
@@ -70,8 +70,9 @@ def write_tiny(
         "test": figures,
         "validation": figures,
     }
+    settings = {"text_cleaning": cleaning}
     write_model(
-        model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"), cleaning
+        model.network.config, model.state_dict(), tokenizer, metrics, folder, folder.with_suffix(".pt"), settings
     )
     return model.eval()
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -75,12 +75,12 @@ def write_model(
     metrics: dict[str, Any],
     model_folder: Path,
     checkpoint_file: Path,
-    cleaning: str = "news",
+    settings: Mapping[str, Any],
 ) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
 
-    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``. ``cleaning``, ``news`` or
-    ``none``, is recorded so that serving cleans texts as training did.
+    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``. ``settings`` go into
+    config.json, so that serving cleans and answers texts as training did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -91,20 +91,20 @@ def write_model(
     # The network is only needed for its names and its configuration; on the meta device it takes no memory.
     with torch.device("meta"):  # the trained one may lie in parts on many ranks
         network = AutoModelForSequenceClassification.from_config(architecture)
-    setattr(network.config, CLEANING_KEY, cleaning)
+    network.config.update(settings)
     whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
     with _system_errors():
         network.save_pretrained(aside, state_dict=whole)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
-    (aside / "README.md").write_text(model_card(metrics, model_folder.name, cleaning), encoding="utf-8")
+    (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
     # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
     one_file = {
         "epoch": metrics["best_epoch"],
         "model_state_dict": weights,
         "loss": metrics["test"]["loss"],
-        "accuracy": metrics["test"]["accuracy"],
+        "accuracy": metrics["test"].get("accuracy"),  # of a task that has one
         "config": {
             "model_name": metrics["base_model"],
             "num_labels": len(labels),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from common.rows import (
     read_file,
 )
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.tasks import Classification, Task
 
 AG_NEWS = "ag_news"
 AG_NEWS_ON_THE_HUB = "fancyzhx/ag_news"
@@ -33,14 +32,12 @@ SAMPLE = "sample"
 TEST_SHARE = 0.1
 # The file and split names under which data sets bring validation rows.
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
-# This many labels are not suspicious, however few the rows.
-FEW_LABELS = 10
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts as they were read, with the index of each one's label. ``labels``: int64, (rows,)."""
+    """Texts as they were read, with the label of each as its task takes it. ``labels``: (rows, ...)."""
 
     texts: list[str]
     labels: np.ndarray
@@ -79,6 +76,7 @@ def load_news(
     bad_rows: str = "stop",
     columns: Columns = TEXT_AND_LABEL,
     say: Callable[[str], None] = print,
+    task: type[Task] = Classification,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
@@ -89,19 +87,21 @@ def load_news(
         UserError: no such data, or an unusable row (with file and line).
         HubUnavailable: the hub did not respond.
     """
-    path, reading = Path(dataset).expanduser(), Reading(columns, skip=bad_rows == "skip")
+    path = Path(dataset).expanduser()
+    reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type)
     if dataset == SAMPLE:
-        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, Reading(TEXT_AND_LABEL, skip=False))
+        reading = Reading(TEXT_AND_LABEL, skip=False, problem_type=task.problem_type)
+        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, task)
     if dataset == AG_NEWS:
-        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say)
+        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, task)
     if path.is_dir():
-        return _read_folder(str(path), path, seed, reading)
+        return _read_folder(str(path), path, seed, reading, task)
     if path.is_file():
-        return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading)
+        return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading, task)
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
-        return _read_hub(dataset, seed, reading, say)
+        return _read_hub(dataset, seed, reading, say, task)
     raise UserError(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
         "a hub name owner/data, or an existing folder or file",
@@ -120,7 +120,7 @@ def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
 
 
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and for validation: stratified by label, seeded, each in ascending order.
+    """Positions for training and for validation: stratified by label, (rows,), seeded, each in ascending order.
 
     Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that has two.
     """
@@ -134,9 +134,9 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
-def _read_folder(name: str, folder: Path, seed: int, reading: Reading) -> NewsData:
+def _read_folder(name: str, folder: Path, seed: int, reading: Reading, task: type[Task]) -> NewsData:
     if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
-        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading)
+        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading, task)
     train = _find_split(folder, "train")
     if train is None:
         raise UserError(
@@ -149,7 +149,7 @@ def _read_folder(name: str, folder: Path, seed: int, reading: Reading) -> NewsDa
         lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
         label_names = [line.strip() for line in lines if line.strip()]
     splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items() if path}
-    return _assemble(name, splits, None, seed, reading)
+    return _assemble(name, splits, None, seed, reading, task)
 
 
 def _find_split(folder: Path, *names: str) -> Path | None:
@@ -195,7 +195,7 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
     return readable
 
 
-def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None]) -> NewsData:
+def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None], task: type[Task]) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -212,28 +212,33 @@ def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None]
         raise UserError(
             f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
         ) from error
-    return _from_datasets(name, found, seed, reading)
+    return _from_datasets(name, found, seed, reading, task)
 
 
-def _from_datasets(name: str, found: Any, seed: int, reading: Reading) -> NewsData:
+def _from_datasets(name: str, found: Any, seed: int, reading: Reading, task: type[Task]) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
     if "train" not in splits:
         raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}", code="data-not-found")
     features = splits["train"].features
     text_column, label_column = reading.find_columns(f"--dataset {name}", list(features))
-    label_names = getattr(features[label_column], "names", None)
+    feature = features[label_column]
+    # A column of class numbers, or of lists of them.
+    label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+
+    def named(label: Any) -> Any:
+        if isinstance(label, list):
+            return [named(one) for one in label]
+        return label_names[label] if label_names and label is not None and label >= 0 else label
 
     def rows(split: str) -> Iterator[FoundRow]:
         texts, labels = splits[split][text_column], splits[split][label_column]
-        known = label_names is not None
-        named = (label_names[label] if known and label is not None and label >= 0 else label for label in labels)
-        for i, (text, label) in enumerate(zip(texts, named, strict=True)):
+        for i, (text, label) in enumerate(zip(texts, map(named, labels), strict=True)):
             yield f"{name} {split} row {i}", text, label
 
     validation = next((split for split in VALIDATION_NAMES if split in splits), None)
     used = {"train": "train", "validation": validation, "test": "test"}
     found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items() if split in splits}
-    return _assemble(name, found_splits, label_names, seed, reading)
+    return _assemble(name, found_splits, label_names, seed, reading, task)
 
 
 def _assemble(
@@ -242,25 +247,23 @@ def _assemble(
     label_names: Sequence[str] | None,
     seed: int,
     reading: Reading,
+    task: type[Task],
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
+
+    def rows_of(usable: Sequence[UsableRow]) -> Rows:
+        return Rows([text for text, _ in usable], task.targets([label for _, label in usable], names))
+
     usable = reading.usable(*splits["train"])
-    present = Counter(label for _, label in usable)
-    names = list(label_names or _label_names(present))
-    if len(present) < 2:
-        raise UserError(
-            f"--dataset {name}: all training rows have the label {next(iter(present))!r}; two labels are needed",
-            code="labels-too-few",
-        )
-    notes = _notes_on_labels(name, present, known=label_names is not None)
-    train, validation = _index(usable, names), None
+    names, notes = task.name_labels(name, [label for _, label in usable], label_names, reading.columns.label)
+    train, validation = rows_of(usable), None
     if "validation" in splits:
-        validation = _index(reading.usable(*splits["validation"], names), names)
+        validation = rows_of(reading.usable(*splits["validation"], names))
         notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")
     if "test" in splits:
-        test = _index(reading.usable(*splits["test"], names), names)
+        test = rows_of(reading.usable(*splits["test"], names))
     else:
-        kept, held_out = split_rows(train.labels, TEST_SHARE, seed)
+        kept, held_out = split_rows(task.strata(train.labels), TEST_SHARE, seed)
         if len(held_out) == 0:
             raise UserError(
                 f"--dataset {name}: {len(train)} rows leave none for validation and test; at least 3 rows of each "
@@ -272,54 +275,3 @@ def _assemble(
         )
         train, test = train.take(kept), train.take(held_out)
     return NewsData(name, names, train, test, [*notes, *reading.notes], reading.count, validation)
-
-
-def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
-    """Reasons to doubt that these labels are classes; ``known``: the data itself declares its classes.
-
-    Raises:
-        UserError: most labels occur in a single row.
-    """
-    num_rows, notes = labels.total(), []
-    counts = f"{len(labels):,} different labels in {num_rows:,} rows"
-    if len(labels) > FEW_LABELS and 2 * len(labels) > num_rows:
-        raise UserError(
-            f"--dataset {name}: {counts}; is the label column a number to predict, or free text? "
-            "This trains classifiers",
-            code="labels-too-many",
-        )
-    if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
-        notes.append(f"{counts}: few rows to learn each from; is it the right column?")
-    examples = ", ".join(sorted(labels)[:3])
-    if not known and _are_fractions(labels):
-        notes.append(f"labels look like numbers to predict ({examples}): each value is trained as a class of its own")
-    elif not known and (lists := _lists(labels)):
-        notes.append(f"labels such as {lists[0]!r} look like lists: each combination is trained as a class of its own")
-    return notes
-
-
-def _are_fractions(labels: Iterable[str]) -> bool:
-    """Whether all labels are numbers, at least one of them not an integer."""
-    try:
-        return not all(float(label).is_integer() for label in labels)
-    except ValueError:
-        return False
-
-
-def _lists(labels: Collection[str]) -> list[str]:
-    """Labels such as ``a,b`` whose parts are labels too, or parts of several labels."""
-    split = {label: re.split(r"\s*[,;|]\s*", label.strip("[]")) for label in labels}
-    occurrences = Counter(part for parts in split.values() for part in set(parts))
-    return [label for label, parts in split.items() if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)]
-
-
-def _label_names(labels: Iterable[str]) -> list[str]:
-    names = sorted(set(labels))
-    if set(names) <= set(AG_NEWS_LABELS):
-        return [label for label in AG_NEWS_LABELS if label in names]
-    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
-
-
-def _index(rows: Sequence[UsableRow], names: list[str]) -> Rows:
-    index = {name: i for i, name in enumerate(names)}
-    return Rows([text for text, _ in rows], np.array([index[label] for _, label in rows], dtype=np.int64))

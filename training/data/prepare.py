@@ -29,6 +29,7 @@ from training.data.tokenized import (
 )
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
 from training.parallelism.distributed import Ranks
+from training.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +72,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
             return "", ""
         check_model_name(config.model)
         say(f"Reading {config.dataset} ...")
-        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say)
+        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say, TASKS[config.task])
         for note in data.notes:
             say(note[0].upper() + note[1:])
         is_chosen = config.clean != "auto"
@@ -147,7 +148,7 @@ def _is_local(name: str) -> bool:
 
 
 def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-    labels = tokens.train.labels
+    labels = TASKS[config.task].strata(tokens.train.labels)
     chosen = np.arange(len(labels))
     if 0 < config.max_train_rows < len(labels):
         # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
@@ -183,14 +184,13 @@ def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) ->
     return f"{' and '.join(counts)} repeat the text of a training row, so their scores are too good" if counts else ""
 
 
-def prepare_model(
-    config: TrainConfig, ranks: Ranks, tokens: TokenizedNews, say: Callable[[str], None]
-) -> NewsClassifier:
+def prepare_model(config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Callable[[str], None]) -> NewsClassifier:
     """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
 
     Raises:
         UserError: no such model, or it has fewer positions than ``max_length``.
     """
+    tokens = news.tokens
 
     def load() -> NewsClassifier:
         model = load_from(
@@ -201,6 +201,7 @@ def prepare_model(
                 tokens.label_names,
                 vocab_size=tokens.vocab_size,
                 as_stored=True,
+                task=TASKS[config.task],
             ),
             say,
         )
@@ -210,6 +211,8 @@ def prepare_model(
                 f"{model.max_positions} tokens",
                 code="max-length",
             )
+        head = model.network.get_submodule(model.head) if model.head else None
+        model.task.fit(tokens.train.labels[news.train_index], head)
         row = int(np.argmin(tokens.train.lengths))
         start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
         if end - start + PROBE_PADDING <= model.max_positions:

@@ -37,7 +37,7 @@ class TokenizedRows:
     """Rows without padding, one after the other.
 
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
-    ``labels``: int64, (rows,); ``num_cut``: rows that were longer than the maximum.
+    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum.
     """
 
     ids: np.ndarray

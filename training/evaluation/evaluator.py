@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,11 @@ from common.text import TextTokenizer
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
-from training.evaluation.metrics import classification_metrics
 from training.model.classifier import NewsClassifier
 from training.monitoring import Console
 from training.parallelism.distributed import Ranks
 from training.run.quiet import quiet_libraries
+from training.tasks import TASK_OF_PROBLEM, Task
 
 ROWS_PER_BATCH = 64
 ROUNDS_BETWEEN_ASKING = 4
@@ -37,25 +37,26 @@ def evaluate(
     logits_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     rows: TokenizedRows,
     ranks: Ranks,
-    label_names: Sequence[str],
+    task: Task,
     data_shard: DataShard,
     index: np.ndarray | None = None,
+    chosen: Mapping[str, Any] | None = None,
     on_batch: Callable[[int], None] = lambda rows: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Classify rows and measure the result; a collective call.
+    """Answer rows and measure the result; a collective call.
 
     The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
 
     Args:
         logits_of: ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
         index: which rows of the split; by default all.
+        chosen: the evaluation on which was chosen what this one uses, such as thresholds; None to choose here.
         on_batch: called with the number of rows of each batch that this rank finishes.
         stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
 
     Returns:
-        On every rank, the metrics of :func:`classification_metrics` and the logits, float32 (rows, classes), in the
-            order of ``index``.
+        On every rank, the task's metrics and the logits, float32 (rows, labels), in the order of ``index``.
 
     Raises:
         EvaluationStopped: ``stops`` returned true.
@@ -71,19 +72,19 @@ def evaluate(
         # Ranks that shard a model gather it together, so a rank without a batch takes part in the others'.
         has_batch = first + data_shard.rank < len(batches)
         batch = batches[first + data_shard.rank] if has_batch else batches[-1][:1]
-        chosen = index[batch]
-        input_ids, attention_mask = pad(rows, chosen, int(rows.lengths[chosen].max()))
+        own = index[batch]
+        input_ids, attention_mask = pad(rows, own, int(rows.lengths[own].max()))
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
         part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
         if has_batch:
             results.append(part)
             on_batch(len(batch))
     # Put every row's logits back where the row was, on every rank.
-    logits = np.zeros((len(index), len(label_names)), dtype=np.float32)
+    logits = np.zeros((len(index), len(task.label_names)), dtype=np.float32)
     for number, parts in ranks.gather((data_shard.rank, results if data_shard.is_replica_leader else [])):
         for batch, part in zip(batches[number :: data_shard.size], parts, strict=False):
             logits[batch] = part
-    return classification_metrics(logits, rows.labels[index], label_names), logits
+    return task.metrics(logits, rows.labels[index], chosen), logits
 
 
 def evaluate_saved(
@@ -114,28 +115,31 @@ def evaluate_saved(
         text, label = columns
         text = text or str(saved.metadata.get("text_column", "text"))
         label = label or str(saved.metadata.get("label_column", "label"))
-        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr))
+        task = TASK_OF_PROBLEM[saved.problem_type.name]
+        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr), task=task)
 
     saved, data = ranks.run_on_all_ranks(read)
-    rows = _relabelled(data, saved.labels)
-    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
     model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
+    rows = _relabelled(data, model.task)
+    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
     show = ranks.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
     with counting as count, torch.inference_mode():
         data_shard = DataShard(ranks.rank, ranks.world_size)
         metrics, _ = evaluate(
-            model, tokens, ranks, saved.labels, data_shard, on_batch=lambda rows: count(rows * ranks.world_size)
+            model,
+            tokens,
+            ranks,
+            model.task,
+            data_shard,
+            chosen={"thresholds": saved.thresholds},
+            on_batch=lambda rows: count(rows * ranks.world_size),
         )
     return {"model": str(path), "dataset": data.name, **metrics}
 
 
-def _relabelled(data: NewsData, labels: list[str]) -> Rows:
-    unknown = [name for name in data.label_names if name not in labels]
-    if unknown:
-        raise UserError(
-            f"--dataset {data.name}: label {unknown[0]!r} is not one of the model's labels {', '.join(labels)}",
-            code="label-unknown",
-        )
-    index = np.array([labels.index(name) for name in data.label_names])
-    return Rows(data.test.texts, index[data.test.labels])
+def _relabelled(data: NewsData, task: Task) -> Rows:
+    try:
+        return Rows(data.test.texts, task.renamed(data.test.labels, data.label_names))
+    except ValueError as error:
+        raise UserError(f"--dataset {data.name}: {error}", code="label-unknown") from error

@@ -27,6 +27,7 @@ from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of
 from training.model.dropout import use_row_dropout
+from training.tasks import TASK_OF_PROBLEM, Classification, Task
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
 PROBE_PADDING = 8
@@ -58,11 +59,17 @@ class NewsClassifier(nn.Module):
         vocab_size: int = 8192,
         *,
         as_stored: bool = False,
+        task: type[Task] = Classification,
     ) -> None:
         super().__init__()
         names = list(label_names or (LABEL_MAP.get(i, str(i)) for i in range(num_labels)))
-        labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-        self._adopt(_load_network(pretrained_model, num_labels, labels, vocab_size), names)
+        about: dict[str, Any] = {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+        if task is not Classification:  # which is what transformers assumes
+            about["problem_type"] = task.problem_type.name
+        self._adopt(_load_network(pretrained_model, num_labels, about, vocab_size), task(names))
         if not as_stored:
             widen(self)
 
@@ -74,11 +81,11 @@ class NewsClassifier(nn.Module):
         config = AutoConfig.for_model(**saved.config)
         network = AutoModelForSequenceClassification.from_config(config)
         network.load_state_dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
-        classifier._adopt(network, saved.labels)
+        classifier._adopt(network, TASK_OF_PROBLEM[saved.problem_type.name](saved.labels))
         return classifier
 
-    def _adopt(self, network: PreTrainedModel, label_names: list[str]) -> None:
-        self.label_names = label_names
+    def _adopt(self, network: PreTrainedModel, task: Task) -> None:
+        self.task = task
         self.network = network
         self.dropout_stream = use_row_dropout(network)
         # Private attributes, because transformers 5 has no public way to ask which families take attention and its
@@ -113,6 +120,10 @@ class NewsClassifier(nn.Module):
         finally:
             self.train(was_training)
 
+    @property
+    def label_names(self) -> list[str]:
+        return self.task.label_names
+
     def get_label_name(self, label: int) -> str:
         return self.label_names[label]
 
@@ -124,6 +135,15 @@ class NewsClassifier(nn.Module):
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return find_blocks(self.network)
+
+    @property
+    def head(self) -> str:
+        """The name of the last layer, whose outputs are the scores; empty if it cannot be told."""
+        if self.architecture:
+            return self.architecture.family.classifier
+        outputs = len(self.task.label_names)
+        layers = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
+        return next((name for name in reversed(layers) if self.network.get_submodule(name).out_features == outputs), "")
 
     @property
     def max_positions(self) -> int:
@@ -185,7 +205,7 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
     return found
 
 
-def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size: int) -> PreTrainedModel:
+def _load_network(name: str, num_labels: int, about: dict[str, Any], vocab_size: int) -> PreTrainedModel:
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,
@@ -194,15 +214,15 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
             n_layers=4,
             n_heads=4,
             num_labels=num_labels,
-            **labels,
+            **about,
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     generator, dtype = torch.get_rng_state(), stored_dtype(path)
-    network, fresh = _read_network(path, dtype, num_labels, labels)
+    network, fresh = _read_network(path, dtype, num_labels, about)
     if (now := stored_dtype(path)) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
-        network, fresh = _read_network(path, now, num_labels, labels)
+        network, fresh = _read_network(path, now, num_labels, about)
     if network.dtype != torch.float32:
         # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
@@ -211,7 +231,7 @@ def _load_network(name: str, num_labels: int, labels: dict[str, Any], vocab_size
 
 
 def _read_network(
-    path: str, dtype: torch.dtype, num_labels: int, labels: dict[str, Any]
+    path: str, dtype: torch.dtype, num_labels: int, about: dict[str, Any]
 ) -> tuple[PreTrainedModel, list[str]]:
     """A network, and the names of the weights that its file lacks or has in another shape."""
     network, found = AutoModelForSequenceClassification.from_pretrained(
@@ -224,7 +244,7 @@ def _read_network(
         trust_remote_code=False,
         attn_implementation="eager",
         output_loading_info=True,
-        **labels,
+        **about,
     )
     return network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
 

@@ -19,7 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from training.monitoring.events import Event, StepsAgreed, Subscriber
-from training.monitoring.records import EpochMetrics, StepMetrics, format_percent, format_time, wilson_interval
+from training.monitoring.records import (
+    EpochMetrics,
+    StepMetrics,
+    format_percent,
+    format_time,
+    metrics_of,
+    wilson_interval,
+)
 
 PLAIN_WIDTH = 120
 PLAIN_SECONDS = 30.0
@@ -69,11 +76,13 @@ class Console:
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
         best = max((metrics.epoch for metrics in epochs if metrics.is_best), default=None)
-        table = self._table(("epoch", "train loss", "validation loss", "accuracy", "macro F1", "time", ""))
+        shown = list(metrics_of(epochs[-1].validation).items())[:2]
+        titles = [metric.title for _, metric in shown]
+        table = self._table(("epoch", "train loss", "validation loss", *titles, "time", ""))
         for metrics in epochs:
             validation, is_best = metrics.validation, metrics.epoch == best
             cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}", f"{validation['loss']:.4f}"]
-            cells += [format_percent(validation["accuracy"]), format_percent(validation["macro_f1"])]
+            cells += [metric.shown(validation[name]) for name, metric in shown]
             cells += [format_time(metrics.seconds), "* best" if is_best else ""]
             table.add_row(*cells, style="green" if is_best else None)
         self._rich.print(table)
@@ -102,22 +111,23 @@ class Console:
         *,
         seconds: float,
         best_epoch: int,
-        validation_accuracy: float,
+        validation: Mapping[str, Any],
         test: Mapping[str, Any],
         model_folder: Path,
         checkpoint_file: Path,
         report: Path,
     ) -> None:
         """Print the results of the run and where its files are."""
-        facts = {"Best epoch": f"{best_epoch}, validation accuracy {format_percent(validation_accuracy)}"}
-        if test:
-            low, high = wilson_interval(test["accuracy"], test["rows"])
-            facts["Test accuracy"] = (
-                f"{format_percent(test['accuracy'])} on {test['rows']:,} rows"
-                f" (95% interval {format_percent(low)} to {format_percent(high)})"
-            )
-            facts["Macro F1"] = format_percent(test["macro_f1"])
-            facts["Calibration error"] = format_percent(test["calibration_error"])
+        main, metric = next(iter(metrics_of(validation).items()))
+        facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
+        for name, metric in metrics_of(test).items():
+            value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
+            if name == main:
+                title, value = f"Test {metric.title}", f"{value} on {test['rows']:,} rows"
+            if name == "accuracy":
+                low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
+                value += f" (95% interval {low} to {high})"
+            facts[title] = value
         facts |= {"Model folder": str(model_folder), "One file": str(checkpoint_file), "Report": str(report)}
         facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         self._facts(f"Done in {format_time(seconds)}", facts)

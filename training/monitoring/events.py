@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
 from common.files import write_whole
-from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics
+from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics, metrics_of
 from training.run.phases import Phases
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class EventStream:
 
 
 def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    return {prefix + name: evaluation.get(name) for name in ("loss", "accuracy", "macro_f1")}
+    return {prefix + name: evaluation.get(name) for name in ("loss", *list(metrics_of(evaluation))[:2])}
 
 
 class MetricsFile(Subscriber):

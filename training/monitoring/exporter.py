@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.process_collector import ProcessCollector
 
 from common.errors import UserError
+from training.config import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
     Event,
@@ -24,7 +25,7 @@ from training.monitoring.events import (
     Subscriber,
     read_events,
 )
-from training.monitoring.records import EpochMetrics, SavedCheckpoint
+from training.monitoring.records import METRICS, EpochMetrics, SavedCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +90,12 @@ class Exporter(Subscriber):
             "scaling_efficiency",
             "Rows per second over what as many ranks would make at --one_rank_rate; NaN without it.",
         )
-        self._validation_loss = gauge("validation_loss", "Loss on the validation rows after the last epoch.")
-        self._validation_accuracy = gauge("validation_accuracy", "Accuracy there, 0 to 1.")
+        self._validation = {"loss": gauge("validation_loss", "Loss on the validation rows after the last epoch.")}
+        for name in METRICS_OF_TASKS[config.task]:
+            if name != "loss":
+                title = METRICS[name].title
+                title, unit = title[0].upper() + title[1:], ", 0 to 1" if METRICS[name].is_share else ""
+                self._validation[name] = gauge(f"validation_{name}", f"{title} there{unit}.")
         self._last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step, first of the start.")
 
         # Checkpoints.
@@ -170,8 +175,8 @@ class Exporter(Subscriber):
                         self._efficiency.set(last.samples_per_second / self._ideal_rate)
                     self._last_step.set_to_current_time()
             case EpochMetrics():
-                self._validation_loss.set(event.validation["loss"])
-                self._validation_accuracy.set(event.validation["accuracy"])
+                for name, gauge in self._validation.items():
+                    gauge.set(event.validation[name])
             case SavedCheckpoint():
                 self._checkpoint_seconds.observe(event.seconds)
                 self._checkpoint_blocked.observe(event.blocked_seconds)

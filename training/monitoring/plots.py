@@ -17,6 +17,8 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from training.monitoring.records import metrics_of
+
 DOTS_PER_INCH = 200
 # Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
 CURVE_INCHES = (4.6, 2.9)
@@ -64,20 +66,23 @@ DARK = Theme("#161b22", "#e6edf3", "#9aa5b1", "#2b323b", "#56b4e9", "#f0a23b")
 def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
     """PNG bytes of each plot for which there are records.
 
-    The names are loss, accuracy, learning_rate, throughput, gradient_norm and confusion_matrix.
+    The names are loss, validation, learning_rate, throughput, gradient_norm, and of the test confusion_matrix or
+    predictions.
     """
     with mpl.rc_context(_style(theme)):
         figures: dict[str, Figure] = {}
         if curves.steps or curves.epochs:
             figures["loss"] = _loss(curves, theme)
         if curves.epochs:
-            figures["accuracy"] = _accuracy(curves, test, theme)
+            figures["validation"] = _validation(curves, test, theme)
         if curves.steps:
             figures["learning_rate"] = _learning_rate(curves, theme)
             figures["throughput"] = _throughput(curves, theme)
             figures["gradient_norm"] = _gradient_norm(curves, theme)
-        if test:
+        if "confusion_matrix" in test:
             figures["confusion_matrix"] = _confusion_matrix(test, theme)
+        if "by_tenth" in test:
+            figures["predictions"] = _predictions(test, theme)
         pngs = {}
         for name, figure in figures.items():
             buffer = io.BytesIO()
@@ -104,21 +109,24 @@ def _loss(curves: Curves, theme: Theme) -> Figure:
     return figure
 
 
-def _accuracy(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
-    figure, axes = _curve_axes("Accuracy", "epoch")
+def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
+    """The first metric of the task, and the second one."""
+    (main, metric), (other, second), *_ = metrics_of(curves.epochs[-1]["validation"]).items()
+    figure, axes = _curve_axes(metric.title[0].upper() + metric.title[1:], "epoch")
     epochs = [record["epoch"] for record in curves.epochs]
-    accuracy, macro_f1 = curves.validation("accuracy"), curves.validation("macro_f1")
-    axes.plot(epochs, accuracy, "o-", color=theme.first, label="validation")
-    axes.plot(epochs, macro_f1, "s--", color=theme.second, label="macro F1", linewidth=1.2)
-    shown = [*accuracy, *macro_f1]
+    values, others = curves.validation(main), curves.validation(other)
+    axes.plot(epochs, values, "o-", color=theme.first, label="validation")
+    axes.plot(epochs, others, "s--", color=theme.second, label=second.title, linewidth=1.2)
+    shown = [*values, *others]
     if test:
-        axes.axhline(test["accuracy"], color=theme.muted, linestyle=":", label="test, best epoch")
-        shown.append(test["accuracy"])
+        axes.axhline(test[main], color=theme.muted, linestyle=":", label="test, best epoch")
+        shown.append(test[main])
     low, high = np.nanmin(shown), np.nanmax(shown)
-    margin = max(0.01, 0.15 * (high - low))
+    margin = max(0.01 * max(1.0, abs(high)), 0.15 * (high - low))
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    if metric.is_share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     _legend_above(axes)
     return figure
 
@@ -154,6 +162,16 @@ def _gradient_norm(curves: Curves, theme: Theme) -> Figure:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
+    return figure
+
+
+def _predictions(test: Mapping[str, Any], theme: Theme) -> Figure:
+    figure, axes = _curve_axes(f"True {test['labels'][0]} by predicted", "predicted")
+    predicted, actual = zip(*test["by_tenth"], strict=True)
+    ends = [min(*predicted, *actual), max(*predicted, *actual)]
+    axes.plot(ends, ends, color=theme.muted, linestyle=":", label="equal")
+    axes.plot(predicted, actual, "o-", color=theme.first, label="mean of a tenth of the rows")
+    _legend_above(axes)
     return figure
 
 

@@ -34,7 +34,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One finished epoch; ``validation`` is an evaluation (loss, accuracy, macro_f1, per_class ...)."""
+    """One finished epoch; ``validation`` is an evaluation (loss, and what the task measures)."""
 
     epoch: int
     step: int
@@ -44,9 +44,40 @@ class EpochMetrics:
     is_best: bool
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A figure of an evaluation besides its loss: how people call it, and whether it is a share, shown in percent."""
+
+    title: str
+    is_share: bool = True
+
+    def shown(self, value: float) -> str:
+        return format_percent(value) if self.is_share else f"{value:.4g}"
+
+
+# What evaluations may have, by its name there; which of them depends on the task. The first two of an evaluation are
+# shown wherever there is little room.
+METRICS = {
+    "accuracy": Metric("accuracy"),
+    "micro_f1": Metric("micro F1"),
+    "macro_f1": Metric("macro F1"),
+    "exact_match": Metric("all labels right"),
+    "calibration_error": Metric("calibration error"),
+    "rmse": Metric("RMSE", is_share=False),
+    "mae": Metric("mean absolute error", is_share=False),
+    "r2": Metric("R²", is_share=False),
+    "spearman": Metric("Spearman correlation", is_share=False),
+}
+SMALLER_IS_BETTER = ("loss", "rmse", "mae")
+
+
+def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, Metric]:
+    return {name: metric for name, metric in METRICS.items() if name in evaluation}
+
+
 def score_of(validation: Mapping[str, Any], metric: str) -> float:
     """How good an evaluation is by one of its metrics, the larger the better."""
-    return -validation["loss"] if metric == "loss" else validation[metric]
+    return -validation[metric] if metric in SMALLER_IS_BETTER else validation[metric]
 
 
 @dataclass(frozen=True)

@@ -14,39 +14,40 @@ from typing import TYPE_CHECKING, Any
 from common.files import write_whole
 from training.monitoring.events import read_metrics
 from training.monitoring.profiler import operator_table, rank_table, read_summary
-from training.monitoring.records import format_percent, format_time, wilson_interval
+from training.monitoring.records import format_percent, format_time, metrics_of, wilson_interval
 
 if TYPE_CHECKING:
     from training.monitoring.plots import Curves
+    from training.tasks.task import TestAnswer
 
 REPORT_FILE = "report.html"
 MOST_WRONG_TEXTS = 20
 LONGEST_TEXT = 700
 PLOTS = {
     "loss": "Training and validation loss by step",
-    "accuracy": "Validation accuracy and macro F1 by epoch",
+    "validation": "Metrics on the validation rows by epoch",
     "learning_rate": "Learning rate by step",
     "throughput": "Samples per second by step",
     "gradient_norm": "Gradient norm by step",
     "confusion_matrix": "Confusion matrix of the test: true class by predicted class",
+    "predictions": "Test rows in tenths by predicted number: the mean true number of each",
 }
 
 
 @dataclass(frozen=True)
 class WrongText:
-    """A text that the model got wrong, with its confidence (0 to 1) in its answer."""
+    """A text that the model got wrong; ``certainty``: what the answer's figure of that name means."""
 
     text: str
-    label: str
-    predicted: str
-    confidence: float
+    answer: TestAnswer
+    certainty: str
 
 
 @dataclass(frozen=True)
 class ReportData:
     """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation.
 
-    Of the ``wrong_texts`` it shows those in whose answer the model was most confident.
+    Of the ``wrong_texts`` it shows those whose answers are most wrong.
     """
 
     title: str
@@ -86,7 +87,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
             "tables": [rank_table(profiles), operator_table(first)],
             "traces": [one.trace for one in profiles],
         }
-    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.confidence)[:MOST_WRONG_TEXTS]
+    wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[:MOST_WRONG_TEXTS]
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -96,12 +97,14 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         lstrip_blocks=True,
     )
     filters = {"percent": format_percent, "decimal": _decimal, "duration": format_time, "shorten": _shorten}
+    epoch_metrics = list(metrics_of(curves.epochs[-1]["validation"]).items())[:2] if curves.epochs else []
     environment.filters |= filters
     page = environment.get_template(REPORT_FILE).render(
         report=report,
         test=report.test,
         headline=_headline(report, curves),
         epochs=curves.epochs,
+        epoch_metrics=epoch_metrics,
         best_epoch=max((record["epoch"] for record in curves.epochs if record["is_best"]), default=None),
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
         profile=profile,
@@ -122,14 +125,22 @@ def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
     """The tiles at the top of the page: name, figure, small print."""
     tiles = []
     if test := report.test:
-        low, high = (format_percent(bound) for bound in wilson_interval(test["accuracy"], test["rows"]))
-        classes = f"over {len(test['labels'])} classes, {test['rows']:,} texts"
-        calibration = format_percent(test["calibration_error"])
-        tiles = [
-            ("Test accuracy", format_percent(test["accuracy"]), f"95% interval {low} to {high}"),
-            ("Macro F1", format_percent(test["macro_f1"]), classes),
-            ("Calibration error", calibration, "how far confidence is from accuracy"),
-        ]
+        small_prints = {
+            "macro_f1": f"over {len(test['labels'])} classes, {test['rows']:,} texts",
+            "calibration_error": "how far confidence is from accuracy",
+            "micro_f1": "over all labels and texts",
+            "exact_match": "share of the texts",
+            "rmse": f"of {test['labels'][0]}, {test['rows']:,} texts",
+            "mae": f"of {test['labels'][0]}",
+            "r2": "share of the variance explained",
+            "spearman": "correlation of the ranks",
+        }
+        if "accuracy" in test:
+            low, high = map(format_percent, wilson_interval(test["accuracy"], test["rows"]))
+            small_prints["accuracy"] = f"95% interval {low} to {high}"
+        for number, (name, metric) in enumerate(metrics_of(test).items()):
+            title = metric.title if number else f"test {metric.title}"
+            tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_prints[name]))
     steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
     steps_done = f"{steps:,} optimizer steps" if steps else "no step was logged"
     tiles.append(("Time", format_time(report.seconds), steps_done))

@@ -20,11 +20,10 @@ from typing import Any
 from common.errors import UserError, first_line
 from common.files import write_json
 from training.monitoring.events import Event, RolledBack, RunEnded, RunTested, Subscriber
-from training.monitoring.records import EpochMetrics, StepMetrics
+from training.monitoring.records import EpochMetrics, StepMetrics, metrics_of
 
 PROJECT = "distrinews"
 IDS_FILE = "trackers.json"
-EVALUATION_SCALARS = ("loss", "accuracy", "macro_f1", "calibration_error")
 # Records that a service has not taken by then are lost; after a stop or a failure a launcher waits for this process.
 SECONDS_TO_FINISH = 30.0
 SECONDS_TO_LEAVE = 5.0
@@ -268,9 +267,9 @@ class Trackers(Subscriber):
                 figures = vars(event)
                 self._put("train", figures, figures.keys() - {"step", "seconds"}, event.step)
             case EpochMetrics(step=step, validation=validation):
-                self._put("validation", validation, EVALUATION_SCALARS, step)
+                self._put("validation", validation, ("loss", *metrics_of(validation)), step)
             case RunTested(step, test):
-                self._put("test", test, EVALUATION_SCALARS, step)
+                self._put("test", test, ("loss", *metrics_of(test)), step)
             case RolledBack(step):
                 for thread in self._threads:
                     thread.put(None, step)

@@ -74,6 +74,7 @@ class Strategy:
         self.data_shard = DataShard(ranks.rank, ranks.world_size)
         self.phases = Phases()  # replaced by the run's own
         self.loss_scale = LossScale(enabled=precision == "fp16")
+        self.task, self.head = model.task, model.head
         self.gradient_checks_left = config.check_gradient_sync
         # Set by the strategies that have one.
         self.pipeline: Any = None  # its schedule runs forward and backward over all micro-batches
@@ -212,11 +213,6 @@ class Strategy:
     def load_weights(self, saved: SavedState) -> None:
         """Read only this rank's weights, for evaluation."""
         read_model(self.parts, saved)
-
-
-def row_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """Cross-entropy of each row in fp32: (rows,)."""
-    return F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=label_smoothing)
 
 
 def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from training.monitoring.records import metrics_of
+
 # By this tag a repository of the hub is known to come from here.
 TAG = "distrinews"
 _TASK = "text-classification"
@@ -14,6 +16,14 @@ _MADE_HERE = ("tiny", "sample")
 # Of the bases whose licence is known here; what is trained from another gets its licence from a person.
 _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
+# What a model of each task is called, and what the hub calls our metrics.
+_KINDS = {
+    "classification": "A news classifier",
+    "multi_label": "A classifier that gives a text every label that applies",
+    "regression": "A model that gives a text a number",
+}
+_HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
+_NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1"}
 # The data whose language and kind are known here.
 _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 
@@ -21,35 +31,39 @@ _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     """A model's card, from ``metrics.json``."""
     base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
-    classes = "\n".join(
-        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
-        for label, scores in test["per_class"].items()
-    )
+    figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
+    kind, labels = _KINDS[metrics.get("task", "classification")], ", ".join(test["labels"])
     return f"""---
 {_front_matter(metrics, name).to_yaml()}
 ---
 
 # {name}
 
-A news classifier: `{base}` fine-tuned on `{dataset}` with DistriNews.
+{kind}: `{base}` fine-tuned on `{dataset}` with DistriNews.
 
-Labels: {", ".join(test["labels"])}. Texts are cut at {metrics["max_length"]} tokens.
+Labels: {labels}. Texts are cut at {metrics["max_length"]} tokens.
 
 {_use(name, cleaning)}
 
 ## Test results
 
 {test["rows"]:,} test rows, read once, after the best epoch ({metrics["best_epoch"]}) was chosen on a validation split:
-accuracy {test["accuracy"]:.4f}, macro-F1 {test["macro_f1"]:.4f}, calibration error {test["calibration_error"]:.4f}.
-
-| class | precision | recall | F1 | rows |
-| --- | --- | --- | --- | --- |
-{classes}
-
+{figures}.
+{_classes(test)}
 ## Limits
 
 {_limits(metrics)}
 """
+
+
+def _classes(test: dict[str, Any]) -> str:
+    if "per_class" not in test:
+        return ""
+    lines = [
+        f"| {label} | {scores['precision']:.3f} | {scores['recall']:.3f} | {scores['f1']:.3f} | {scores['rows']} |"
+        for label, scores in test["per_class"].items()
+    ]
+    return "\n".join(["", "| class | precision | recall | F1 | rows |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
 def _use(name: str, cleaning: str) -> str:
@@ -94,11 +108,11 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
         tags=["news", _TASK, TAG],
         base_model=base if is_on_the_hub(base) else None,
         datasets=[dataset] if is_on_the_hub(dataset) else None,
-        metrics=["accuracy", "f1"],
+        metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],
         model_name=name,
         eval_results=[
-            _result(dataset, "accuracy", "accuracy", metrics["test"]["accuracy"]),
-            _result(dataset, "f1", "macro-F1", metrics["test"]["macro_f1"]),
+            _result(dataset, _HUB_METRICS[name], _NAMES.get(name, metric.title), metrics["test"][name])
+            for name, metric in list(metrics_of(metrics["test"]).items())[:2]
         ],
     )
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from common.errors import TrainingFailure, UserError
 from common.files import writing_whole
+from common.model_folder import CLEANING_KEY
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
-from training.evaluation.metrics import log_softmax
 from training.monitoring import EpochMetrics
 from training.monitoring.events import RunTested
 from training.monitoring.records import score_of
 from training.monitoring.report import ReportData, WrongText, write_report
+from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
+from training.tasks.task import TestAnswer
 
 
 def finish_run(context: RunContext) -> Path:
@@ -45,8 +48,9 @@ def finish_run(context: RunContext) -> Path:
             partial(context.strategy.logits, precision=context.strategy.test_precision),
             tokens.test,
             context.ranks,
-            tokens.label_names,
+            context.strategy.task,
             data_shard,
+            chosen=best.validation,
             on_batch=lambda rows: count(rows * data_shard.size),
             stops=context.stop_agreed,
         )
@@ -55,6 +59,7 @@ def finish_run(context: RunContext) -> Path:
     context.events.publish(RunTested(context.state.step, test))
     if context.console:
         metrics = {
+            "task": config.task,
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
             "label_column": config.label_column,
@@ -71,16 +76,16 @@ def finish_run(context: RunContext) -> Path:
         try:
             write_model(
                 context.model_config,
-                weights,
+                _finished(weights, context.strategy),
                 context.news.tokenizer,
                 metrics,
                 config.output_dir,
                 config.checkpoint_file,
-                config.clean,
+                {CLEANING_KEY: config.clean, **context.strategy.task.settings(best.validation)},
             )
-            probabilities = np.exp(log_softmax(logits))  # (test rows, classes)
-            _write_predictions(context, probabilities)
-            report = write_report(config.run_dir, _report_data(context, test, probabilities))
+            answers = list(context.strategy.task.describe(logits, tokens.test.labels, best.validation))
+            _write_predictions(context, answers)
+            report = write_report(config.run_dir, _report_data(context, test, answers))
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
@@ -90,7 +95,7 @@ def finish_run(context: RunContext) -> Path:
         context.console.finish(
             seconds=context.state.seconds,
             best_epoch=best.epoch,
-            validation_accuracy=best.validation["accuracy"],
+            validation=best.validation,
             test=test,
             model_folder=config.output_dir,
             checkpoint_file=config.checkpoint_file,
@@ -126,7 +131,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
     return epoch
 
 
-def _report_data(context: RunContext, test: dict[str, Any], probabilities: np.ndarray) -> ReportData:
+def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer]) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     notes = [*tokens.notes, cut]
@@ -152,32 +157,32 @@ def _report_data(context: RunContext, test: dict[str, Any], probabilities: np.nd
         configuration=context.config.model_dump(mode="json"),
         environment=describe_environment(context.ranks),
         test=test,
-        wrong_texts=_wrong_texts(context, probabilities),
+        wrong_texts=[
+            WrongText(text, answer, context.strategy.task.certainty)
+            for text, answer in zip(context.news.texts.test.texts, answers, strict=True)
+            if answer.surprise
+        ],
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
     )
 
 
-def _write_predictions(context: RunContext, probabilities: np.ndarray) -> None:
+def _write_predictions(context: RunContext, answers: Sequence[TestAnswer]) -> None:
     """Write the model's answer to each test row, in their order, to ``predictions.csv`` in the run folder."""
-    tokens, texts = context.news.tokens, context.news.texts
-    predicted, names = probabilities.argmax(axis=1), tokens.label_names
     with writing_whole(context.config.run_dir / "predictions.csv") as file:
         lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
         writer = csv.writer(lines)
-        writer.writerow(["row", "label", "predicted", "confidence", "text"])
-        for row, (label, answer) in enumerate(zip(tokens.test.labels, predicted, strict=True)):
-            confidence = f"{probabilities[row, answer]:.6f}"
-            writer.writerow([row, names[label], names[answer], confidence, texts.test.texts[row]])
+        writer.writerow(["row", "label", "predicted", context.strategy.task.certainty, "text"])
+        for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True)):
+            writer.writerow([row, answer.label, answer.predicted, f"{answer.certainty:.6f}", text])
         lines.detach()  # flushed, and left open for the one who made the file
 
 
-def _wrong_texts(context: RunContext, probabilities: np.ndarray) -> list[WrongText]:
-    tokens, texts = context.news.tokens, context.news.texts
-    predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
-    labels, names = tokens.test.labels, tokens.label_names
-    return [
-        WrongText(texts.test.texts[i], names[labels[i]], names[predicted[i]], float(confidence[i]))
-        for i in np.flatnonzero(predicted != labels)
-    ]
+def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str, torch.Tensor]:
+    """The weights to write, the last layer as the task finishes it."""
+    weight, bias = (f"network.{strategy.head}.{name}" for name in ("weight", "bias"))
+    if weight not in weights:
+        return weights
+    finished = dict(zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True))
+    return weights | {name: tensor for name, tensor in finished.items() if tensor is not None}

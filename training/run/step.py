@@ -27,7 +27,7 @@ from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
 from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
-from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
+from training.parallelism.strategy import StepResult, Strategy, loss_share
 from training.run.context import RunContext
 
 
@@ -158,7 +158,7 @@ def forward_backward(strategy: Strategy, micro_batches: Sequence[MicroBatch], st
             with phases("forward"):
                 with strategy.autocast():
                     logits = strategy.forward(batch.input_ids, batch.attention_mask)  # (rows, labels)
-                losses.append(row_losses(logits, batch.labels, config.label_smoothing))  # (rows,)
+                losses.append(strategy.task.row_losses(logits, batch.labels, config.label_smoothing))  # (rows,)
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)
             losses[-1] = losses[-1].detach()

@@ -100,7 +100,7 @@ class Trainer:
         config = config.model_copy(update={"clean": news.cleaning})
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
-        model = prepare_model(config, ranks, news.tokens, say)
+        model = prepare_model(config, ranks, news, say)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
         strategy.phases = phases

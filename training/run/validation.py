@@ -20,13 +20,13 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
         EvaluationStopped: a rank was asked to stop.
         TrainingFailure: the loss is not finite.
     """
-    state, tokens = context.state, context.news.tokens
+    state = context.state
     with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1):
         validation, _ = evaluate(
             partial(context.strategy.logits, precision=context.precision),
             context.news.validation_rows,
             context.ranks,
-            tokens.label_names,
+            context.strategy.task,
             context.strategy.data_shard,
             context.news.validation_index,
             stops=context.stop_agreed,

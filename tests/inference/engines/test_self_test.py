@@ -108,7 +108,7 @@ def test_a_model_without_any_length_limit_is_refused(make_folder: MakeFolder) ->
     assert "model_max_length 1e+30: no limit" in _refusal(make_folder("XLNet", max_length=10**30, **XLNET_SIZES))
 
 
-@pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression"])
+@pytest.mark.parametrize("problem_type", ["multi_label_classification", "sequence_ranking"])
 def test_a_model_that_does_not_choose_one_label_per_text_is_refused(make_folder: MakeFolder, problem_type: str) -> None:
     line = _refusal(make_folder("Bert", problem_type=problem_type, **SIZES))
     assert f"problem_type {problem_type!r}" in line

@@ -374,7 +374,7 @@ def test_a_column_of_numbers_to_predict_is_refused_in_one_line(tmp_path: Path) -
 
     with pytest.raises(
         UserError,
-        match=r"400 different labels in 400 rows; is the label column a number to predict, or free",
+        match=r"400 different labels in 400 rows; is the label column free text, or a number to predict",
     ):
         load_news(str(path))
 

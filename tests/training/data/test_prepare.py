@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
     config = config_for(tmp_path).model_copy(update={"model": str(model)})
 
     with pytest.raises(UserError) as refusal:
-        prepare_model(config, ALONE, prepare_news(config, ALONE, print).tokens, print)
+        prepare_model(config, ALONE, prepare_news(config, ALONE, print), print)
 
     assert str(refusal.value) == f"--model {model}: {message}"
 

@@ -171,7 +171,7 @@ def _finish(console: Console, test: dict[str, Any], folder: Path = Path("model")
     console.finish(
         seconds=160.0,
         best_epoch=2,
-        validation_accuracy=0.91,
+        validation={"accuracy": 0.91},
         test=test,
         model_folder=folder,
         checkpoint_file=Path("model.pt"),

@@ -10,13 +10,14 @@ import pytest
 from training.monitoring.events import read_metrics
 from training.monitoring.records import wilson_interval
 from training.monitoring.report import ReportData, WrongText, write_report
+from training.tasks.task import TestAnswer
 
 Evaluation = Callable[..., dict[str, Any]]
 MakeReport = Callable[..., ReportData]
 WriteRun = Callable[..., Path]
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & {{ 7 * 7 }} $\\frac{1}$"
-PLOTS = ["accuracy", "confusion_matrix", "gradient_norm", "learning_rate", "loss", "throughput"]
+PLOTS = ["confusion_matrix", "gradient_norm", "learning_rate", "loss", "throughput", "validation"]
 
 
 class _Page(html.parser.HTMLParser):
@@ -41,8 +42,10 @@ def run_dir(
     report_data: MakeReport,
 ) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"))
-    texts = [WrongText(HOSTILE, HOSTILE, "Sports", 0.999)]
-    texts += [WrongText(f"text number {number}.", "World", "Sports", number / 100) for number in range(40)]
+    texts = [WrongText(HOSTILE, TestAnswer(HOSTILE, "Sports", 0.999, surprise=0.999), "confidence")]
+    for number in range(40):
+        answer = TestAnswer("World", "Sports", number / 100, surprise=number / 100)
+        texts.append(WrongText(f"text number {number}.", answer, "confidence"))
     write_report(folder, report_data(evaluation(), texts))
     return folder
 

@@ -20,7 +20,7 @@ from training.parallelism import pipeline
 from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import SCHEDULES, order_of_actions, stages_of
 from training.parallelism.stages import split_stages
-from training.parallelism.strategy import row_losses
+from training.tasks import Classification
 
 SEED = 11
 # Padded lengths of the steps: one comes twice in a row, and one again after another.
@@ -46,7 +46,7 @@ def _micro_batches(step: int, count: int) -> list[MicroBatch]:
 
 
 def _loss(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    losses = row_losses(logits, batch.labels, label_smoothing=0.1)
+    losses = Classification(LABELS).row_losses(logits, batch.labels, label_smoothing=0.1)
     return (losses * batch.weights).sum(), losses
 
 

@@ -13,8 +13,9 @@ import torch
 from tests.processes import run_on_ranks
 from tests.training.parallelism.small_runs import GLOBAL_BATCH, small_rows, small_strategy, take_steps
 from training.data.batching import rank_share
-from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
+from training.parallelism.strategy import StepResult, Strategy, loss_share
 from training.run.step import optimizer_step
+from training.tasks import Classification
 
 Tensors = dict[str, torch.Tensor]
 
@@ -96,7 +97,7 @@ def test_the_very_first_step_may_be_bad() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_loss_that_is_not_finite_always_shows_in_the_gradient(logit: float, smoothing: float) -> None:
     logits = torch.tensor([[0.5, 0.1], [logit, 0.3]], requires_grad=True)
-    losses = row_losses(logits, torch.tensor([0, 0]), smoothing)
+    losses = Classification([]).row_losses(logits, torch.tensor([0, 0]), smoothing)
 
     loss_share(losses, torch.tensor([0.5, 0.5])).backward()
 
@@ -107,7 +108,7 @@ def test_a_loss_that_is_not_finite_always_shows_in_the_gradient(logit: float, sm
 
 def test_finite_losses_give_the_gradient_that_they_did() -> None:
     logits, weights = torch.randn(8, 4, requires_grad=True), torch.rand(8)
-    losses = row_losses(logits, torch.arange(8) % 4, 0.0)
+    losses = Classification([]).row_losses(logits, torch.arange(8) % 4, 0.0)
 
     [found] = torch.autograd.grad(loss_share(losses, weights), logits, retain_graph=True)
     [plain] = torch.autograd.grad((losses * weights).sum(), logits)

@@ -12,7 +12,7 @@ from sklearn.metrics import (
     precision_recall_fscore_support,
 )
 
-from training.evaluation.metrics import classification_metrics, log_softmax
+from training.tasks.classification import Classification, log_softmax
 
 NAMES = ["World", "Sports", "Business", "Sci/Tech"]
 
@@ -35,7 +35,7 @@ def test_metrics_equal_scikit_learns(seed: int) -> None:
     predicted = logits.argmax(axis=1)
     precision, recall, f1, rows = precision_recall_fscore_support(labels, predicted, zero_division=0)
 
-    found = classification_metrics(logits, labels, NAMES)
+    found = Classification(NAMES).metrics(logits, labels)
 
     assert found["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
     assert found["macro_f1"] == pytest.approx(f1_score(labels, predicted, average="macro"))
@@ -47,7 +47,7 @@ def test_metrics_equal_scikit_learns(seed: int) -> None:
 
 
 def test_metrics_are_plain_values() -> None:
-    found = classification_metrics(*random_case(0), NAMES)
+    found = Classification(NAMES).metrics(*random_case(0))
 
     assert json.loads(json.dumps(found)) == found
     assert (found["rows"], found["labels"]) == (300, NAMES)
@@ -57,7 +57,7 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     # Bins of 1/15: 0.9 and 0.92 fall into one (sum of confidences 1.82, one right), 0.6 into another (right).
     logits = logits_for([[0.9, 0.1], [0.92, 0.08], [0.4, 0.6]])
 
-    found = classification_metrics(logits, np.array([0, 1, 1]), ["a", "b"])
+    found = Classification(["a", "b"]).metrics(logits, np.array([0, 1, 1]))
 
     assert found["calibration_error"] == pytest.approx((abs(1.82 - 1) + abs(0.6 - 1)) / 3)
 
@@ -67,7 +67,7 @@ def test_a_class_without_rows_does_not_lower_the_macro_f1() -> None:
     logits, labels = logits[labels != 3], labels[labels != 3]
     predicted = logits.argmax(axis=1)
 
-    found = classification_metrics(logits, labels, NAMES)
+    found = Classification(NAMES).metrics(logits, labels)
 
     assert found["per_class"]["Sci/Tech"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "rows": 0}
     expected = f1_score(labels, predicted, average="macro", labels=[0, 1, 2])
@@ -76,7 +76,7 @@ def test_a_class_without_rows_does_not_lower_the_macro_f1() -> None:
 
 
 def test_a_class_never_predicted_has_no_precision_and_no_warning() -> None:
-    found = classification_metrics(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([0, 1]), ["a", "b"])
+    found = Classification(["a", "b"]).metrics(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([0, 1]))
 
     assert found["per_class"]["b"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "rows": 1}
     assert found["macro_f1"] == pytest.approx((2 / 3 + 0) / 2)

@@ -1,0 +1,204 @@
+"""Runs of every task: on one rank and on several, resumed, written, read back."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import pipeline
+
+from common.model_folder import read_saved_model
+from training.evaluation.evaluator import evaluate_saved
+from training.parallelism.distributed import join_ranks
+from training.run.quiet import quiet_libraries
+
+Train = Callable[..., int]
+Metrics = Callable[..., list[dict[str, Any]]]
+WORDS = ("sea", "storm", "sun")
+TASKS = ("multi_label", "regression")
+LAYOUTS = {
+    "zero3": (2, "--strategy", "zero3"),
+    "tp": (2, "--strategy", "tp", "--gradient_accumulation", 2),
+    "pp": (2, "--strategy", "pp", "--gradient_accumulation", 2),
+    "3d": (8, "--strategy", "3d", "--pp", 2, "--tp", 2, "--gradient_accumulation", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Data of each task: which of three words a text has, and how many."""
+    folders = {task: tmp_path_factory.mktemp(task) for task in TASKS}
+    for split, count in (("train", 96), ("test", 24)):
+        rows = [(i, [word for place, word in enumerate(WORDS) if i >> place & 1]) for i in range(count)]
+        texts = [f"{split} {i}: {' and '.join(words) or 'nothing'}" for i, words in rows]
+        lines = [json.dumps({"text": text, "label": words}) for text, (_, words) in zip(texts, rows, strict=True)]
+        (folders["multi_label"] / f"{split}.jsonl").write_text("\n".join(lines))
+        numbers = [f"{text};{1000 * len(words)}" for text, (_, words) in zip(texts, rows, strict=True)]
+        (folders["regression"] / f"{split}.csv").write_text("text;label\n" + "\n".join(numbers))
+    return folders
+
+
+def _flags(task: str, folders: dict[str, Path], output: Path) -> tuple[object, ...]:
+    return ("--task", task, "--dataset", folders[task], "--output_dir", output, "--save_every", 4, "--keep_last", 9)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    folders: dict[str, Path], launch_shared: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The model of each task, trained by one process."""
+    models = {}
+    for task in TASKS:
+        models[task] = tmp_path_factory.mktemp("alone") / task
+        ended = launch_shared(1, *_flags(task, folders, models[task]), "--batch_size", 8)
+        assert ended.process.returncode == 0, ended.err
+    return models
+
+
+def _losses(metrics_of: Metrics, output: Path) -> list[float]:
+    run = output.with_name(f"{output.name}.run")
+    return [step["loss"] for step in metrics_of(run)] + [
+        epoch["validation"]["loss"] for epoch in metrics_of(run, "epoch")
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("ddp"), *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS)]
+)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_layout_trains_a_task_as_one_process_does(
+    layout: str,
+    task: str,
+    folders: dict[str, Path],
+    alone: dict[str, Path],
+    launch: Callable[..., Any],
+    metrics_of: Metrics,
+    tmp_path: Path,
+) -> None:
+    world_size, *flags = LAYOUTS.get(layout, (2,))
+    shares = {"ddp": 2, "zero3": 2, "3d": 2}.get(layout, 1)
+    accumulation = 2 if "--gradient_accumulation" in flags else 1
+    output = tmp_path / "model"
+    size = 8 // shares // accumulation
+    ended = launch(world_size, *_flags(task, folders, output), *flags, "--batch_size", size)
+
+    assert ended.process.returncode == 0, ended.err
+    assert _losses(metrics_of, output) == pytest.approx(_losses(metrics_of, alone[task]), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_resumes_exactly(
+    task: str, folders: dict[str, Path], train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    flags = (*_flags(task, folders, tmp_path / "model"), "--batch_size", 8)
+    assert train_here(*flags) == 0
+    whole, weights = _losses(metrics_of, tmp_path / "model"), _weights(tmp_path / "model")
+
+    checkpoint = tmp_path / "model.run" / "checkpoints" / "step_00000004"
+    assert train_here(*flags, "--resume", checkpoint) == 0
+
+    assert _losses(metrics_of, tmp_path / "model") == whole
+    assert all(torch.equal(_weights(tmp_path / "model")[name], weights[name]) for name in weights)
+
+
+def _weights(model: Path) -> dict[str, torch.Tensor]:
+    return torch.load(model.with_suffix(".pt"), weights_only=True)["model_state_dict"]
+
+
+def test_a_multi_label_model_names_its_thresholds_and_transformers_answers_with_its_probabilities(
+    alone: dict[str, Path], folders: dict[str, Path]
+) -> None:
+    quiet_libraries()
+    saved = read_saved_model(alone["multi_label"])
+    metrics = saved.metadata
+    classify = pipeline("text-classification", model=str(alone["multi_label"]), top_k=None)
+    rows = [json.loads(line) for line in (folders["multi_label"] / "test.jsonl").read_text().splitlines()]
+    answers = classify([row["text"] for row in rows])
+
+    assert saved.config["problem_type"] == "multi_label_classification"
+    assert saved.thresholds == metrics["validation"]["thresholds"] == metrics["test"]["thresholds"]
+    threshold = dict(zip(saved.labels, saved.thresholds, strict=True))
+    right = [
+        {one["label"] for one in answer if one["score"] >= threshold[one["label"]]} == set(row["label"])
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    assert sum(right) / len(right) == pytest.approx(metrics["test"]["exact_match"])
+    with alone["multi_label"].with_name("multi_label.run").joinpath("predictions.csv").open(newline="") as file:
+        predictions = list(csv.DictReader(file))
+    assert [row["label"] == row["predicted"] for row in predictions] == right
+
+
+def test_a_regression_model_answers_in_the_unit_of_the_data_in_transformers_too(
+    alone: dict[str, Path], folders: dict[str, Path]
+) -> None:
+    quiet_libraries()
+    saved = read_saved_model(alone["regression"])
+    predict = pipeline("text-classification", model=str(alone["regression"]), function_to_apply="none")
+    with (folders["regression"] / "test.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter=";"))
+    answers = [answer["score"] for answer in predict([row["text"] for row in rows])]
+
+    errors = [abs(answer - float(row["label"])) for answer, row in zip(answers, rows, strict=True)]
+    assert saved.config["problem_type"] == "regression"
+    assert saved.labels == ["label"]
+    assert sum(errors) / len(errors) == pytest.approx(saved.metadata["test"]["mae"], rel=1e-4)
+    assert saved.metadata["test"]["mae"] < 1000  # the mean of the training rows is off by about that
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_evaluating_gives_the_figures_that_training_wrote(task: str, alone: dict[str, Path]) -> None:
+    written = json.loads((alone[task] / "metrics.json").read_text())["test"]
+    with join_ranks("cpu") as ranks:
+        found = evaluate_saved(alone[task], None, ranks, quiet=True)
+
+    for name in {"micro_f1", "macro_f1", "exact_match", "rmse", "mae", "r2", "spearman"} & written.keys():
+        assert found[name] == pytest.approx(written[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_report_and_the_card_show_the_metrics_of_the_task(task: str, alone: dict[str, Path]) -> None:
+    report = alone[task].with_name(f"{task}.run").joinpath("report.html").read_text()
+    card = (alone[task] / "README.md").read_text()
+
+    shown = {
+        "multi_label": ("Test micro F1", "All labels right", "Threshold", "Test by class"),
+        "regression": ("Test RMSE", "Mean absolute error", "Predicted and true label", "Spearman correlation"),
+    }
+    for words in shown[task]:
+        assert words in report, words
+    assert {"multi_label": "micro-F1", "regression": "RMSE"}[task] in card
+    assert "Test accuracy" not in report
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--task", "regression", "--class_weights", "auto"),
+            "--class_weights auto: does nothing with --task regression",
+        ),
+        (
+            ("--task", "multi_label", "--sampling", "balanced"),
+            "--sampling balanced: does nothing with --task multi_label",
+        ),
+        (
+            ("--task", "regression", "--label_smoothing", "0.1"),
+            "--label_smoothing 0.1: does nothing with --task regression",
+        ),
+        (
+            ("--task", "regression", "--best_metric", "accuracy"),
+            "--best_metric accuracy and --task regression: it has rmse",
+        ),
+        (("--best_metric", "rmse"), "--best_metric rmse and --task classification: it has accuracy, macro_f1, loss"),
+    ],
+)
+def test_flags_that_a_task_has_no_use_for_are_refused(
+    flags: tuple[str, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(*flags) == 2
+    assert message in capfd.readouterr().err

@@ -1,0 +1,160 @@
+"""Classification: one label per text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.errors import UserError
+from common.problem_types import SINGLE_LABEL, Label
+from common.rows import AG_NEWS_LABELS
+from training.tasks.task import Task, TestAnswer
+
+# This many labels are not suspicious, however few the rows.
+FEW_LABELS = 10
+CALIBRATION_BINS = 15
+
+
+class Classification(Task):
+    name = "classification"
+    problem_type = SINGLE_LABEL
+
+    @classmethod
+    def name_labels(
+        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
+    ) -> tuple[list[str], list[str]]:
+        present = Counter(map(str, labels))
+        if len(present) < 2:
+            raise UserError(
+                f"--dataset {dataset}: all training rows have the label {next(iter(present))!r}; two labels are needed",
+                code="labels-too-few",
+            )
+        return list(known or _label_names(present)), _notes_on_labels(dataset, present, known=known is not None)
+
+    @classmethod
+    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+        """int64, (rows,)."""
+        index = {name: i for i, name in enumerate(names)}
+        return np.array([index[str(label)] for label in labels], dtype=np.int64)
+
+    @classmethod
+    def strata(cls, targets: np.ndarray) -> np.ndarray:
+        return targets
+
+    def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        return self._places(names)[targets]
+
+    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """Cross-entropy."""
+        return F.cross_entropy(scores.float(), targets, reduction="none", label_smoothing=label_smoothing)
+
+    def metrics(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Accuracy, macro-F1, each class's precision and recall, confusion matrix, calibration error.
+
+        ``confusion_matrix[true][predicted]`` counts rows; ``calibration_error`` is the expected calibration error over
+        15 equal bins (Guo et al., arXiv 1706.04599).
+        """
+        names, log_probabilities = self.label_names, log_softmax(scores)
+        predicted = log_probabilities.argmax(axis=1)
+        confidence = np.exp(log_probabilities.max(axis=1))
+        confusion = np.zeros((len(names), len(names)), dtype=np.int64)
+        np.add.at(confusion, (targets, predicted), 1)
+        per_class = {name: _class_metrics(confusion, i) for i, name in enumerate(names)}
+        present = [figures["f1"] for figures in per_class.values() if figures["rows"]]
+        return {
+            "rows": len(targets),
+            "loss": float(-log_probabilities[np.arange(len(targets)), targets].mean()),
+            "accuracy": float((predicted == targets).mean()),
+            "macro_f1": float(np.mean(present)),
+            "calibration_error": _calibration_error(confidence, predicted == targets),
+            "labels": list(names),
+            "per_class": per_class,
+            "confusion_matrix": confusion.tolist(),
+        }
+
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+        probabilities, names = np.exp(log_softmax(scores)), self.label_names
+        predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1).tolist()
+        for label, answer, certainty in zip(targets, predicted, confidence, strict=True):
+            yield TestAnswer(names[label], names[answer], certainty, surprise=certainty if answer != label else 0.0)
+
+
+def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:
+    """Reasons to doubt that these labels are classes; ``known``: the data itself declares its classes.
+
+    Raises:
+        UserError: most labels occur in a single row.
+    """
+    num_rows, notes = labels.total(), []
+    counts = f"{len(labels):,} different labels in {num_rows:,} rows"
+    if len(labels) > FEW_LABELS and 2 * len(labels) > num_rows:
+        raise UserError(
+            f"--dataset {name}: {counts}; is the label column free text, or a number to predict (--task regression)?",
+            code="labels-too-many",
+        )
+    if len(labels) > FEW_LABELS and 10 * len(labels) > num_rows:
+        notes.append(f"{counts}: few rows to learn each from; is it the right column?")
+    examples = ", ".join(sorted(labels)[:3])
+    if not known and _are_fractions(labels):
+        notes.append(
+            f"labels look like numbers to predict ({examples}): each value is trained as a class of its own; "
+            "--task regression predicts the number"
+        )
+    elif not known and (lists := _lists(labels)):
+        notes.append(
+            f"labels such as {lists[0]!r} look like lists: each combination is trained as a class of its own; "
+            "--task multi_label predicts each label separately"
+        )
+    return notes
+
+
+def _are_fractions(labels: Iterable[str]) -> bool:
+    """Whether all labels are numbers, at least one of them not an integer."""
+    try:
+        return not all(float(label).is_integer() for label in labels)
+    except ValueError:
+        return False
+
+
+def _lists(labels: Collection[str]) -> list[str]:
+    """Labels such as ``a,b`` whose parts are labels too, or parts of several labels."""
+    split = {label: re.split(r"\s*[,;|]\s*", label.strip("[]")) for label in labels}
+    occurrences = Counter(part for parts in split.values() for part in set(parts))
+    return [label for label, parts in split.items() if len(parts) > 1 and any(occurrences[part] > 1 for part in parts)]
+
+
+def _label_names(labels: Iterable[str]) -> list[str]:
+    names = sorted(set(labels))
+    if set(names) <= set(AG_NEWS_LABELS):
+        return [label for label in AG_NEWS_LABELS if label in names]
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities in float64: (rows, classes)."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def _class_metrics(confusion: np.ndarray, index: int) -> dict[str, float | int]:
+    hits, predicted, actual = confusion[index, index], confusion[:, index].sum(), confusion[index].sum()
+    return {
+        "precision": float(hits / predicted) if predicted else 0.0,
+        "recall": float(hits / actual) if actual else 0.0,
+        "f1": float(2 * hits / (predicted + actual)) if predicted + actual else 0.0,
+        "rows": int(actual),
+    }
+
+
+def _calibration_error(confidence: np.ndarray, correct: np.ndarray) -> float:
+    bins = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    gaps = [abs(confidence[bins == i].sum() - correct[bins == i].sum()) for i in range(CALIBRATION_BINS)]
+    return float(sum(gaps) / len(confidence))

@@ -1,0 +1,121 @@
+"""A task: what a row's label is, the loss, the metrics, and what a report and a model folder say about the answers.
+
+The loop, the strategies and the evaluator know none of it: they pass labels in and scores out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from common.problem_types import Label, ProblemType
+
+
+@dataclass(frozen=True)
+class TestAnswer:
+    """The model's answer to one row, in words.
+
+    ``certainty``: how sure the answer is, or how far off; see :attr:`Task.certainty`. ``surprise``: how wrong it is,
+    the most wrong first in the report; 0 if it is right.
+    """
+
+    label: str
+    predicted: str
+    certainty: float
+    surprise: float
+
+
+class Task:
+    """One task with the labels of one model.
+
+    Attributes:
+        name: what ``--task`` calls it.
+        problem_type: what the model folder calls it.
+        certainty: the heading of :attr:`TestAnswer.certainty`.
+        label_names: the name of each output of the model.
+    """
+
+    name: ClassVar[str]
+    problem_type: ClassVar[ProblemType]
+    certainty: ClassVar[str] = "confidence"
+
+    def __init__(self, label_names: Sequence[str]) -> None:
+        self.label_names = list(label_names)
+
+    # Rows. Class methods, because they come before anything is known of a model.
+
+    @classmethod
+    def name_labels(
+        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
+    ) -> tuple[list[str], list[str]]:
+        """The label names of training rows, and reasons to doubt them.
+
+        Args:
+            labels: of the training rows.
+            known: the names that the data itself declares, if it does.
+            column: that the labels are from.
+
+        Raises:
+            UserError: nothing can be learned from these.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+        """Labels as the loss takes them: (rows, ...)."""
+        raise NotImplementedError
+
+    @classmethod
+    def strata(cls, targets: np.ndarray) -> np.ndarray:
+        """A number for each row, (rows,); rows with the same number are shared evenly between the splits."""
+        raise NotImplementedError
+
+    def renamed(self, targets: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """The targets of rows whose labels are called ``names`` as targets of this task.
+
+        Raises:
+            ValueError: this task has no such label.
+        """
+        raise NotImplementedError
+
+    def _places(self, names: Sequence[str]) -> np.ndarray:
+        """The place of each name among the labels."""
+        if unknown := [name for name in names if name not in self.label_names]:
+            raise ValueError(f"label {unknown[0]!r} is not one of the model's labels {', '.join(self.label_names)}")
+        return np.array([self.label_names.index(name) for name in names])
+
+    # The model
+
+    def fit(self, targets: np.ndarray, head: torch.nn.Linear | None) -> None:
+        """Learn from the targets of the training rows what the loss needs to know of all of them."""
+
+    def finish(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights of the model's last layer, so that its scores need nothing else."""
+        return weight, bias
+
+    def settings(self, validation: Mapping[str, Any]) -> dict[str, Any]:
+        """What config.json says besides the problem type; ``validation``: the best epoch's evaluation."""
+        return {}
+
+    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """The loss of each row in fp32: (rows, labels) to (rows,)."""
+        raise NotImplementedError
+
+    # Evaluation
+
+    def metrics(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Plain values for JSON: ``rows``, ``loss``, ``labels`` and the task's own metrics.
+
+        ``chosen``: the evaluation on which was chosen what this one uses; None to choose here.
+        """
+        raise NotImplementedError
+
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+        """The answer to each row; ``chosen`` as for :meth:`metrics`."""
+        raise NotImplementedError
