@@ -66,6 +66,10 @@ def test_trains_for_two_steps(config: Path, tmp_path: Path, monkeypatch: pytest.
     rows = 32 // (copies * parsed.gradient_accumulation)
     shrunk = ["--dp_shard", str(parsed.dp_shard * ranks // asked)] if asked > ranks and parsed.dp_shard else []
     output = ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
+    if parsed.task == "regression":  # the sample has names for labels
+        rows = "\n".join(f"{'good ' * (number % 5)}text {number};{number % 5}" for number in range(90))
+        (tmp_path / "numbers.csv").write_text(f"text;label\n{rows}")
+        output += ["--dataset", str(tmp_path / "numbers.csv")]
     folders = run_on_ranks(
         ranks, _train, ["--config", str(config), *SMALL, "--batch_size", str(rows), *shrunk, *output], seconds=500
     )
@@ -74,4 +78,4 @@ def test_trains_for_two_steps(config: Path, tmp_path: Path, monkeypatch: pytest.
     records = [json.loads(line) for line in (tmp_path / "out.run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "step"]
     assert len(losses) == 2
-    assert all(0.5 < loss < 3 for loss in losses)
+    assert all(0.3 < loss < 3 for loss in losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from transformers import pipeline
 
 from common.model_folder import read_saved_model
+from tests.deployment.documented import REPOSITORY, documented
 from training.evaluation.evaluator import evaluate_saved
 from training.parallelism.distributed import join_ranks
 from training.run.quiet import quiet_libraries
@@ -173,6 +175,34 @@ def test_the_report_and_the_card_show_the_metrics_of_the_task(task: str, alone: 
         assert words in report, words
     assert {"multi_label": "micro-F1", "regression": "RMSE"}[task] in card
     assert "Test accuracy" not in report
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "task"),
+    [
+        ("multi-label", "tickets.jsonl", "multi_label"),
+        ("regression", "reviews.csv", "regression"),
+        ("imbalanced", "my_rows.csv", "regression"),  # its labels are two names here: the numbers as text
+    ],
+)
+def test_the_documented_commands_train(
+    name: str,
+    file: str,
+    task: str,
+    folders: dict[str, Path],
+    train_here: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training").symlink_to(REPOSITORY / "training")
+    (rows,) = folders[task].glob("train.*")
+    (tmp_path / file).write_bytes(rows.read_bytes())
+    words = shlex.split(documented("docs/training.md", name))
+    flags = words[words.index("--config") :]
+
+    assert train_here(*flags, "--epochs", 1) == 0
+    assert any((tmp_path / "checkpoints").glob("*/model.safetensors"))
 
 
 @pytest.mark.parametrize(
