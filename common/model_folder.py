@@ -209,6 +209,9 @@ def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> in
 
 
 def _checked(saved: SavedModel) -> SavedModel:
+    if own := saved.config.get("own_network"):
+        what = f"holds a network of your own ({own}), and no code is run that a model folder names"
+        raise ModelLoadError(saved.path, what, "load its model.safetensors into the network yourself")
     # What the scores mean depends on it, so a guess would be silently wrong.
     named = saved.config.get("problem_type")
     if named is not None and named not in PROBLEM_TYPES:

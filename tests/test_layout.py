@@ -52,7 +52,8 @@ def graph() -> dict[str, set[str]]:
 
 def test_the_graph_has_the_modules_that_users_start(graph: dict[str, set[str]]) -> None:
     assert graph.keys() >= ENTRY_POINTS
-    assert "training.run.trainer" in graph["training.train_ddp"]
+    assert "training.run.start" in graph["training.train_ddp"]
+    assert "training.run.trainer" in graph["training.run.start"]
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)

@@ -103,6 +103,8 @@ class TrainConfig(BaseModel):
 
     # fmt: off
     task: Literal["classification", "multi_label", "regression"] = _field("classification", "task", "what the model answers; classification = one label per text, multi_label = each label that applies, from none to all, regression = a number")
+    loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
+    metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
     text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
@@ -113,6 +115,7 @@ class TrainConfig(BaseModel):
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small, randomly initialized DistilBERT that needs no download")
+    network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
@@ -221,7 +224,7 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_across(self) -> TrainConfig:
-        if self.best_metric not in METRICS_OF_TASKS[self.task]:
+        if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
             raise ValueError(
                 f"--best_metric {self.best_metric} and --task {self.task}: it has {', '.join(METRICS_OF_TASKS[self.task])}"
             )
@@ -229,6 +232,10 @@ class TrainConfig(BaseModel):
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
         if self.tf32 and self.device == "cpu":
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
+        if self.loss and self.label_smoothing:
+            raise ValueError(
+                f"--loss {self.loss} and --label_smoothing {self.label_smoothing:g}: your own loss does not know it"
+            )
         if self.class_weights != "none" and self.sampling == "balanced":
             raise ValueError(
                 f"--class_weights {self.class_weights} and --sampling balanced: rare labels would count twice; drop one"

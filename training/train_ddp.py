@@ -9,7 +9,6 @@ if not __package__:  # started by path: the imports below need the folder above 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from training.fault_tolerance.restarts import (
-    begin,
     end_on_ctrl_c,
     exit_if_already_failed,
     finalize_exit_code,
@@ -43,19 +42,9 @@ def main() -> int:
 
 def train(config: TrainConfig) -> bool:
     """Join the process group and train; returns whether the run is finished, not stopped."""
-    from training.fault_tolerance.interruption import Interruption
-    from training.parallelism.distributed import join_ranks
-    from training.run.trainer import Trainer
+    from training.run import start
 
-    with (
-        join_ranks(
-            config.device, also_on_cpu=config.cpu_offload, collective_timeout=config.collective_timeout
-        ) as ranks,
-        Interruption(config.not_saved_exit_code, is_first=ranks.is_first) as interruption,
-    ):
-        trainer = Trainer(config, ranks, interruption)
-        begin()
-        return trainer.fit() is not None
+    return start.train(config).model_folder is not None
 
 
 if __name__ == "__main__":

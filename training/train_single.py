@@ -20,16 +20,10 @@ from training.config import parse_config
 def main() -> int:
     config = parse_config(sys.argv[1:], description=__doc__)
     # PyTorch takes seconds to import, so check the flags first.
-    from training.fault_tolerance.interruption import Interruption
-    from training.parallelism.distributed import join_ranks
-    from training.run.trainer import Trainer
+    from training.run.start import train
 
-    with (
-        join_ranks(config.device, use_process_group=False) as alone,
-        Interruption(config.not_saved_exit_code, is_first=True) as interruption,
-    ):
-        model_folder = Trainer(config, alone, interruption).fit()
-    return 0 if model_folder else config.stopped_exit_code
+    result = train(config, use_process_group=False)
+    return 0 if result.model_folder else config.stopped_exit_code
 
 
 if __name__ == "__main__":

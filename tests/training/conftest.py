@@ -154,11 +154,13 @@ def _launcher(start: Callable[..., Run], base_flags: Sequence[str]) -> Callable[
         wait: bool = True,
         env: Mapping[str, str] | None = None,
         script: Path | None = None,
+        cwd: Path | None = None,
         warm: bool = True,
     ) -> Run:
         alone = [sys.executable, script or TRAINING / "train_single.py"]
         together = [*_torchrun(world_size), script or TRAINING / "train_ddp.py"]
-        return start([*(alone if world_size == 1 else together), *base_flags, *flags], wait=wait, env=env, warm=warm)
+        command = alone if world_size == 1 else together
+        return start([*command, *base_flags, *flags], wait=wait, env=env, cwd=cwd, warm=warm)
 
     return launch
 
@@ -181,7 +183,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture
 def launch(start: Callable[..., Run], base_flags: tuple[str, ...]) -> Callable[..., Run]:
-    """`launch(world_size, *flags, wait=True, env=None, script=None, warm=True)`: train on the base flags and these.
+    """`launch(world_size, *flags, wait=True, env=None, script=None, cwd=None, warm=True)`: train on the base flags and these.
 
     One process runs train_single.py, more run train_ddp.py under torchrun; see `start` for what is warm.
     """

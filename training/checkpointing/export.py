@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
 from common.errors import UserError, first_line
 from common.files import nearest_folder, replace_folder, write_json, writing_whole
-from common.model_folder import CLEANING_KEY
+from common.model_folder import CLEANING_KEY, WEIGHTS_FILE
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
 
@@ -88,13 +89,18 @@ def write_model(
     aside = model_folder.with_name(f".{model_folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    # The network is only needed for its names and its configuration; on the meta device it takes no memory.
-    with torch.device("meta"):  # the trained one may lie in parts on many ranks
-        network = AutoModelForSequenceClassification.from_config(architecture)
-    network.config.update(settings)
     whole = {name.removeprefix("network."): tensor.contiguous() for name, tensor in weights.items()}
     with _system_errors():
-        network.save_pretrained(aside, state_dict=whole)
+        if hasattr(architecture, "own_network"):
+            architecture.update(settings)
+            architecture.save_pretrained(aside)
+            save_file(whole, aside / WEIGHTS_FILE)
+        else:
+            # The network is only needed for its names and its configuration; on the meta device it takes no memory.
+            with torch.device("meta"):  # the trained one may lie in parts on many ranks
+                network = AutoModelForSequenceClassification.from_config(architecture)
+            network.config.update(settings)
+            network.save_pretrained(aside, state_dict=whole)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")

@@ -28,11 +28,14 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
+from training.model.own import NOTHING_OWN, Own
 from training.parallelism.distributed import Ranks
 from training.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ROWS_TO_TRY = 4
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,9 @@ def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) ->
     return f"{' and '.join(counts)} repeat the text of a training row, so their scores are too good" if counts else ""
 
 
-def prepare_model(config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Callable[[str], None]) -> NewsClassifier:
+def prepare_model(
+    config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Callable[[str], None], own: Own = NOTHING_OWN
+) -> NewsClassifier:
     """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
 
     Raises:
@@ -193,7 +198,32 @@ def prepare_model(config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Ca
     tokens = news.tokens
 
     def load() -> NewsClassifier:
-        model = load_from(
+        if own.network:
+            task = TASKS[config.task](tokens.label_names)
+            model = NewsClassifier.around(own.network(tokens.vocab_size, len(tokens.label_names)), task)
+        else:
+            model = load_stored()
+        if config.max_length > model.max_positions:
+            raise UserError(
+                f"--max_length {config.max_length}: --model {config.model} has positions for "
+                f"{model.max_positions} tokens",
+                code="max-length",
+            )
+        head = model.network.get_submodule(model.head) if model.head else None
+        targets = tokens.train.labels[news.train_index]
+        model.task.fit(targets, head)
+        own.apply_to(model.task, targets[:ROWS_TO_TRY])
+        row = int(np.argmin(tokens.train.lengths))
+        start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
+        if end - start + PROBE_PADDING <= model.max_positions:
+            ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
+            flag = "--network" if own.network else f"--model {config.model}"
+            if unused := try_unknown_family(model, flag, ids):
+                say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+        return model
+
+    def load_stored() -> NewsClassifier:
+        return load_from(
             config.model,
             lambda: NewsClassifier(
                 len(tokens.label_names),
@@ -205,21 +235,6 @@ def prepare_model(config: TrainConfig, ranks: Ranks, news: PreparedNews, say: Ca
             ),
             say,
         )
-        if config.max_length > model.max_positions:
-            raise UserError(
-                f"--max_length {config.max_length}: --model {config.model} has positions for "
-                f"{model.max_positions} tokens",
-                code="max-length",
-            )
-        head = model.network.get_submodule(model.head) if model.head else None
-        model.task.fit(tokens.train.labels[news.train_index], head)
-        row = int(np.argmin(tokens.train.lengths))
-        start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
-        if end - start + PROBE_PADDING <= model.max_positions:
-            ids = torch.from_numpy(tokens.train.ids[start:end].astype(np.int64))[None]
-            if unused := try_unknown_family(model, config.model, ids):
-                say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
-        return model
 
     if not ranks.any(not _is_local(config.model)):
         return ranks.run_on_all_ranks(load)

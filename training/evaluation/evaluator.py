@@ -84,7 +84,7 @@ def evaluate(
     for number, parts in ranks.gather((data_shard.rank, results if data_shard.is_replica_leader else [])):
         for batch, part in zip(batches[number :: data_shard.size], parts, strict=False):
             logits[batch] = part
-    return task.metrics(logits, rows.labels[index], chosen), logits
+    return task.measure(logits, rows.labels[index], chosen), logits
 
 
 def evaluate_saved(

@@ -18,7 +18,13 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from common.encoders import max_positions
 from common.errors import UserError, first_line
@@ -84,13 +90,27 @@ class NewsClassifier(nn.Module):
         classifier._adopt(network, TASK_OF_PROBLEM[saved.problem_type.name](saved.labels))
         return classifier
 
-    def _adopt(self, network: PreTrainedModel, task: Task) -> None:
+    @classmethod
+    def around(cls, network: nn.Module, task: Task) -> NewsClassifier:
+        """A classifier around any module that takes ids and mask, int64 (batch, seq), and returns scores."""
+        classifier = cls.__new__(cls)
+        nn.Module.__init__(classifier)
+        if not isinstance(network, PreTrainedModel):
+            network.config = PreTrainedConfig(
+                id2label=dict(enumerate(task.label_names)), problem_type=task.problem_type.name, pad_token_id=0
+            )
+            network.config.own_network = f"{type(network).__module__}:{type(network).__qualname__}"
+        classifier._adopt(network, task)
+        return classifier
+
+    def _adopt(self, network: nn.Module, task: Task) -> None:
         self.task = task
         self.network = network
         self.dropout_stream = use_row_dropout(network)
         # Private attributes, because transformers 5 has no public way to ask which families take attention and its
         # masks from the registry. The others would add our boolean mask to their scores.
-        network.config._attn_implementation = ROW_ATTENTION if network._supports_sdpa else "eager"
+        if isinstance(network, PreTrainedModel):
+            network.config._attn_implementation = ROW_ATTENTION if network._supports_sdpa else "eager"
         if network.config.pad_token_id is None:
             # Some decoders name no padding id, and then accept batches of one row only.
             network.config.pad_token_id = 0
@@ -108,7 +128,9 @@ class NewsClassifier(nn.Module):
         attention_mask = mask_of(input_ids, attention_mask)
         # Batches are padded with 0, but some encoders number positions by where their own padding id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
-        return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+        if isinstance(self.network, PreTrainedModel):
+            return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+        return self.network(input_ids, attention_mask)
 
     @torch.inference_mode()
     def predict(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -146,11 +168,15 @@ class NewsClassifier(nn.Module):
         return next((name for name in reversed(layers) if self.network.get_submodule(name).out_features == outputs), "")
 
     @property
+    def config(self) -> PreTrainedConfig:
+        return self.network.config
+
+    @property
     def max_positions(self) -> int:
-        return max_positions(self.network.config.to_dict()) or 2**31
+        return max_positions(self.config.to_dict()) or 2**31
 
 
-def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor) -> list[str]:
+def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor) -> list[str]:
     """Try a network of an unknown family on the CPU, before hours of training, and return the parameters it freezes.
 
     It freezes those that the output does not depend on, because DDP waits for the gradient of every trainable one.
@@ -171,15 +197,16 @@ def try_unknown_family(model: NewsClassifier, name: str, input_ids: torch.Tensor
                 padded = model(F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING)))
     except Exception as error:  # the network's own code
         raise UserError(
-            f"--model {name}: a text cannot be classified with it ({first_line(error)})", code="model-unreadable"
+            f"{flag}: a text cannot be classified with it ({first_line(error)})", code="model-unreadable"
         ) from error
     finally:
         model.train(was_training)
     change, scale = (padded - alone.detach()).abs().max().item(), max(alone.abs().max().item(), 1e-6)
     if change > PROBE_TOLERANCE * scale:
         raise UserError(
-            f"--model {name}: {model.network.config.model_type} reads padding, which changes a row's logits by "
-            f"{change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the like",
+            f"{flag}: {model.config.model_type or type(model.network).__name__} reads padding, which changes a row's "
+            f"logits by {change / scale:.1%}, so a row's answer would depend on its batch; use BERT, RoBERTa or the "
+            "like",
             code="padding-not-masked",
         )
     # DDP waits for the gradient of every parameter that requires one, and some would never get one.

@@ -55,8 +55,8 @@ class Metric:
         return format_percent(value) if self.is_share else f"{value:.4g}"
 
 
-# What evaluations may have, by its name there; which of them depends on the task. The first two of an evaluation are
-# shown wherever there is little room.
+# Evaluations have some of these, in the order of their task: the first two are shown wherever there is little room.
+# What is not in the table is a user's own metric.
 METRICS = {
     "accuracy": Metric("accuracy"),
     "micro_f1": Metric("micro F1"),
@@ -72,7 +72,8 @@ SMALLER_IS_BETTER = ("loss", "rmse", "mae")
 
 
 def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, Metric]:
-    return {name: metric for name, metric in METRICS.items() if name in evaluation}
+    figures = [name for name, value in evaluation.items() if isinstance(value, float) and name != "loss"]
+    return {name: METRICS.get(name, Metric(name, is_share=False)) for name in figures}
 
 
 def score_of(validation: Mapping[str, Any], metric: str) -> float:

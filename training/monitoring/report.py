@@ -140,7 +140,8 @@ def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
             small_prints["accuracy"] = f"95% interval {low} to {high}"
         for number, (name, metric) in enumerate(metrics_of(test).items()):
             title = metric.title if number else f"test {metric.title}"
-            tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_prints[name]))
+            small_print = small_prints.get(name, "your own metric")
+            tiles.append((title[0].upper() + title[1:], metric.shown(test[name]), small_print))
     steps = max((record["step"] for record in [*curves.steps, *curves.epochs]), default=0)
     steps_done = f"{steps:,} optimizer steps" if steps else "no step was logged"
     tiles.append(("Time", format_time(report.seconds), steps_done))

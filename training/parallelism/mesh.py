@@ -59,7 +59,7 @@ class MeshStrategy(Strategy):
         return stages
 
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = self.task.row_losses(logits, batch.labels, self.config.label_smoothing)
+        losses = self.task.loss(logits, batch.labels, self.config.label_smoothing)
         return loss_share(losses, batch.weights) * self.loss_factor, losses
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:

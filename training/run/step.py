@@ -158,7 +158,7 @@ def forward_backward(strategy: Strategy, micro_batches: Sequence[MicroBatch], st
             with phases("forward"):
                 with strategy.autocast():
                     logits = strategy.forward(batch.input_ids, batch.attention_mask)  # (rows, labels)
-                losses.append(strategy.task.row_losses(logits, batch.labels, config.label_smoothing))  # (rows,)
+                losses.append(strategy.task.loss(logits, batch.labels, config.label_smoothing))  # (rows,)
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)
             losses[-1] = losses[-1].detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,6 +36,7 @@ from training.fault_tolerance.failures import translate_errors
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
 from training.model.optimizer import scaled_learning_rate
+from training.model.own import Own
 from training.model.precision import allow_tf32, choose_precision
 from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
 from training.monitoring.events import (
@@ -47,6 +48,7 @@ from training.monitoring.events import (
     StepDone,
     StepsAgreed,
     StepStarted,
+    Subscriber,
 )
 from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
@@ -73,7 +75,14 @@ class Trainer:
         UserError: the run cannot start as asked; nothing has been written.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, interruption: Interruption | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        interruption: Interruption | None = None,
+        own: Own | None = None,
+        subscribers: Sequence[Subscriber] = (),
+    ) -> None:
         quiet_libraries()
         console, phases = Console() if ranks.is_first else None, Phases()
         say = console.say if console else _say_nothing
@@ -100,7 +109,8 @@ class Trainer:
         config = config.model_copy(update={"clean": news.cleaning})
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
-        model = prepare_model(config, ranks, news, say)
+        own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
+        model = prepare_model(config, ranks, news, say, own)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
         strategy.phases = phases
@@ -129,8 +139,8 @@ class Trainer:
                 class_weights=class_weights,
             ),
             precision=precision,
-            model_config=model.network.config,
-            num_parameters=model.network.num_parameters(),
+            model_config=model.config,
+            num_parameters=sum(parameter.numel() for parameter in model.network.parameters()),
             state=RunState(),
             storage=storage,
             phases=phases,
@@ -141,7 +151,7 @@ class Trainer:
             console=console,
             say=say,
         )
-        self.watchdog = Watchdog(self.context)
+        self.watchdog, self.subscribers = Watchdog(self.context), subscribers
         if resumed:
             with translate_errors(ranks, step=1):
                 self.restore(resumed)
@@ -167,7 +177,7 @@ class Trainer:
             self.save_schedule = SaveSchedule(config.save_every, config.save_minutes, time.monotonic())
             if ranks.is_first:
                 write_whole(config.run_dir / "config.yaml", config.to_yaml().encode())
-            context.events.subscribers += make_subscribers(context, self.watchdog)
+            context.events.subscribers += [*make_subscribers(context, self.watchdog), *self.subscribers]
             stack.enter_context(contextlib.closing(context.events))
             # Entered last, so that a failing rank reports itself before it waits for anything else.
             stack.enter_context(context.status)

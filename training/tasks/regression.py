@@ -81,8 +81,8 @@ class Regression(Task):
         return {
             "rows": len(targets),
             "loss": float(np.mean((errors / self.deviation) ** 2)),
-            "mae": float(np.abs(errors).mean()),
             "rmse": float(np.sqrt((errors**2).mean())),
+            "mae": float(np.abs(errors).mean()),
             "r2": 1 - float((errors**2).mean()) / variance if variance else 0.0,
             "spearman": _correlation(_ranks(predicted), _ranks(targets)),
             "labels": list(self.label_names),

@@ -5,7 +5,7 @@ The loop, the strategies and the evaluator know none of it: they pass labels in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,22 @@ class Task:
 
     def __init__(self, label_names: Sequence[str]) -> None:
         self.label_names = list(label_names)
+        # The user's, instead of the task's loss, and in addition to its metrics.
+        self.own_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        self.own_metric: Callable[[np.ndarray, np.ndarray], Mapping[str, float]] | None = None
+
+    def loss(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """The loss that a row is trained with: (rows, labels) to (rows,)."""
+        if self.own_loss:
+            return self.own_loss(scores.float(), targets)
+        return self.row_losses(scores, targets, label_smoothing)
+
+    def measure(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All figures of an evaluation, the user's among them; see :meth:`metrics`."""
+        own = self.own_metric(scores, targets) if self.own_metric else {}
+        return self.metrics(scores, targets, chosen) | {name: float(value) for name, value in own.items()}
 
     # Rows. Class methods, because they come before anything is known of a model.
 

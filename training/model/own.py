@@ -1,0 +1,116 @@
+"""A network, a loss or a metric of the user's own, given as an object or by its import path, ``module:name``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.errors import UserError, first_line
+from training.config import TrainConfig
+from training.tasks import Task
+
+# From the size of the vocabulary and the number of scores per text to a module that takes ids and mask, int64
+# (rows, seq), and returns the scores, (rows, scores).
+MakeNetwork = Callable[[int, int], nn.Module]
+# From scores, fp32 (rows, scores), and targets, (rows, ...), to the loss of each row, (rows,).
+RowLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# From the scores and targets of all rows of an evaluation to figures by name; the larger, the better.
+Metric = Callable[[np.ndarray, np.ndarray], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What is the user's own; None for what is not."""
+
+    network: MakeNetwork | None = None
+    loss: RowLoss | None = None
+    metric: Metric | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        network: MakeNetwork | None = None,
+        loss: RowLoss | None = None,
+        metric: Metric | None = None,
+    ) -> Own:
+        """What was given as an argument, otherwise what the configuration names.
+
+        Raises:
+            UserError: an import path leads nowhere.
+        """
+        return cls(
+            network or _load("network", config.network),
+            loss or _load("loss", config.loss),
+            metric or _load("metric", config.metric),
+        )
+
+    def apply_to(self, task: Task, targets: np.ndarray) -> None:
+        """Let the task use the user's loss and metric, after trying both on the ``targets`` of a few rows.
+
+        Raises:
+            UserError: one of them fails, or returns something else than it should.
+        """
+        scores = np.zeros((len(targets), len(task.label_names)), dtype=np.float32)
+        if self.loss:
+            with _as_user_error("loss"):
+                losses = self.loss(torch.from_numpy(scores), torch.from_numpy(targets))
+            if not isinstance(losses, torch.Tensor) or losses.shape != (len(targets),):
+                shape = getattr(losses, "shape", type(losses).__name__)
+                raise UserError(
+                    f"--loss: must return the loss of each row, a tensor of shape ({len(targets)},) for {len(targets)} "
+                    f"rows; got {shape}",
+                    code="own-code",
+                )
+            task.own_loss = self.loss
+        if self.metric:
+            with _as_user_error("metric"):
+                figures = dict(self.metric(scores, targets))
+            if wrong := [name for name, value in figures.items() if not isinstance(value, int | float | np.number)]:
+                raise UserError(f"--metric: {wrong[0]!r} must be a number, got {figures[wrong[0]]!r}", code="own-code")
+            task.own_metric = self.metric
+
+
+@contextmanager
+def _as_user_error(flag: str) -> Iterator[None]:
+    """Turns any error of the user's code into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(
+            f"--{flag}: failed on a few rows ({type(error).__name__}: {first_line(error)})", code="own-code"
+        ) from error
+
+
+NOTHING_OWN = Own()
+
+
+def _load(flag: str, path: str) -> Any:
+    if not path:
+        return None
+    module, _, name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a script that was started by its path finds only what lies beside it
+    try:
+        found = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # the module is the user's own code
+        raise UserError(
+            f"--{flag} {path}: cannot be imported ({type(error).__name__}: {first_line(error)}); give module:name, "
+            "such as my_models:TextCNN",
+            code="own-code",
+        ) from error
+    if not callable(found):
+        raise UserError(f"--{flag} {path}: is not a class or a function", code="own-code")
+    return found
