@@ -183,7 +183,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture
 def launch(start: Callable[..., Run], base_flags: tuple[str, ...]) -> Callable[..., Run]:
-    """`launch(world_size, *flags, wait=True, env=None, script=None, cwd=None, warm=True)`: train, with the base flags too.
+    """`launch(world_size, *flags, wait=True, env=None, script=None, cwd=None, warm=True)`: base flags, then these.
 
     One process runs train_single.py, more run train_ddp.py under torchrun; see `start` for what is warm.
     """
