@@ -23,7 +23,7 @@ from common.problem_types import (
     THRESHOLDS_KEY,
     ProblemType,
 )
-from common.text import CLEANINGS, TextTokenizer
+from common.text import CLEANINGS, PAIR_KEY, TextTokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 # What a model folder has besides its weights; an artefact folder has a copy of each.
@@ -144,6 +144,8 @@ def read_served_model(path: Path) -> SavedModel:
     if saved.problem_type is not SINGLE_LABEL:
         what = f"problem_type {saved.problem_type.name!r}: only models that choose one label per text are served"
         raise ModelLoadError(saved.path, what, "train it with single_label_classification")
+    if PAIR_KEY in saved.config:
+        raise ModelLoadError(saved.path, "reads pairs of texts, and requests have one", "use transformers' pipeline")
     return saved
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from common.errors import UserError, first_line
 from common.problem_types import SINGLE_LABEL, Label, ProblemType, UnusableRow
+from common.text import Text
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
@@ -31,29 +32,34 @@ _LONGEST_NAME = 30
 # A long document is one field; csv's own limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
-# A row before its label is known to be a class: its position, its text, its label as found.
-FoundRow = tuple[str, str, Any]
-UsableRow = tuple[str, Label]  # text, label
+# A row before its label is known to be a class: its position, its text or pair of texts, its label as found.
+FoundRow = tuple[str, Any, Any]
+UsableRow = tuple[Text, Label]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that hold the text and the label."""
+    """The names of the columns that hold the text, the label and, of pairs of texts, the second text."""
 
     text: str = "text"
     label: str = "label"
+    pair: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.text, self.label, self.pair) if self.pair else (self.text, self.label)
 
     def missing(self, found: Sequence[str]) -> str:
-        """Which of the two are missing from the names found, ignoring case; empty if both are there."""
+        """Which of them are missing from the names found, ignoring case; empty if all are there."""
         names = [name.strip().lower() for name in found]
-        missing = [name for name in (self.text, self.label) if name.lower() not in names]
+        missing = [name for name in self.names if name.lower() not in names]
         if not missing:
             return ""
         named = ", ".join(name.strip()[:_LONGEST_NAME] for name in found[:_MOST_COLUMNS_NAMED])
         return f"no column {' and no column '.join(missing)} among {named}"
 
-    def among(self, found: Sequence[str]) -> tuple[int, int]:
-        """The positions of the two among the names found, ignoring case.
+    def among(self, found: Sequence[str]) -> tuple[int, ...]:
+        """Their positions among the names found, ignoring case: text, label and, of pairs, the second text.
 
         Raises:
             ValueError: one is missing.
@@ -61,7 +67,7 @@ class Columns:
         if missing := self.missing(found):
             raise ValueError(missing)
         names = [name.strip().lower() for name in found]
-        return names.index(self.text.lower()), names.index(self.label.lower())
+        return tuple(names.index(name.lower()) for name in self.names)
 
 
 TEXT_AND_LABEL = Columns()
@@ -71,12 +77,12 @@ TEXT_AND_LABEL = Columns()
 class Layout:
     """How a delimited text file is laid out.
 
-    ``places``: the positions of text and label in a row, or None for AG News' layout (class, title, description), which
-    has no header. ``unused``: the names of the other columns.
+    ``places``: the positions of text, label and second text in a row, or None for AG News' layout (class, title,
+    description), which has no header. ``unused``: the names of the other columns.
     """
 
     separator: str
-    places: tuple[int, int] | None
+    places: tuple[int, ...] | None
     unused: tuple[str, ...] = ()
 
 
@@ -178,8 +184,9 @@ class Reading:
         before, usable = self.count, []
         for where, text, label in rows:
             try:
-                if not isinstance(text, str) or not text.strip():
-                    raise UnusableRow(f"the text is {'empty' if isinstance(text, str) else 'not a string'}")
+                for each in text if isinstance(text, tuple) else (text,):
+                    if not isinstance(each, str) or not each.strip():
+                        raise UnusableRow(f"the text is {'empty' if isinstance(each, str) else 'not a string'}")
                 usable.append((text, self.problem_type.read_label(label, labels)))
             except UnusableRow as error:
                 self.reject(where, str(error))
@@ -194,14 +201,14 @@ class Reading:
             raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
         return usable
 
-    def find_columns(self, where: str, found: Sequence[str]) -> tuple[str, str]:
-        """The names of the text and label columns as written in this file."""
+    def find_columns(self, where: str, found: Sequence[str]) -> list[str]:
+        """The names of the columns of text, label and second text as written in this file."""
         try:
-            text, label = self.columns.among(found)
+            places = self.columns.among(found)
         except ValueError as error:
             raise UserError(f"{where}: {error}; {self.remedy}", code="data-columns") from error
-        self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in (text, label))
-        return found[text], found[label]
+        self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in places)
+        return [found[place] for place in places]
 
     @property
     def notes(self) -> list[str]:
@@ -323,10 +330,15 @@ def in_ag_news_layout(path: Path) -> bool:
     return len(fields) > 1 and fields[0].strip().isdecimal()
 
 
-def _headed_row(fields: list[str], columns: tuple[int, int]) -> tuple[str, str]:
-    if len(fields) <= max(columns):
+def _headed_row(fields: list[str], places: tuple[int, ...]) -> tuple[Any, str]:
+    if len(fields) <= max(places):
         raise UnusableRow(f"{len(fields)} fields, but the header names text and label further right")
-    return fields[columns[0]], fields[columns[1]]
+    return text_and_label(*(fields[place] for place in places))
+
+
+def text_and_label(text: Any, label: Any, *pair: Any) -> tuple[Any, Any]:
+    """What a row's cells make, in the order of the columns."""
+    return ((text, *pair) if pair else text), label
 
 
 def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
@@ -364,11 +376,11 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     if not isinstance(row, dict):
         raise UnusableRow("must be an object with text and label")
     try:
-        text, label = reading.columns.among(names := list(row))
+        places = reading.columns.among(names := list(row))
     except ValueError as error:
         raise UnusableRow(f"{error}; {reading.remedy}") from error
-    reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in (text, label))
-    return row[names[text]], row[names[label]]
+    reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in places)
+    return text_and_label(*(row[names[place]] for place in places))
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
@@ -381,18 +393,18 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
         found = file.schema_arrow.names
     except unreadable as error:
         raise UserError(f"{path}: not a readable Parquet file ({first_line(error)})", code="data-unreadable") from error
-    columns = list(reading.find_columns(str(path), found))
+    columns = reading.find_columns(str(path), found)
     first = 1
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         try:
             table = file.read_row_group(group, columns=columns)
-            texts, labels = (table[column].to_pylist() for column in columns)
+            cells = [table[column].to_pylist() for column in columns]
         except unreadable as error:
             reading.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
         else:
-            for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=first):
-                yield f"{path} row {number}", text, label
+            for number, row in enumerate(zip(*cells, strict=True), start=first):
+                yield f"{path} row {number}", *text_and_label(*row)
         first += rows
 
 

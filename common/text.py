@@ -46,6 +46,11 @@ _MAX_ROUNDS = 4
 # Words that are remembered take about twenty times as many bytes.
 _MOST_REMEMBERED_CHARS = 1_000_000
 
+# A text, or a pair of texts that a model reads together.
+Text = str | tuple[str, str]
+# The key of config.json of a model that reads pairs: the id of the token between their texts.
+PAIR_KEY = "text_pair_separator"
+
 # What a model's texts go through before they are tokenised: chosen in training, kept in the model folder.
 CLEANINGS = ("news", "none")
 
@@ -101,6 +106,11 @@ def _drop_tag(match: re.Match[str]) -> str:
 def _as_it_is(text: str) -> str:
     # Half a character ("\\ud83d" in JSON) is all that no tokenizer takes.
     return _LONE_SURROGATES.sub("\ufffd", text) if text.strip() else ""
+
+
+def in_one_line(text: Text) -> str:
+    """A text as people are shown it; of a pair both, one after the other."""
+    return text if isinstance(text, str) else " | ".join(text)
 
 
 def cleaner(cleaning: str) -> Callable[[str], str]:
@@ -163,10 +173,13 @@ class TextTokenizer:
         """What tokenises a long series of texts fast; for one thread."""
         return ManyTexts(self, self._tokenizer)
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        return self.encode_cleaned([self.clean(text) for text in texts])
+    def encode(self, texts: Sequence[Text]) -> list[Encoded]:
+        return self.encode_cleaned([self._clean_both(text) for text in texts])
 
-    def encode_cleaned(self, texts: Sequence[str]) -> list[Encoded]:
+    def _clean_both(self, text: Text) -> Text:
+        return self.clean(text) if isinstance(text, str) else (self.clean(text[0]), self.clean(text[1]))
+
+    def encode_cleaned(self, texts: Sequence[Text]) -> list[Encoded]:
         """Tokenise texts that `clean` gave; else as `encode`."""
         # "Fast" leaves out the places in the text, which nobody asks for.
         return [_encoded(encoding) for encoding in self._tokenizer.encode_batch_fast(texts)]

@@ -21,6 +21,7 @@ from common.rows import Columns
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
+PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
@@ -55,15 +56,17 @@ FLAGS_OF_STRATEGIES = {
 # The metrics that can choose the best epoch of a task; the first is the default.
 METRICS_OF_TASKS = {
     "classification": ("accuracy", "macro_f1", "loss"),
+    "pair": ("accuracy", "macro_f1", "loss"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "spearman", "loss"),
 }
 
 # The tasks that each of these flags is for.
 FLAGS_OF_TASKS = {
-    "class_weights": ("classification",),
-    "sampling": ("classification",),
-    "label_smoothing": ("classification",),
+    "class_weights": ("classification", "pair"),
+    "sampling": ("classification", "pair"),
+    "label_smoothing": ("classification", "pair"),
+    "pair_column": ("pair", "multi_label", "regression"),
 }
 
 
@@ -102,12 +105,13 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    task: Literal["classification", "multi_label", "regression"] = _field("classification", "task", "what the model answers; classification = one label per text, multi_label = each label that applies, from none to all, regression = a number")
+    task: Literal["classification", "pair", "multi_label", "regression"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number")
     loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
     metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
     text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
+    pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
     max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many", ge=8, le=8192)
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
@@ -259,7 +263,8 @@ class TrainConfig(BaseModel):
 
     @property
     def columns(self) -> Columns:
-        return Columns(self.text_column, self.label_column)
+        pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
+        return Columns(self.text_column, self.label_column, pair)
 
     @property
     def run_dir(self) -> Path:

@@ -23,6 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--text_column", help="column of the text (default: as in training)")
     parser.add_argument("--label_column", help="column of the label (default: as in training)")
+    parser.add_argument("--pair_column", help="column of the second text of a pair (default: as in training)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()
@@ -31,7 +32,7 @@ def main() -> None:
     from training.parallelism.distributed import join_ranks
 
     with join_ranks(options.device) as ranks:
-        columns = (options.text_column, options.label_column)
+        columns = (options.text_column, options.label_column, options.pair_column)
         metrics = evaluate_saved(options.model, options.dataset, ranks, columns, quiet=options.json)
         if ranks.is_first:
             print(json.dumps(metrics, indent=2) if options.json else _table(metrics))

@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 
-from common.model_folder import read_saved_model
+from common.errors import ModelLoadError
+from common.model_folder import read_saved_model, read_served_model
 from tests.deployment.documented import REPOSITORY, documented
 from training.evaluation.evaluator import evaluate_saved
+from training.model.classifier import NewsClassifier
 from training.parallelism.distributed import join_ranks
 from training.run.quiet import quiet_libraries
+from training.tasks import PairClassification
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
 WORDS = ("sea", "storm", "sun")
-TASKS = ("multi_label", "regression")
+TASKS = ("multi_label", "regression", "pair")
 LAYOUTS = {
     "zero3": (2, "--strategy", "zero3"),
     "tp": (2, "--strategy", "tp", "--gradient_accumulation", 2),
@@ -40,6 +43,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         texts = [f"{split} {i}: {' and '.join(words) or 'nothing'}" for i, words in rows]
         lines = [json.dumps({"text": text, "label": words}) for text, (_, words) in zip(texts, rows, strict=True)]
         (folders["multi_label"] / f"{split}.jsonl").write_text("\n".join(lines))
+        pairs = [
+            {"text": f"{split} {i}: {words}", "text_pair": WORDS[i % 3], "label": str(WORDS[i % 3] in words)}
+            for i, words in rows
+        ]
+        (folders["pair"] / f"{split}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         numbers = [f"{text};{1000 * len(words)}" for text, (_, words) in zip(texts, rows, strict=True)]
         (folders["regression"] / f"{split}.csv").write_text("text;label\n" + "\n".join(numbers))
     return folders
@@ -152,13 +160,53 @@ def test_a_regression_model_answers_in_the_unit_of_the_data_in_transformers_too(
     assert saved.metadata["test"]["mae"] < 1000  # the mean of the training rows is off by about that
 
 
+def test_a_pair_model_gives_transformers_the_same_answers(alone: dict[str, Path], folders: dict[str, Path]) -> None:
+    quiet_libraries()
+    classify = pipeline("text-classification", model=str(alone["pair"]))
+    rows = [json.loads(line) for line in (folders["pair"] / "test.jsonl").read_text().splitlines()]
+    answers = classify([{"text": row["text"], "text_pair": row["text_pair"]} for row in rows])
+
+    with alone["pair"].with_name("pair.run").joinpath("predictions.csv").open(newline="") as file:
+        predictions = list(csv.DictReader(file))
+    assert [row["predicted"] for row in predictions] == [answer["label"] for answer in answers]
+    assert predictions[0]["text"] == f"{rows[0]['text']} | {rows[0]['text_pair']}"
+    with pytest.raises(ModelLoadError, match="reads pairs of texts"):
+        read_served_model(alone["pair"])
+
+
+@pytest.mark.parametrize("family", ["Bert", "Electra"])
+def test_a_pairs_second_text_has_the_token_types_of_transformers(family: str) -> None:
+    config = AutoConfig.for_model(
+        family.lower(),
+        vocab_size=40,
+        hidden_size=16,
+        embedding_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=2,
+        text_pair_separator=3,
+    )
+    ids = torch.tensor([[2, 9, 8, 3, 7, 7, 3], [2, 9, 3, 6, 3, 0, 0]])
+    types = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0]])
+    mask = (ids != 0).long()
+    network = AutoModelForSequenceClassification.from_config(config).eval()
+    expected = network(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
+    without = network(input_ids=ids, attention_mask=mask).logits
+
+    found = NewsClassifier.around(network, PairClassification(["no", "yes"])).eval()(ids, mask)
+
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, without, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluating_gives_the_figures_that_training_wrote(task: str, alone: dict[str, Path]) -> None:
     written = json.loads((alone[task] / "metrics.json").read_text())["test"]
     with join_ranks("cpu") as ranks:
         found = evaluate_saved(alone[task], None, ranks, quiet=True)
 
-    for name in {"micro_f1", "macro_f1", "exact_match", "rmse", "mae", "r2", "spearman"} & written.keys():
+    for name in {"accuracy", "micro_f1", "macro_f1", "exact_match", "rmse", "mae", "r2", "spearman"} & written.keys():
         assert found[name] == pytest.approx(written[name], rel=1e-4)
 
 
@@ -169,12 +217,13 @@ def test_the_report_and_the_card_show_the_metrics_of_the_task(task: str, alone: 
 
     shown = {
         "multi_label": ("Test micro F1", "All labels right", "Threshold", "Test by class"),
+        "pair": ("Test accuracy", "Macro F1"),
         "regression": ("Test RMSE", "Mean absolute error", "Predicted and true label", "Spearman correlation"),
     }
     for words in shown[task]:
         assert words in report, words
-    assert {"multi_label": "micro-F1", "regression": "RMSE"}[task] in card
-    assert "Test accuracy" not in report
+    assert {"multi_label": "micro-F1", "regression": "RMSE", "pair": "accuracy"}[task] in card
+    assert ("Test accuracy" in report) == (task == "pair")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +231,7 @@ def test_the_report_and_the_card_show_the_metrics_of_the_task(task: str, alone: 
     [
         ("multi-label", "tickets.jsonl", "multi_label"),
         ("regression", "reviews.csv", "regression"),
+        ("pairs", "questions.jsonl", "pair"),
         ("imbalanced", "my_rows.csv", "regression"),  # its labels are two names here: the numbers as text
     ],
 )

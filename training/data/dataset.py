@@ -22,7 +22,9 @@ from common.rows import (
     UsableRow,
     in_ag_news_layout,
     read_file,
+    text_and_label,
 )
+from common.text import Text
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.tasks import Classification, Task
 
@@ -39,7 +41,7 @@ OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with
 class Rows:
     """Texts as they were read, with the label of each as its task takes it. ``labels``: (rows, ...)."""
 
-    texts: list[str]
+    texts: list[Text]
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ def load_news(
     path = Path(dataset).expanduser()
     reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type)
     if dataset == SAMPLE:
-        reading = Reading(TEXT_AND_LABEL, skip=False, problem_type=task.problem_type)
+        reading = Reading(Columns(pair=columns.pair), skip=False, problem_type=task.problem_type)
         return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, task)
     if dataset == AG_NEWS:
         return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, task)
@@ -220,8 +222,8 @@ def _from_datasets(name: str, found: Any, seed: int, reading: Reading, task: typ
     if "train" not in splits:
         raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}", code="data-not-found")
     features = splits["train"].features
-    text_column, label_column = reading.find_columns(f"--dataset {name}", list(features))
-    feature = features[label_column]
+    columns = reading.find_columns(f"--dataset {name}", list(features))
+    feature = features[columns[1]]
     # A column of class numbers, or of lists of them.
     label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
@@ -231,9 +233,8 @@ def _from_datasets(name: str, found: Any, seed: int, reading: Reading, task: typ
         return label_names[label] if label_names and label is not None and label >= 0 else label
 
     def rows(split: str) -> Iterator[FoundRow]:
-        texts, labels = splits[split][text_column], splits[split][label_column]
-        for i, (text, label) in enumerate(zip(texts, map(named, labels), strict=True)):
-            yield f"{name} {split} row {i}", text, label
+        for i, (text, label, *pair) in enumerate(zip(*(splits[split][column] for column in columns), strict=True)):
+            yield f"{name} {split} row {i}", *text_and_label(text, named(label), *pair)
 
     validation = next((split for split in VALIDATION_NAMES if split in splits), None)
     used = {"train": "train", "validation": validation, "test": "test"}

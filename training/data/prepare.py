@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from common.errors import UserError, first_line
-from common.text import TextTokenizer
+from common.text import PAIR_KEY, TextTokenizer
 from training.config import TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
 from training.data.hub_access import cache_is_shared, download_once
@@ -43,7 +43,8 @@ class PreparedNews:
     """Tokens, and which rows are used for training and for validation.
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``texts`` and ``tokenizer`` are only on the first rank
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of a
+    pair; None if there are no pairs. ``texts`` and ``tokenizer`` are only on the first rank
     of each machine.
     """
 
@@ -53,6 +54,7 @@ class PreparedNews:
     cleaning: str
     texts: NewsData | None
     tokenizer: PreTrainedTokenizerBase | None
+    separator: int | None
 
     @property
     def validation_rows(self) -> TokenizedRows:
@@ -68,11 +70,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
 
-    def read() -> tuple[str, str]:
+    def read() -> tuple[str, str, int | None]:
         nonlocal loaded
         # The texts of a large dataset fit into memory once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", ""
+            return "", "", None
         check_model_name(config.model)
         say(f"Reading {config.dataset} ...")
         data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say, TASKS[config.task])
@@ -81,17 +83,24 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         is_chosen = config.clean != "auto"
         cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
         tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say, cleaning)
+        separator = tokenizer.sep_token_id if config.columns.pair else None
+        if config.columns.pair and separator is None:
+            raise UserError(
+                f"--model {config.model}: its tokenizer has no separator to put between two texts; use an encoder such "
+                "as BERT",
+                code="pairs-not-read",
+            )
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
         key = cache_key(data, tokenizer_json, config.max_length, cleaning)
         write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
         loaded = data, tokenizer
-        return key, cleaning
+        return key, cleaning, separator
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size))
@@ -99,7 +108,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     if texts and (repeated := _repeated_rows(texts, train, validation)):
         say(repeated)
         tokens = replace(tokens, notes=[*tokens.notes, repeated])
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer)
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator)
 
 
 def class_weights_of(
@@ -209,6 +218,8 @@ def prepare_model(
                 f"{model.max_positions} tokens",
                 code="max-length",
             )
+        if news.separator is not None:
+            setattr(model.config, PAIR_KEY, news.separator)
         head = model.network.get_submodule(model.head) if model.head else None
         targets = tokens.train.labels[news.train_index]
         model.task.fit(targets, head)

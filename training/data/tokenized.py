@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from common.errors import ForeseenError, UserError, first_line
 from common.files import write_whole
-from common.text import VERSION, TextTokenizer, cleaner
+from common.text import VERSION, Text, TextTokenizer, cleaner
 from training.config import TINY
 from training.data.dataset import NewsData, Rows
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
@@ -94,7 +94,7 @@ def check_model_name(model: str) -> None:
 
 def load_tokenizer(
     model: str,
-    train_texts: Sequence[str],
+    train_texts: Sequence[Text],
     max_length: int,
     say: Callable[[str], None] = print,
     cleaning: str = "news",
@@ -109,7 +109,8 @@ def load_tokenizer(
     from transformers.utils import cached_file
 
     if model == TINY:
-        return _train_wordpiece(map(cleaner(cleaning), train_texts), max_length)
+        parts = (part for text in train_texts for part in ((text,) if isinstance(text, str) else text))
+        return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
 
     def ask() -> PreTrainedTokenizerBase:
         # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
@@ -164,7 +165,8 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: st
     digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
-        digest.update("\x00".join(rows.texts).encode("utf-8", "surrogatepass"))
+        texts = (text if isinstance(text, str) else "\x01".join(text) for text in rows.texts)
+        digest.update("\x00".join(texts).encode("utf-8", "surrogatepass"))
         digest.update(rows.labels.tobytes())
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
 

@@ -91,7 +91,7 @@ def evaluate_saved(
     path: Path,
     dataset: str | None,
     ranks: Ranks,
-    columns: tuple[str | None, str | None] = (None, None),
+    columns: tuple[str | None, str | None, str | None] = (None, None, None),
     *,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -112,11 +112,13 @@ def evaluate_saved(
             raise UserError(
                 f"{path}: does not say what it was trained on; name the data with --dataset", code="data-not-found"
             )
-        text, label = columns
+        text, label, pair = columns
         text = text or str(saved.metadata.get("text_column", "text"))
         label = label or str(saved.metadata.get("label_column", "label"))
+        pair = pair or str(saved.metadata.get("pair_column", ""))
         task = TASK_OF_PROBLEM[saved.problem_type.name]
-        return saved, load_news(name, columns=Columns(text, label), say=partial(print, file=sys.stderr), task=task)
+        say = partial(print, file=sys.stderr)
+        return saved, load_news(name, columns=Columns(text, label, pair), say=say, task=task)
 
     saved, data = ranks.run_on_all_ranks(read)
     model = NewsClassifier.from_saved(saved).to(ranks.device).eval()

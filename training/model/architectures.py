@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from common.encoders import BERT, DISTILBERT, LLAMA, EncoderFamily
+from common.text import PAIR_KEY
 from training.model.dropout import RowDropout
 
 ROW_ATTENTION = "row_dropout"
@@ -120,10 +121,26 @@ class Bert(FirstTokenArchitecture):
 
     family = BERT
 
+    def embed(self, network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+        embeddings = network.get_submodule(self.embeddings)
+        return embeddings(input_ids, token_type_ids=segments_of(network, input_ids))
+
     def read_one_token(self, network: PreTrainedModel) -> None:
         last = network.get_submodule(self.blocks)[-1]
         last.forward = MethodType(_bert_first_token, last)
         last.attention.self.forward = MethodType(_bert_attend_first, last.attention.self)
+
+
+def segments_of(network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor | None:
+    """Which text of a pair each token belongs to, 0 or 1, int64 (batch, seq); None if the model reads no pairs.
+
+    The ids tell: the second text begins behind the first separator. What they say of padding does not matter.
+    """
+    separator = getattr(network.config, PAIR_KEY, None)
+    if separator is None:
+        return None
+    is_separator = (input_ids == separator).long()
+    return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
 
 
 class Llama(Architecture):

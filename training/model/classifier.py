@@ -31,7 +31,7 @@ from common.errors import UserError, first_line
 from common.model_folder import SavedModel
 from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
-from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of
+from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, segments_of
 from training.model.dropout import use_row_dropout
 from training.tasks import TASK_OF_PROBLEM, Classification, Task
 
@@ -129,7 +129,9 @@ class NewsClassifier(nn.Module):
         # Batches are padded with 0, but some encoders number positions by where their own padding id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         if isinstance(self.network, PreTrainedModel):
-            return self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+            segments = segments_of(self.network, input_ids) if getattr(self.config, "type_vocab_size", 1) > 1 else None
+            types = {} if segments is None else {"token_type_ids": segments}
+            return self.network(input_ids=input_ids, attention_mask=attention_mask, **types).logits
         return self.network(input_ids, attention_mask)
 
     @torch.inference_mode()

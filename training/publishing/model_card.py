@@ -19,6 +19,7 @@ _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
 # What a model of each task is called, and what the hub calls our metrics.
 _KINDS = {
     "classification": "A news classifier",
+    "pair": "A classifier of pairs of texts",
     "multi_label": "A classifier that gives a text every label that applies",
     "regression": "A model that gives a text a number",
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedConfig
 
+from common.text import in_one_line
 from training.checkpointing import Storage
 from training.config import TrainConfig
 from training.data.prepare import PreparedNews
@@ -69,4 +70,4 @@ class RunContext:
     def describe_row(self, row: int) -> str:
         """How a training row begins, if this rank has its text; otherwise nothing."""
         texts = self.news.texts
-        return f'; row {row} reads "{texts.train.texts[row][:80]}"' if texts else ""
+        return f'; row {row} reads "{in_one_line(texts.train.texts[row])[:80]}"' if texts else ""

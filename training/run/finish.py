@@ -16,6 +16,7 @@ import torch
 from common.errors import TrainingFailure, UserError
 from common.files import writing_whole
 from common.model_folder import CLEANING_KEY
+from common.text import in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
@@ -63,6 +64,7 @@ def finish_run(context: RunContext) -> Path:
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
             "label_column": config.label_column,
+            **({"pair_column": config.columns.pair} if config.columns.pair else {}),
             "base_model": recorded_name(config.model),
             "max_length": config.max_length,
             "best_epoch": best.epoch,
@@ -158,7 +160,7 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
         environment=describe_environment(context.ranks),
         test=test,
         wrong_texts=[
-            WrongText(text, answer, context.strategy.task.certainty)
+            WrongText(in_one_line(text), answer, context.strategy.task.certainty)
             for text, answer in zip(context.news.texts.test.texts, answers, strict=True)
             if answer.surprise
         ],
@@ -175,7 +177,7 @@ def _write_predictions(context: RunContext, answers: Sequence[TestAnswer]) -> No
         writer = csv.writer(lines)
         writer.writerow(["row", "label", "predicted", context.strategy.task.certainty, "text"])
         for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True)):
-            writer.writerow([row, answer.label, answer.predicted, f"{answer.certainty:.6f}", text])
+            writer.writerow([row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)])
         lines.detach()  # flushed, and left open for the one who made the file
 
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from training.tasks.classification import Classification
 from training.tasks.multi_label import MultiLabelClassification
+from training.tasks.pair import PairClassification
 from training.tasks.regression import Regression
 from training.tasks.task import Task
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MultiLabelClassification, Regression)}
-TASK_OF_PROBLEM: dict[str, type[Task]] = {task.problem_type.name: task for task in TASKS.values()}
+__all__ = [
+    *("TASKS", "TASK_OF_PROBLEM", "Task"),
+    *("Classification", "MultiLabelClassification", "PairClassification", "Regression"),
+]
+
+_TASKS = (PairClassification, Classification, MultiLabelClassification, Regression)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+# A model's answers to pairs of texts are those of classification.
+TASK_OF_PROBLEM: dict[str, type[Task]] = {task.problem_type.name: task for task in _TASKS}
