@@ -186,6 +186,7 @@ def test_a_pairs_second_text_has_the_token_types_of_transformers(family: str) ->
         intermediate_size=32,
         num_labels=2,
         text_pair_separator=3,
+        initializer_range=1.0,
     )
     ids = torch.tensor([[2, 9, 8, 3, 7, 7, 3], [2, 9, 3, 6, 3, 0, 0]])
     types = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0]])
