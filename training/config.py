@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -309,14 +309,16 @@ def parse_config(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     environment = os.environ if environment is None else environment
+    in_file = read_yaml(Path(config_file), f"--config {config_file}") if config_file else {}
+    check_fields(in_file, f"--config {config_file}")
     for origin, source in (
-        (str(config_file), _read_yaml(Path(config_file)) if config_file else {}),
+        (str(config_file), in_file),
         ("environment", _read_environment(environment)),
         ("flag", {name: value for name, value in flags.items() if value is not None}),
     ):
         values |= source
         origins |= dict.fromkeys(source, origin)
-    config = _validate(values, origins)
+    config = make_config(values, origins)
     if print_config:
         print(config.to_yaml(), end="")
         raise SystemExit(0)
@@ -368,26 +370,29 @@ def _normalise(argument: str) -> str:
     return name + equals + value
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """The keys of a YAML file with their values; ``what`` names the file in errors, such as ``--config run.yaml``."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}", code="config-unreadable") from error
+        raise UserError(f"{what}: {error.strerror}", code="config-unreadable") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--config {path}: not valid YAML: {' '.join(str(error).split())}", code="config-unreadable"
-        ) from error
+        raise UserError(f"{what}: not valid YAML: {' '.join(str(error).split())}", code="config-unreadable") from error
     if not isinstance(values, dict):
-        raise UserError(f"--config {path}: must hold fields with values, such as `epochs: 3`", code="config-unreadable")
-    for name in values:
-        if name not in TrainConfig.model_fields:
-            near = difflib.get_close_matches(str(name), TrainConfig.model_fields, n=1)
-            raise UserError(
-                f"--config {path}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}",
-                code="flag-unknown",
-            )
+        raise UserError(f"{what}: must hold fields with values, such as `epochs: 3`", code="config-unreadable")
     # YAML 1.1 reads 2e-5 as text; pydantic then reads the text as the number that was meant.
     return values
+
+
+def check_fields(names: Iterable[str], what: str) -> None:
+    """Refuse names that are no fields of the configuration; ``what`` says where they stand."""
+    for name in names:
+        if name not in TrainConfig.model_fields:
+            near = difflib.get_close_matches(str(name), TrainConfig.model_fields, n=1)
+            near = [OTHER_NAMES[name]] if name in OTHER_NAMES else near
+            raise UserError(
+                f"{what}: no field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}", code="flag-unknown"
+            )
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -401,7 +406,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def _validate(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
+def make_config(values: Mapping[str, Any], origins: Mapping[str, str]) -> TrainConfig:
+    """The configuration of these values; ``origins`` says of each where it comes from: flag, environment or a file."""
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
@@ -410,7 +416,7 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:
         raise UserError("; ".join(_describe(problem, origins) for problem in problems), code=code) from None
 
 
-def _describe(problem: Mapping[str, Any], origins: dict[str, str]) -> str:
+def _describe(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     if not problem["loc"]:  # of several fields: the message names their flags
         return invalid_value(problem)
     name = str(problem["loc"][0])

@@ -21,6 +21,7 @@ COMMANDS = (
     ("-m", "training.evaluate"),
     ("-m", "training.planning"),
     ("-m", "training.watch"),
+    ("-m", "training.search"),
     ("-m", "training.publish_model"),
     ("-m", "inference.export"),
     ("-m", "inference.predict"),

@@ -1,12 +1,12 @@
 """Plots: the curves and the confusion matrix of a run as PNG, for a light and a dark page.
 
-This module imports matplotlib, which takes a second, so only the report imports it, when it is written.
+This module imports matplotlib, which takes a second, so only reports import it, when they are written.
 """
 
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from training.monitoring.records import metrics_of
+from training.monitoring.records import METRICS, SMALLER_IS_BETTER, Metric, SearchedTrial, metrics_of
 
 DOTS_PER_INCH = 200
 # Small in inches, so that the letters can still be read when a phone shows the figure 360 pixels wide.
@@ -27,6 +27,8 @@ FEWEST_TO_SMOOTH = 15
 INCHES_PER_LETTER = 0.085
 # With more classes a cell has no room for a legible number, only for its colour.
 MOST_CLASSES_WITH_NUMBERS = 24
+SEARCH_WIDTH = 7.2
+MOST_NAMED_VALUES = 6
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,71 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
             figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
             pngs[name] = buffer.getvalue()
         return pngs
+
+
+def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collection[str], theme: Theme) -> bytes:
+    """PNG bytes of a search: the metric of each trial with the best so far, and below it by each searched field.
+
+    The best trial comes first in ``trials``; the fields in ``log_scaled`` have a logarithmic axis.
+    """
+    shown = [trial for trial in trials if trial.value is not None and math.isfinite(trial.value)]
+    finished = sorted((trial for trial in shown if trial.state == "finished"), key=lambda trial: trial.number)
+    failed = [trial.number for trial in trials if trial.value is None]
+    fields = list(trials[0].values)
+    columns = 3 if len(fields) not in (1, 2, 4) else 2
+    rows = math.ceil(len(fields) / columns)
+    with mpl.rc_context(_style(theme)):
+        figure = Figure(figsize=(SEARCH_WIDTH, 2.9 + 2.3 * rows), layout="constrained")
+        grid = figure.add_gridspec(1 + rows, columns, height_ratios=[1.25, *[1] * rows])
+        axes = figure.add_subplot(grid[0, :])
+        axes.set_title(f"Validation {METRIC_NAMES[metric]} by trial")
+        axes.set_xlabel("trial")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if finished:
+            better = np.minimum if metric == "loss" else np.maximum
+            so_far = better.accumulate([trial.value for trial in finished])
+            steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
+            axes.step(steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far")
+        _trial_points(axes, shown, [trial.number for trial in shown], theme)
+        if failed:  # at the bottom: they have no figure
+            bottom = axes.get_xaxis_transform()
+            axes.plot(failed, [0.04] * len(failed), "x", color=theme.muted, label="failed", transform=bottom)
+        _legend_above(axes, columns=4)
+        for place, name in enumerate(fields):
+            row, column = divmod(place, columns)
+            panel = figure.add_subplot(grid[1 + row, column], sharey=axes)
+            values = [trial.values[name] for trial in shown]
+            if name in log_scaled:
+                panel.set_xscale("log")
+            elif len(set(values)) <= MOST_NAMED_VALUES and not all(isinstance(value, float) for value in values):
+                # Few values: evenly spaced, under their names.
+                names = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+                values = [names.index(value) for value in values]
+                labels = [_shorten(str(value)) for value in names]
+                is_narrow = INCHES_PER_LETTER * sum(map(len, labels)) > SEARCH_WIDTH / columns - 1
+                small = {"fontsize": 7.5} if is_narrow else {}
+                labels = [label.replace("…", "…\n") for label in labels]
+                panel.set_xticks(range(len(names)), labels, parse_math=False, **small)
+                panel.set_xlim(-0.5, len(names) - 0.5)
+            _trial_points(panel, shown, values, theme)
+            panel.set_xlabel(name)
+            panel.tick_params(axis="y", labelleft=column == 0)
+            panel.tick_params(which="minor", length=0)
+        if metric != "loss":
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+        return buffer.getvalue()
+
+
+def _trial_points(axes: Axes, trials: Sequence[SearchedTrial], places: Sequence[Any], theme: Theme) -> None:
+    fillings = {"finished": theme.first, "pruned": theme.surface}
+    for state, filling in fillings.items():
+        points = [(x, trial.value) for x, trial in zip(places, trials, strict=True) if trial.state == state]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", color=theme.first, markerfacecolor=filling, label=state)
+    if trials and trials[0].state == "finished":
+        axes.plot(places[0], trials[0].value, "o", color=theme.second)
 
 
 def _loss(curves: Curves, theme: Theme) -> Figure:
@@ -224,9 +291,9 @@ def _curve_axes(title: str, x_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _legend_above(axes: Axes) -> None:
+def _legend_above(axes: Axes, columns: int = 3) -> None:
     # Between title and curves, so that no curve runs through it.
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, borderpad=0, columnspacing=1.4)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=columns, borderpad=0, columnspacing=1.4)
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:

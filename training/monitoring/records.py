@@ -91,6 +91,23 @@ class SavedCheckpoint:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class SearchedTrial:
+    """One trial of a search that has ended: ``finished``, ``pruned`` or ``failed``.
+
+    ``value``: the metric on the validation rows, of the best epoch, or of the last one if it was pruned, None if it
+    failed; ``epoch``: that epoch; ``seconds``: of training; ``values``: of the searched fields.
+    """
+
+    number: int
+    state: str
+    value: float | None
+    epoch: int | None
+    seconds: float | None
+    values: dict[str, Any]
+    error: str = ""
+
+
 def wilson_interval(share: float, rows: int) -> tuple[float, float]:
     """The 95% interval of a share measured on ``rows`` independent rows.
 

@@ -1,0 +1,1 @@
+"""Search: better hyper-parameters by many runs, with Optuna's samplers, pruners and storage."""

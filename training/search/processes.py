@@ -1,0 +1,107 @@
+"""The process of each trial: an ordinary run, on its share of the machine, that ends with the search."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import UserError
+from common.files import lock_run_folder
+from common.hardware import usable_cpus
+from training.fault_tolerance.restarts import PR_SET_PDEATHSIG
+from training.search.space import SearchSpace
+
+TRAINING = Path(__file__).resolve().parents[1]
+STOP_SECONDS = 60.0  # that a run of an earlier search, which was killed, has for its last checkpoint
+
+
+class Process(Protocol):
+    """A run that was started; ``subprocess.Popen`` is one."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+
+# Starts a run: its slot among those that run at once, its command, the file for what it prints.
+Start = Callable[[int, Sequence[str], Path], Process]
+
+
+def share_machine(space: SearchSpace) -> Start:
+    """Start trials on this machine, each with its share of the cores, and of the GPUs if there are any."""
+    gpus = _gpus() if space.config.get("device") != "cpu" else []
+    if gpus and len(gpus) < space.at_once * space.processes:
+        raise UserError(
+            f"at_once {space.at_once} and processes {space.processes}: take {space.at_once * space.processes} GPUs, "
+            f"and this machine has {len(gpus)}; lower one, or set device: cpu in config",
+            code="gpus-too-few",
+        )
+    threads = max(1, usable_cpus() // space.at_once)
+    libc, search_pid = ctypes.CDLL(None), os.getpid()
+
+    def start(slot: int, command: Sequence[str], log: Path) -> Process:
+        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, threads // space.processes))}
+        if gpus:
+            own = gpus[slot * space.processes : (slot + 1) * space.processes]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+        def prepare() -> None:
+            if sys.platform != "linux":
+                return
+            # A search that is killed takes its trials along: they save, stop, and wait for the next start.
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != search_pid:  # it was killed before the line above
+                os._exit(os.EX_TEMPFAIL)
+            if space.at_once > 1:  # the trainer uses all cores that its process may run on
+                cores = sorted(os.sched_getaffinity(0))
+                first = slot * threads % len(cores)
+                os.sched_setaffinity(0, cores[first : first + threads])
+
+        # In a session of its own, because Ctrl-C in the terminal is for the search, which then stops its trials.
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=file, env=environment, start_new_session=True, preexec_fn=prepare
+            )
+
+    return start
+
+
+def _gpus() -> list[str]:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    import torch  # which takes seconds to import
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def command_of(space: SearchSpace, config_file: Path) -> list[str]:
+    if space.processes == 1:
+        return [sys.executable, str(TRAINING / "train_single.py"), "--config", str(config_file)]
+    launch = [sys.executable, str(TRAINING / "launch.py"), "--standalone", f"--nproc_per_node={space.processes}"]
+    return [*launch, str(TRAINING / "train_ddp.py"), "--config", str(config_file)]
+
+
+def wait_for_earlier_process(run_dir: Path, number: int) -> None:
+    """Wait until a process that an earlier search has left behind has saved its last checkpoint."""
+    end, is_announced = time.monotonic() + STOP_SECONDS, False
+    while True:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock_run_folder(run_dir, "output_dir"))
+            except UserError as error:
+                if error.code != "folder-in-use" or time.monotonic() > end:
+                    raise
+            else:
+                return
+        if not is_announced:
+            print(f"trial {number}: waiting for a process of the earlier search to save and stop ...", flush=True)
+            is_announced = True
+        time.sleep(0.1)
