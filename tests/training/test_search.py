@@ -396,7 +396,7 @@ def test_ctrl_c_stops_trials_and_search_and_a_trial_of_two_processes_trains_as_o
     write: Write, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     folder = tmp_path / "found"
-    path = write(config={"batch_size": 4}, at_once=2, processes=2)
+    path = write(config={"batch_size": 4, "epochs": 6}, at_once=2, processes=2)
     command = [sys.executable, "-m", "training.search", path]
     run = start(command, wait=False, cwd=REPOSITORY)
     run.wait_until(lambda: _records(folder, 0, "step") and _records(folder, 1, "step"))
@@ -406,7 +406,7 @@ def test_ctrl_c_stops_trials_and_search_and_a_trial_of_two_processes_trains_as_o
     assert "To resume, rerun the same command." in run.out
     assert _pids(folder) == []
     assert start(command, cwd=REPOSITORY).process.returncode == 0
-    _search(write(output_dir=str(tmp_path / "one")))
+    _search(write(config={"epochs": 6}, output_dir=str(tmp_path / "one")))
     for trial in (0, 1):
         two, one = (
             [record["loss"] for record in _records(where, trial, "step")] for where in (folder, tmp_path / "one")

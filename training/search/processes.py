@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,33 +45,50 @@ def share_machine(space: SearchSpace) -> Start:
             code="gpus-too-few",
         )
     threads = max(1, usable_cpus() // space.at_once)
-    libc, search_pid = ctypes.CDLL(None), os.getpid()
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
     def start(slot: int, command: Sequence[str], log: Path) -> Process:
-        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, threads // space.processes))}
+        environment = {"OMP_NUM_THREADS": str(max(1, threads // space.processes))}
         if gpus:
-            own = gpus[slot * space.processes : (slot + 1) * space.processes]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-
-        def prepare() -> None:
-            if sys.platform != "linux":
-                return
-            # A search that is killed takes its trials along: they save, stop, and wait for the next start.
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != search_pid:  # it was killed before the line above
-                os._exit(os.EX_TEMPFAIL)
-            if space.at_once > 1:  # the trainer uses all cores that its process may run on
-                cores = sorted(os.sched_getaffinity(0))
-                first = slot * threads % len(cores)
-                os.sched_setaffinity(0, cores[first : first + threads])
-
-        # In a session of its own, because Ctrl-C in the terminal is for the search, which then stops its trials.
-        with log.open("ab") as file:
-            return subprocess.Popen(
-                command, stdout=file, stderr=file, env=environment, start_new_session=True, preexec_fn=prepare
-            )
+            own_gpus = gpus[slot * space.processes : (slot + 1) * space.processes]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus)
+        # The trainer uses all cores that its process may run on.
+        first = slot * threads % max(1, len(cores))
+        own_cores = cores[first : first + threads] if space.at_once > 1 else []
+        return start_process(command, log, environment, own_cores)
 
     return start
+
+
+def start_process(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    cores: Sequence[int] = (),
+    folder: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a run that is asked to save and stop if this process dies; it may use these ``cores``, or all."""
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        if sys.platform == "linux":
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(os.EX_TEMPFAIL)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **(environment or {})},
+            cwd=folder,
+            # Ctrl-C in the terminal is for the search, which then stops its trials.
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
 
 
 def _gpus() -> list[str]:
