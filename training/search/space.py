@@ -196,7 +196,7 @@ def _make(module: Any, key: str, named: Named, classes: Mapping[str, str], ours:
     if name not in classes or more:
         raise UserError(f"{key} {name}: must be one of {', '.join(classes)}", code="search-invalid")
     made = getattr(module, classes[name])
-    known = inspect.signature(made).parameters
+    known = [one for one in inspect.signature(made).parameters if one not in ("seed", "search_space")]  # the search's
     if unknown := [one for one in arguments if one not in known]:
         raise UserError(
             f"{key} {name}: no argument {unknown[0]!r}; Optuna knows {', '.join(known)}", code="search-invalid"
