@@ -245,7 +245,7 @@ def test_ranges_and_lists_have_the_types_of_their_fields(write: Write) -> None:
     [
         ({"trails": 3}, "no key 'trails'; did you mean 'trials'?"),
         ({"trials": 0}, "trials: must be at least 1"),
-        ({"metric": "f1"}, "metric: must be 'accuracy', 'macro_f1' or 'loss'"),
+        ({"metric": "f1"}, "space.yaml: --best_metric f1 and --task classification: it has accuracy, macro_f1, loss"),
         ({"search": None}, "search: is missing"),
         ({"search": {}}, "search: "),
         ({"search": {"learning_rate": 1e-3}}, "search.learning_rate: must be a list of values, or {low: ..."),
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_a_space_is_said_in_one_line_before_anything_starts(
     assert started.trials == []
 
 
-@pytest.mark.parametrize("name", ["dataset", "validation_fraction", "max_train_rows", "seed"])
+@pytest.mark.parametrize("name", ["dataset", "task", "validation_fraction", "max_train_rows", "seed"])
 def test_what_changes_the_validation_rows_is_not_searched(write: Write, name: str) -> None:
     with pytest.raises(UserError, match=f"search.{name}: trials with other validation rows cannot be compared"):
         read_space(write(config={name: None}, search={name: [1, 2]}))

@@ -108,11 +108,12 @@ def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collec
         figure = Figure(figsize=(SEARCH_WIDTH, 2.9 + 2.3 * rows), layout="constrained")
         grid = figure.add_gridspec(1 + rows, columns, height_ratios=[1.25, *[1] * rows])
         axes = figure.add_subplot(grid[0, :])
-        axes.set_title(f"Validation {METRIC_NAMES[metric]} by trial")
+        shown_as = METRICS.get(metric, Metric(metric, is_share=False))
+        axes.set_title(f"Validation {shown_as.title} by trial")
         axes.set_xlabel("trial")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if finished:
-            better = np.minimum if metric == "loss" else np.maximum
+            better = np.minimum if metric in SMALLER_IS_BETTER else np.maximum
             so_far = better.accumulate([trial.value for trial in finished])
             steps = [*(trial.number for trial in finished), max(trial.number for trial in trials)]
             axes.step(steps, [*so_far, so_far[-1]], where="post", color=theme.second, label="best so far")
@@ -141,7 +142,7 @@ def draw_search(trials: Sequence[SearchedTrial], metric: str, log_scaled: Collec
             panel.set_xlabel(name)
             panel.tick_params(axis="y", labelleft=column == 0)
             panel.tick_params(which="minor", length=0)
-        if metric != "loss":
+        if shown_as.is_share:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)

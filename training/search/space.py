@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -37,8 +37,8 @@ PRUNERS = {
 # Fields that the search sets itself for each trial.
 OURS = ("output_dir", "resume", "checkpoint_dir", "best_metric")
 # Fields that change which rows are judged, so that figures of two trials could not be compared.
-CHANGE_THE_VALIDATION = ("dataset", "validation_fraction", "max_train_rows", "seed")
-NOT_LEARNED = ("device", "deterministic", "best_metric")
+CHANGE_THE_VALIDATION = ("dataset", "task", "validation_fraction", "max_train_rows", "seed")
+NOT_LEARNED = ("device", "deterministic", "metric", "best_metric")
 MOST_COMBINATIONS = 2000  # of the ends of all ranges and lists, checked before the first trial
 
 
@@ -65,7 +65,7 @@ class SearchSpace(BaseModel):
     # fmt: off
     config: dict[str, Any] = Field({}, description="fields of the training configuration, equal in all trials")
     search: dict[str, Values] = Field(description="fields to search: a list, or {low, high}, with log: true or a step", min_length=1)
-    metric: Literal["accuracy", "macro_f1", "loss"] = Field("accuracy", description="of the best epoch on the validation rows")
+    metric: str = Field("", description="that decides, of the best epoch on the validation rows, as in --best_metric; unset = the first of the task")
     trials: int = Field(20, description="how many in all, failed and pruned ones included", ge=1)
     at_once: int = Field(1, description="trials that run at the same time, each on its share of cores and GPUs", ge=1)
     processes: int = Field(1, description="ranks of each trial", ge=1)
@@ -113,12 +113,10 @@ def read_space(path: Path) -> SearchSpace:
     dimensions = make_dimensions(space, str(path))
     ends = [getattr(one, "choices", None) or (one.low, one.high) for one in dimensions.values()]
     for values in islice(product(*ends), MOST_COMBINATIONS):
-        config_of(
-            space, dict(zip(dimensions, values, strict=True)), space.output_dir / "trial_000" / "model", str(path)
-        )
+        config = config_of(space, dict(zip(dimensions, values, strict=True)), space.output_dir / "any", str(path))
     make_sampler(space, dimensions, 0)
     make_pruner(space)
-    return space
+    return space.model_copy(update={"metric": config.best_metric})
 
 
 def _describe(problem: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from common.files import lock_run_folder, write_whole
 from training.config import TrainConfig
 from training.fault_tolerance.interruption import Interruption
 from training.monitoring.events import read_metrics
-from training.monitoring.records import SearchedTrial, score_of
+from training.monitoring.records import SMALLER_IS_BETTER, SearchedTrial, score_of
 from training.search.processes import Process, Start, command_of, wait_for_earlier_process
 from training.search.space import (
     DATABASE,
@@ -86,7 +86,7 @@ def open_study(space: SearchSpace) -> Study:
     url = space.storage or f"sqlite:///{space.output_dir.absolute() / DATABASE}"
     # A database of one's own may be moved with its folder; another one has many searches in it.
     name = str(space.output_dir.absolute()) if space.storage else "search"
-    direction = "minimize" if space.metric == "loss" else "maximize"
+    direction = "minimize" if space.metric in SMALLER_IS_BETTER else "maximize"
     definition = space.model_dump(mode="json", include=set(SAME_ON_RESUME))
     # Only asking needs the sampler. GridSampler would end a loop that is not there when it is told of its last trial.
     resting = optuna.samplers.RandomSampler()
@@ -248,7 +248,7 @@ class Search:
     def results(self) -> list[SearchedTrial]:
         """The trials that have ended, the best first, then the pruned and the failed."""
         names = {self.states.COMPLETE: "finished", self.states.PRUNED: "pruned", self.states.FAIL: "failed"}  # in order
-        sign = 1 if self.space.metric == "loss" else -1
+        sign = 1 if self.space.metric in SMALLER_IS_BETTER else -1
         trials = [
             SearchedTrial(
                 number=one.number,
@@ -333,11 +333,14 @@ def _given(config: TrainConfig) -> bytes:
 
 
 def _epochs(config: TrainConfig) -> list[dict[str, Any]]:
-    """The validated epochs of a run; a validation loss that is not finite counts as an infinite one."""
-    epochs = [record for record in read_metrics(config.run_dir) if record["kind"] == "epoch"]
+    """The validated epochs of a run; a figure that is not finite counts as the worst one."""
+    epochs, metric = (
+        [record for record in read_metrics(config.run_dir) if record["kind"] == "epoch"],
+        config.best_metric,
+    )
     for epoch in epochs:
-        if epoch["validation"]["loss"] is None:
-            epoch["validation"]["loss"] = math.inf
+        if epoch["validation"][metric] is None:
+            epoch["validation"][metric] = math.inf if metric in SMALLER_IS_BETTER else -math.inf
     return epochs
 
 
