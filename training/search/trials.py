@@ -74,7 +74,7 @@ def search(space: SearchSpace, start: Start, poll_seconds: float = POLL_SECONDS)
             with interruption.saving():
                 found.run(interruption)
             found.write_results()
-        if interruption.asked:
+        if interruption.asked and len(found.results()) < found.num_trials:
             print("Stopped; what the trials have done is saved. To resume, rerun the same command.", flush=True)
             return os.EX_TEMPFAIL
     return 0
