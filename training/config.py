@@ -89,6 +89,7 @@ OTHER_NAMES = {
     "wd": "weight_decay",
     "max_grad_norm": "clip_norm",
     "save_steps": "save_every",
+    "eval_steps": "evaluate_every",
     "report_to": "trackers",
     "warmup_steps": "warmup",
     "lr_scheduler_type": "schedule",
@@ -127,7 +128,8 @@ class TrainConfig(BaseModel):
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
     best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; unset = the first of the task")
-    early_stopping: int = _field(0, "imbalance", "stop after this many epochs in a row without a new best; 0 = train to the end", ge=0, on_resume="any")
+    evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
+    early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
     batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")

@@ -211,7 +211,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
             "epochs",
             "learning_rate",
         ),
-        *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric"),
+        *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
         *("deterministic", "device"),
     }

@@ -91,7 +91,7 @@ def test_training_stops_when_no_epoch_is_better_any_more_and_keeps_the_best(
     assert train_here(*flags) == 0
 
     assert [record["epoch"] for record in metrics_of(tmp_path / "model.run", "epoch")] == [1, 2, 3]
-    assert "Stopping after epoch 3 of 9: the last 2 had no better accuracy than epoch 1" in first
+    assert "Stopping after epoch 3 of 9: the last 2 evaluations had no better accuracy than epoch 1" in first
     assert read_saved_model(output).metadata["best_epoch"] == 1
     assert "Training stopped after epoch 3 of 9" in (tmp_path / "model.run" / "report.html").read_text()
 

@@ -34,9 +34,13 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One finished epoch; ``validation`` is an evaluation (loss, and what the task measures)."""
+    """An evaluation on the validation rows; ``validation`` has the loss, and what the task measures.
 
-    epoch: int
+    ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction. ``train_loss`` and
+    ``seconds`` are those of the epoch so far.
+    """
+
+    epoch: float
     step: int
     train_loss: float
     seconds: float

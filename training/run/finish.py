@@ -146,7 +146,7 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
     if (last := context.state.epochs[-1].epoch) < context.config.epochs:
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "
-            f"in a row had no better {context.config.best_metric} on the validation rows."
+            f"evaluations in a row had no better {context.config.best_metric} on the validation rows."
         )
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")

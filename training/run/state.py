@@ -82,8 +82,8 @@ class RunState:
         return next((epoch for epoch in reversed(self.epochs) if epoch.is_best), None)
 
     def no_longer_improves(self, patience: int) -> bool:
-        """Whether so many last epochs were no better than the best one; a patience of 0 never ends."""
-        return bool(patience and self.best and self.epochs[-1].epoch - self.best.epoch >= patience)
+        """Whether so many last evaluations were no better than the best one; a patience of 0 never ends."""
+        return bool(patience and self.best and len(self.epochs) - 1 - self.epochs.index(self.best) >= patience)
 
     def to_plain(self) -> dict[str, Any]:
         return {

@@ -62,7 +62,7 @@ from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.subscribers import make_subscribers
-from training.run.validation import validate_epoch
+from training.run.validation import validate
 
 # A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
 SYNC_SECONDS = 1.0
@@ -201,14 +201,14 @@ class Trainer:
     def _train_and_finish(self) -> Path | None:
         """Run the steps that are left; returns the model folder, or None when asked to stop."""
         state, plan = self.context.state, self.context.plan
-        validation_pending = len(state.epochs) < state.step // plan.steps_per_epoch
+        validation_pending = self._validates_at(state.step) and state.step not in {one.step for one in state.epochs}
         if (state.step < plan.total_steps or validation_pending) and not self._train(validation_pending):
             return None
         if state.best and state.step < plan.total_steps:
             self.context.say(
                 f"Stopping after epoch {state.epochs[-1].epoch} of {self.context.config.epochs}: the last "
-                f"{self.context.config.early_stopping} had no better {self.context.config.best_metric} than epoch "
-                f"{state.best.epoch}"
+                f"{self.context.config.early_stopping} evaluations had no better {self.context.config.best_metric} "
+                f"than epoch {state.best.epoch}"
             )
         try:
             with self.context.phases("finish"):
@@ -231,7 +231,7 @@ class Trainer:
         with progress as bar:
             if bar:
                 context.events.subscribers.append(bar)
-            done = not validation_pending or self._end_epoch(epoch=epochs_done)
+            done = not validation_pending or self._validate()
             while done and state.step < plan.total_steps and not state.no_longer_improves(patience):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
@@ -249,10 +249,10 @@ class Trainer:
         for batch in islice(self.sampler, resumed_at, None):
             self._train_step(epoch, self.bad_steps.remaining(self.context.news.train_index[batch]))
             state.epoch_seconds = seconds_before + time.perf_counter() - began
-            is_last = state.step % steps_per_epoch == 0
+            validates = self._validates_at(state.step)
             saves = self.save_schedule.due_by_step(state.step)
             stop = False
-            if is_last or saves or state.step >= next_sync or state.step % config.log_every == 0:
+            if validates or saves or state.step >= next_sync or state.step % config.log_every == 0:
                 synced = self._sync()
                 next_sync = state.step + self._steps_until_next_sync(synced)
                 if too_many := self.bad_steps.count(synced.steps, synced.bad):
@@ -261,11 +261,22 @@ class Trainer:
                 stop, saves = synced.flags["stop"] > 0, synced.flags["save"] > 0
             # Consecutive bad steps left the weights unchanged, and a rollback must go back past them: save none of
             # these.
-            if stop or (saves and not is_last and not state.bad.in_a_row):
+            if stop or (saves and not validates and not state.bad.in_a_row):
                 self._save()
             if stop:
                 return False
-        return self._end_epoch(epoch)
+            if validates:
+                seconds = time.perf_counter()
+                if not self._validate():
+                    return False
+                began += time.perf_counter() - seconds  # an evaluation is no training time
+                if state.no_longer_improves(config.early_stopping):
+                    return True
+        return True
+
+    def _validates_at(self, step: int) -> bool:
+        every = self.context.config.evaluate_every
+        return step > 0 and (step % self.context.plan.steps_per_epoch == 0 or (every > 0 and step % every == 0))
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, step = self.context, self.context.state.step + 1
@@ -318,10 +329,10 @@ class Trainer:
         step_seconds = synced.flags["microseconds"] / 1e6 / self.context.ranks.world_size
         return max(1, int(SYNC_SECONDS / step_seconds)) if step_seconds else 1
 
-    def _end_epoch(self, epoch: int) -> bool:
+    def _validate(self) -> bool:
         """Validate and save; returns whether it was completed. After a stop the validation is still pending."""
         try:
-            metrics = validate_epoch(self.context, epoch)
+            metrics = validate(self.context)
         except EvaluationStopped:
             self._save()
             return False

@@ -1,4 +1,4 @@
-"""After an epoch's last step: measure on the validation rows what it has achieved."""
+"""After an epoch's last step, or every so many steps: measure on the validation rows what training has achieved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.monitoring.records import score_of
 from training.run.context import RunContext
 
 
-def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
+def validate(context: RunContext) -> EpochMetrics:
     """Evaluate the current weights on the validation rows.
 
     Raises:
@@ -31,6 +31,8 @@ def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
             context.news.validation_index,
             stops=context.stop_agreed,
         )
+    epochs = state.step / context.plan.steps_per_epoch
+    epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
     if not math.isfinite(validation["loss"]):
         raise TrainingFailure(
             f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and is kept; "

@@ -217,7 +217,9 @@ class Search:
         self._say(trial.number)
 
     def _report(self, running: Running) -> None:
-        new = [epoch for epoch in _epochs(running.config) if epoch["epoch"] not in running.reported]
+        # Only the ends of epochs, at which trials of any batch size can be compared.
+        ends = [epoch for epoch in _epochs(running.config) if epoch["epoch"] == int(epoch["epoch"])]
+        new = [epoch for epoch in ends if epoch["epoch"] not in running.reported]
         for epoch in new:
             running.trial.report(epoch["validation"][self.space.metric], epoch["epoch"])
             running.reported.add(epoch["epoch"])

@@ -1,0 +1,71 @@
+"""Evaluations within an epoch: recorded, resumed, and any of them can be the best."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Train = Callable[..., int]
+Metrics = Callable[..., list[dict[str, Any]]]
+# An epoch has 8 steps, and the run two epochs.
+FLAGS = ("--batch_size", 8, "--evaluate_every", 3, "--keep_last", 9, "--best_metric", "loss")
+EPOCHS = [0.375, 0.75, 1, 1.125, 1.5, 1.875, 2]
+
+
+def _evaluations(metrics_of: Metrics, run: Path) -> list[dict[str, Any]]:
+    return [{**one, "seconds": 0} for one in metrics_of(run, "epoch")]
+
+
+@pytest.fixture
+def whole(train_here: Train, tmp_path: Path) -> Path:
+    """The run folder of a run with evaluations every three steps, never stopped."""
+    assert train_here(*FLAGS, "--output_dir", tmp_path / "whole") == 0
+    return tmp_path / "whole.run"
+
+
+def test_a_run_evaluates_every_so_many_steps_and_at_the_end_of_each_epoch(
+    whole: Path, metrics_of: Metrics, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluations = metrics_of(whole, "epoch")
+    metrics = json.loads((whole.with_name("whole") / "metrics.json").read_text())
+    best = min(evaluations, key=lambda one: one["validation"]["loss"])
+
+    assert [one["step"] for one in evaluations] == [3, 6, 8, 9, 12, 15, 16]
+    assert [one["epoch"] for one in evaluations] == EPOCHS
+    assert metrics["best_epoch"] == best["epoch"]
+    assert "0.375" in (whole / "report.html").read_text()
+    assert "epoch 0.375" in " ".join(capfd.readouterr().out.split()) or best["epoch"] != 0.375
+
+
+@pytest.mark.parametrize("step", [3, 8, 9])
+def test_a_run_resumed_from_an_evaluation_has_the_same_history(
+    step: int, whole: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "resumed.run")
+    checkpoint = tmp_path / "resumed.run" / "checkpoints" / f"step_{step:08d}"
+
+    assert train_here(*FLAGS, "--output_dir", tmp_path / "resumed", "--resume", checkpoint) == 0
+
+    assert _evaluations(metrics_of, tmp_path / "resumed.run") == _evaluations(metrics_of, whole)
+
+
+def test_early_stopping_counts_evaluations(train_here: Train, metrics_of: Metrics, tmp_path: Path) -> None:
+    # With so small a rate no answer changes, so no evaluation is better than the first.
+    flags = ("--batch_size", 8, "--evaluate_every", 3, "--learning_rate", 1e-9, "--early_stopping", 3)
+    assert train_here(*flags, "--output_dir", tmp_path / "model") == 0
+
+    assert [one["step"] for one in metrics_of(tmp_path / "model.run", "epoch")] == [3, 6, 8, 9]
+
+
+def test_the_losses_of_the_steps_are_those_of_a_run_without_evaluations(
+    whole: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    assert train_here("--batch_size", 8, "--output_dir", tmp_path / "plain") == 0
+
+    losses = [[one["loss"] for one in metrics_of(run)] for run in (whole, tmp_path / "plain.run")]
+    assert losses[0] == losses[1]
