@@ -26,6 +26,7 @@ from training.config import TINY
 from training.data.dataset import SAMPLE
 from training.model.precision import cpu_has_bf16
 from training.monitoring.events import METRICS_FILE
+from training.tasks import Classification, MultiLabelClassification
 
 MODULE = "benchmarks.training_throughput"
 MATMUL = "matmul-"
@@ -67,7 +68,9 @@ def main() -> None:
         return
     layouts = {text: Layout.parse(text) for text in options.layouts}
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-        workload = make_workload(Path(folder), options.size, options.dataset, options.tokenizer, options.rows)
+        workload = make_workload(
+            Path(folder), options.size, options.dataset, options.tokenizer, options.rows, options.task
+        )
 
         def measure(job: tuple[str, str], number: int) -> dict[str, Any]:
             variant, layout = job
@@ -82,7 +85,8 @@ def main() -> None:
         jobs = {f"{variant} {layout}": (variant, layout) for variant, layout in plan(options.variants, options.layouts)}
         for found in harness.run_rounds(jobs, options.rounds, measure, describe):
             section["rounds"].append(found)
-            put(options.output, f"{options.size}, {workload.dataset}", section)
+            task = "" if options.task == Classification.name else f", {options.task}"
+            put(options.output, f"{options.size}, {workload.dataset}{task}", section)
 
 
 def plan(variants: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, str]]:
@@ -155,6 +159,7 @@ def new_section(facts: dict[str, str], workload: Workload, options: Namespace) -
         "facts": facts,
         "size": workload.size,
         "dataset": workload.dataset,
+        "task": workload.task,
         "rows": len(workload.timed),
         "tokens": int(workload.timed.lengths.sum()),
         "nominal_work": workload.nominal_work,
@@ -191,8 +196,10 @@ def render(section: dict[str, Any]) -> str:
         "Rows": f"{section['rows']:,} of {section['tokens'] / section['rows']:.1f} tokens each on average",
         "Rounds": str(len(rounds)),
     }
+    task = section.get("task", Classification.name)
+    task = "" if task == Classification.name else f", {task}"
     return (
-        f"## {TITLES[section['size']]} size, {section['dataset']}\n\n{harness.fact_list(facts)}\n"
+        f"## {TITLES[section['size']]} size, {section['dataset']}{task}\n\n{harness.fact_list(facts)}\n"
         f"{harness.table(_columns(section), [job for job in jobs if ' '.join(job) in rounds[0]])}"
         f"{_matrix_rates(section)}{_scaling(section)}"
     )
@@ -269,6 +276,12 @@ def _parse() -> Namespace:
     parser = harness.Parser(MODULE, __doc__, page="training_throughput.md", rounds=5)
     parser.add_argument("--size", choices=SIZES, default="minilm", help="of the model (default: minilm)")
     parser.add_argument("--dataset", default=SAMPLE, help="a folder in AG News' layout (default: the built-in sample)")
+    parser.add_argument(
+        "--task",
+        choices=(Classification.name, MultiLabelClassification.name),
+        default=Classification.name,
+        help="with multi_label, each row has its one label (default: classification)",
+    )
     parser.add_argument("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
     parser.add_argument(
         "--tokenizer", default=TINY, help="a folder or tokenizer.json; default: one trained on the rows"

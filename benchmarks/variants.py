@@ -36,6 +36,7 @@ from training.parallelism.ddp import DDPStrategy
 from training.parallelism.distributed import Ranks, join_ranks
 from training.run.state import AverageMeter
 from training.run.step import StepLog, StepRecord, optimizer_step
+from training.tasks import TASKS, MultiLabelClassification
 
 LEARNING_RATE = 2e-5
 WARMUP = 0.06
@@ -102,7 +103,7 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     """The textbook recipe: every text padded to the maximum, a DataLoader, AdamW, DDP."""
     ids, mask = pad(rows, np.arange(len(rows)), MAX_LENGTH)
     mask = mask_of(ids, mask)
-    labels = torch.from_numpy(rows.labels)
+    labels = torch.from_numpy(_targets(workload, rows))
     # One dictionary per row, as a tokenised dataset in torch's format returns it.
     dataset = [{"input_ids": ids[i], "attention_mask": mask[i], "labels": labels[i]} for i in range(len(labels))]
     sampler = DistributedSampler(dataset, ranks.world_size, ranks.rank, seed=SEED) if ranks.is_distributed else None
@@ -133,7 +134,7 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
     texts = [rows.ids[start:stop].tolist() for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)]
     dataset = [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
-        for ids, label in zip(texts, rows.labels.tolist(), strict=True)
+        for ids, label in zip(texts, _targets(workload, rows).tolist(), strict=True)
     ]
     epoch = Epoch()
     collate = DataCollatorWithPadding(PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer"))
@@ -171,8 +172,12 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
 
 def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str = "fp32") -> Epoch:
     """The step of ``training.run.trainer.Trainer``, without its progress bar, its log files and its checkpoints."""
-    model = NewsClassifier(len(workload.label_names), str(workload.model_folder), workload.label_names)
-    config = TrainConfig(batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED)
+    model = NewsClassifier(
+        len(workload.label_names), str(workload.model_folder), workload.label_names, task=TASKS[workload.task]
+    )
+    config = TrainConfig(
+        task=workload.task, batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED
+    )
     strategy = DDPStrategy(model, config, ranks, precision)
     sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
     # As the trainer does after every step: the ranks agree on the loss, which costs them an all-reduce.
@@ -201,6 +206,11 @@ class _Clock(TrainerCallback):
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         self.epoch.stop()
+
+
+def _targets(workload: Workload, rows: TokenizedRows) -> np.ndarray:
+    """Labels as transformers' losses take them: of several labels per row, floats."""
+    return rows.labels.astype(np.float32) if workload.task == MultiLabelClassification.name else rows.labels
 
 
 def _network(workload: Workload) -> DistilBertForSequenceClassification:

@@ -22,6 +22,7 @@ from common.text import TextTokenizer
 from training.config import TINY
 from training.data.dataset import NewsData, load_news
 from training.data.tokenized import TokenizedRows, cache_key, load_tokenizer, read_tokens, write_tokens
+from training.tasks import TASKS, Classification
 
 GLOBAL_BATCH = 64
 MAX_LENGTH = 128
@@ -76,6 +77,7 @@ class Workload:
     folder: Path
     size: str
     dataset: str
+    task: str
     label_names: list[str]
     timed: TokenizedRows
     warmup: TokenizedRows
@@ -91,7 +93,9 @@ class Workload:
         return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()))
 
 
-def make_workload(folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int) -> Workload:
+def make_workload(
+    folder: Path, size: str, dataset: str, tokenizer: str, num_rows: int, task: str = Classification.name
+) -> Workload:
     """Tokenise rows and write random weights into ``folder``.
 
     Args:
@@ -99,11 +103,12 @@ def make_workload(folder: Path, size: str, dataset: str, tokenizer: str, num_row
         dataset: as for training: ``sample`` or a folder in AG News' layout.
         tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
         num_rows: rows of the timed epoch; fewer, in full batches, if the dataset has fewer.
+        task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset.
 
     Raises:
         UserError: no such data or tokenizer, or too few rows.
     """
-    data = load_news(dataset)
+    data = load_news(dataset, task=TASKS[task])
     found = read_tokenizer(tokenizer, data.train.texts)
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
@@ -122,8 +127,8 @@ def make_workload(folder: Path, size: str, dataset: str, tokenizer: str, num_row
     key = cache_key(chosen, written, MAX_LENGTH)
     write_tokens(folder, key, chosen, TextTokenizer.from_json(written, MAX_LENGTH), lambda text: None)
     found.save_pretrained(folder / "tokenizer")
-    write_weights(folder / "model", size, len(data.label_names))
-    (folder / "workload.json").write_text(json.dumps({"size": size, "key": key}))
+    write_weights(folder / "model", size, len(data.label_names), TASKS[task].problem_type.name)
+    (folder / "workload.json").write_text(json.dumps({"size": size, "key": key, "task": task}))
     return read_workload(folder)
 
 
@@ -131,7 +136,7 @@ def read_workload(folder: Path) -> Workload:
     """Read what :func:`make_workload` wrote."""
     about = json.loads((folder / "workload.json").read_text())
     tokens = read_tokens(folder, about["key"])
-    return Workload(folder, about["size"], tokens.name, tokens.label_names, tokens.train, tokens.test)
+    return Workload(folder, about["size"], tokens.name, about["task"], tokens.label_names, tokens.train, tokens.test)
 
 
 def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
@@ -154,7 +159,7 @@ def read_tokenizer(tokenizer: str, texts: list[str]) -> PreTrainedTokenizerBase:
     return found
 
 
-def write_weights(folder: Path, size: str, num_labels: int) -> None:
+def write_weights(folder: Path, size: str, num_labels: int, problem_type: str | None = None) -> None:
     """Write a DistilBERT of that size with random weights, always the same ones."""
     blocks = SIZES[size]
     config = DistilBertConfig(
@@ -164,6 +169,7 @@ def write_weights(folder: Path, size: str, num_labels: int) -> None:
         n_layers=blocks.n_layers,
         n_heads=blocks.n_heads,
         num_labels=num_labels,
+        problem_type=problem_type,
     )
     transformers_logging.disable_progress_bar()
     torch.manual_seed(SEED)
