@@ -125,6 +125,9 @@ class TrainConfig(BaseModel):
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
+    lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
+    lora_alpha: float | None = _field(None, "model", "what the adapters add counts lora_alpha / lora times; unset = 2 x lora", gt=0)
+
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
     best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; unset = the first of the task")
@@ -134,7 +137,7 @@ class TrainConfig(BaseModel):
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
     batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny", gt=0, lt=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, or 2e-4 with --lora", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
@@ -246,6 +249,13 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 f"--class_weights {self.class_weights} and --sampling balanced: rare labels would count twice; drop one"
             )
+        if self.lora_alpha is not None and not self.lora:
+            raise ValueError(f"--lora_alpha {self.lora_alpha:g}: does nothing without --lora")
+        if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
+            other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
+            raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")
+        if self.lora and self.float8:
+            raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
@@ -286,7 +296,14 @@ class TrainConfig(BaseModel):
         """The learning rate after the warm-up, before scaling by ranks."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return 1e-3 if self.model == TINY else 2e-5
+        if self.model == TINY:
+            return 1e-3
+        return 2e-4 if self.lora else 2e-5
+
+    @property
+    def adapter_alpha(self) -> float:
+        """LoRA's alpha: what the adapters add is multiplied by this over their rank."""
+        return 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
 
     @property
     def tracker_names(self) -> tuple[str, ...]:

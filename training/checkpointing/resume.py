@@ -36,14 +36,16 @@ def find_resume_point(
     data_shard: DataShard,
     storage: Storage,
     data_key: str,
+    frozen_hash: str | None,
     say: Callable[[str], None],
 ) -> Resumed | None:
     """Find, verify and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
 
-    Once a run has begun as asked, restarts by its launcher with the same flags resume that run.
+    Once a run has begun as asked, restarts by its launcher with the same flags resume that run. ``frozen_hash`` is that
+    of the weights that its checkpoints leave out.
 
     Raises:
-        UserError: it is damaged, or from another configuration, other data or another global batch size.
+        UserError: it is damaged, or from another configuration, other data, another global batch size or another model.
     """
     with contextlib.ExitStack() as stack:
         # Locked while checkpoints are verified and moved, and given back at the end: the run takes its own lock later.
@@ -57,7 +59,7 @@ def find_resume_point(
         resumed = _choose(config.resume, begun, ranks, storage, say)
         if resumed is None:
             return None
-        ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, data_key))
+        ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, data_key, frozen_hash))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
         hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts from scratch"
@@ -250,7 +252,9 @@ def _absolute(asked: str) -> str:
     return asked.rstrip("/") if "://" in asked else str(Path(asked).expanduser().absolute())
 
 
-def _check_same_run(config: TrainConfig, data_shard: DataShard, resumed: Resumed, data_key: str) -> None:
+def _check_same_run(
+    config: TrainConfig, data_shard: DataShard, resumed: Resumed, data_key: str, frozen_hash: str | None
+) -> None:
     state = resumed.state
     # What a run of an older version could not be told, it did as the default does.
     defaults = TrainConfig().model_dump(mode="json")
@@ -268,6 +272,8 @@ def _check_same_run(config: TrainConfig, data_shard: DataShard, resumed: Resumed
     # The key of cached tokens once had no version and changed with every edit of that code: accept such data.
     if not differing and state["data_key"].startswith("v") and state["data_key"] != data_key:
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
+    if not differing and state.get("frozen_hash") != frozen_hash:
+        differing.append(f"the weights of --model {config.model} have changed")
     if differing:
         raise UserError(
             f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "

@@ -28,6 +28,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
+from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
 from training.parallelism.distributed import Ranks
 from training.tasks import TASKS
@@ -231,6 +232,8 @@ def prepare_model(
             flag = "--network" if own.network else f"--model {config.model}"
             if unused := try_unknown_family(model, flag, ids):
                 say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
+        if config.lora:
+            add_adapters(model, config)
         return model
 
     def load_stored() -> NewsClassifier:

@@ -53,11 +53,6 @@ def optimizer_tensors(
     }
 
 
-def read_model(parts: Sequence[nn.Module], saved: SavedState) -> None:
-    """Read this rank's weights and buffers directly into place."""
-    saved.read(model_tensors(parts))
-
-
 def read_optimizer(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
     """Read this rank's moments and step counts directly into place; zeros if none were saved."""
     moments = optimizer_tensors(parameters, optimizer)

@@ -32,7 +32,6 @@ from training.parallelism.state import (
     full_model,
     model_tensors,
     optimizer_tensors,
-    read_model,
     read_optimizer,
 )
 from training.run.phases import Phases
@@ -196,9 +195,19 @@ class Strategy:
     def local_parameters(self) -> Mapping[str, nn.Parameter]:
         return self.parameters
 
+    def saved_weights(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the weights that a checkpoint has; with LoRA only those that are trained.
+
+        The others come from the model itself, and a resumed run checks that they are the same.
+        """
+        weights = model_tensors(self.parts)
+        if not self.config.lora:
+            return weights
+        return {name: tensor for name, tensor in weights.items() if name.removeprefix("model/") in self.parameters}
+
     def state_dict(self) -> StrategyState:
         """What this rank holds of model, optimizer and loss scale; every rank calls it."""
-        tensors = model_tensors(self.parts) | optimizer_tensors(self.local_parameters, self.local_optimizer)
+        tensors = self.saved_weights() | optimizer_tensors(self.local_parameters, self.local_optimizer)
         return StrategyState(tensors, {"loss_scale": self.loss_scale.state_dict()})
 
     def load_state_dict(self, saved: SavedState) -> None:
@@ -212,7 +221,7 @@ class Strategy:
 
     def load_weights(self, saved: SavedState) -> None:
         """Read only this rank's weights, for evaluation."""
-        read_model(self.parts, saved)
+        saved.read(self.saved_weights())
 
 
 def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ class StepPlan:
     """How many steps of which size a run has, the same on all ranks.
 
     ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
-    ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same.
+    ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;
+    ``frozen_hash``: of the weights that checkpoints leave out because they are not trained, None if they hold all.
     """
 
     global_batch_size: int
@@ -35,6 +36,7 @@ class StepPlan:
     total_steps: int
     peak_learning_rate: float
     class_weights: np.ndarray | None
+    frozen_hash: str | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class RunContext:
     precision: str  # of the training steps
     model_config: PreTrainedConfig
     num_parameters: int
+    num_trained: int
     state: RunState
     storage: Storage
     phases: Phases

@@ -25,7 +25,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
     return {
-        "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters)",
+        "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {len(news.validation_index):,} validation, "
         f"{len(tokens.test):,} test rows",
         "Labels": ", ".join(tokens.label_names),
@@ -40,6 +40,13 @@ def describe_run(context: RunContext) -> dict[str, str]:
         + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up"),
         "Run folder": str(config.run_dir),
     }
+
+
+def _trained(context: RunContext) -> str:
+    if context.num_trained == context.num_parameters:
+        return ""
+    share = context.num_trained / context.num_parameters
+    return f", {context.num_trained / 1e6:.2f} M of them trained = {share:.1%}"
 
 
 def describe_environment(ranks: Ranks) -> dict[str, str]:

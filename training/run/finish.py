@@ -20,6 +20,7 @@ from common.text import in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
+from training.model.lora import merge_adapters
 from training.monitoring import EpochMetrics
 from training.monitoring.events import RunTested
 from training.monitoring.records import score_of
@@ -59,6 +60,8 @@ def finish_run(context: RunContext) -> Path:
     weights = context.strategy.full_weights()
     context.events.publish(RunTested(context.state.step, test))
     if context.console:
+        if config.lora:
+            weights = merge_adapters(weights, config)
         metrics = {
             "task": config.task,
             "dataset": recorded_name(tokens.name),

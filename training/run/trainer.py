@@ -35,6 +35,7 @@ from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
 from training.fault_tolerance.interruption import Interruption
 from training.fault_tolerance.watchdog import Watchdog
+from training.model.lora import check_lora, frozen_hash
 from training.model.optimizer import scaled_learning_rate
 from training.model.own import Own
 from training.model.precision import allow_tf32, choose_precision
@@ -92,6 +93,7 @@ class Trainer:
         storage = ranks.run_on_all_ranks(lambda: open_storage(config))
         ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
+        ranks.run_on_all_ranks(lambda: check_lora(config))
         check_shared(config.output_dir, ranks)
         check_storage(storage, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
@@ -111,12 +113,14 @@ class Trainer:
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         model = prepare_model(config, ranks, news, say, own)
+        # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
+        frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
         strategy.phases = phases
 
         # The last of the checks, because it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, say)
+        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, frozen, say)
         global_batch, accumulation = global_batch_size(config, strategy.data_shard, resumed)
         train = news.tokens.train
         balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
@@ -137,10 +141,12 @@ class Trainer:
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
                 class_weights=class_weights,
+                frozen_hash=frozen,
             ),
             precision=precision,
             model_config=model.config,
             num_parameters=sum(parameter.numel() for parameter in model.network.parameters()),
+            num_trained=sum(parameter.numel() for parameter in model.network.parameters() if parameter.requires_grad),
             state=RunState(),
             storage=storage,
             phases=phases,
@@ -351,6 +357,7 @@ class Trainer:
             # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
             "data_key": context.news.tokens.key,
+            "frozen_hash": context.plan.frozen_hash,
         }
         best_step = state.best.step if state.best else None
         self.report_saves(lambda: self.saver.save(state.step, context.strategy.state_dict, run, best_step))

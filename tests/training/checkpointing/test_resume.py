@@ -153,7 +153,7 @@ def _save_run(place: Path, *steps: int) -> str:
 
 
 def _find(config: TrainConfig, ranks: Ranks = ALONE) -> Resumed | None:
-    return find_resume_point(config, ranks, DataShard(0, 1), open_storage(config), "texts", lambda line: None)
+    return find_resume_point(config, ranks, DataShard(0, 1), open_storage(config), "texts", None, lambda line: None)
 
 
 def _names(folder: Path) -> list[str]:
