@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,21 +69,43 @@ def _cpuinfo(root: Path, key: str) -> str:
     return ""
 
 
+def available_memory(root: Path = _ROOT) -> int | None:
+    """Bytes that the processes of this machine or container can still take; None if the system does not say.
+
+    The minimum of what the kernel could give without swapping and of every memory limit above this process (cgroup v1
+    or v2). Cached files count as available.
+    """
+    available = re.search(r"^MemAvailable: +(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    found = [int(available[1]) * 1024] if available else []
+    for level in _groups(root, "memory", ["memory"]):
+        limit = _read(level / "memory.max").strip() or _read(level / "memory.limit_in_bytes").strip()
+        used = _read(level / "memory.current").strip() or _read(level / "memory.usage_in_bytes").strip()
+        if limit.isdecimal() and used.isdecimal():
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
+            found.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, min(found)) if found else None
+
+
 def _quotas(root: Path) -> Iterator[float]:
+    for level in _groups(root, "cpu", ["cpu", "cpu,cpuacct"]):
+        yield from _quota(level)
+
+
+def _groups(root: Path, controller: str, mounts_v1: Sequence[str]) -> Iterator[Path]:
+    """The folders of the control groups that this process is in, with those above them."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
             mounts = [root / "sys/fs/cgroup"]
-        elif "cpu" in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup/cpu,cpuacct"]
+        elif controller in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / name for name in mounts_v1]
         else:
             continue
         for mount in mounts:
             # Limits of parent groups apply too. Inside a container the path is the host's, and only the mount itself
             # exists.
             inside = Path(group.lstrip("/"))
-            for level in (mount / inside, *(mount / parent for parent in inside.parents), mount):
-                yield from _quota(level)
+            yield from (mount / inside, *(mount / parent for parent in inside.parents), mount)
 
 
 def _quota(level: Path) -> Iterator[float]:

@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from common.errors import OneLineParser, UserError, invalid_value
@@ -100,6 +100,11 @@ OTHER_NAMES = {
 }
 
 
+# A number or the word. Without the discriminator a wrong number would also be told that it is not the word.
+BATCH_SIZE = Annotated[int, Field(ge=1), Tag("rows")] | Annotated[Literal["auto"], Tag("auto")]
+BatchSize = Annotated[BATCH_SIZE, Discriminator(lambda value: "auto" if value == "auto" else "rows")]
+
+
 class TrainConfig(BaseModel):
     """Everything that a training run can be told. The descriptions are the help texts of the flags."""
 
@@ -135,7 +140,7 @@ class TrainConfig(BaseModel):
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
-    batch_size: int = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation", ge=1, on_resume="same global batch")
+    batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, or 2e-4 with --lora", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
@@ -256,6 +261,8 @@ class TrainConfig(BaseModel):
             raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")
         if self.lora and self.float8:
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
+        if self.batch_size == "auto":
+            self._check_auto_size()
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
@@ -272,6 +279,19 @@ class TrainConfig(BaseModel):
                 "replaces; name another folder"
             )
         return self
+
+    def _check_auto_size(self) -> None:
+        if self.strategy not in ("ddp", "zero1", "zero2", "zero3"):
+            raise ValueError(
+                f"--batch_size auto and --strategy {self.strategy}: sizes are tried under ddp, zero1, zero2 and zero3 "
+                "only; give a number"
+            )
+        if self.deterministic:
+            raise ValueError("--batch_size auto and --deterministic: what is measured does not repeat; give a number")
+        if self.balance == "auto":
+            raise ValueError(
+                "--batch_size auto and --balance auto: faster ranks would get more rows than fit; drop one"
+            )
 
     @property
     def columns(self) -> Columns:
@@ -359,10 +379,10 @@ def _build_parser(description: str) -> OneLineParser:
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
     if field.annotation is bool:
         return {"nargs": "?", "const": "true", "metavar": "true|false"}
-    choices = get_args(field.annotation) if "Literal" in str(field.annotation) else ()
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return {
         "metavar": "|".join(choices)
-        or {int: "N", Path: "PATH", Path | None: "PATH", str: "TEXT"}.get(field.annotation, "X")
+        or {int: "N", BATCH_SIZE: "N|auto", Path: "PATH", Path | None: "PATH", str: "TEXT"}.get(field.annotation, "X")
     }
 
 

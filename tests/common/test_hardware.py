@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.hardware import cpu_flags, cpu_name, has_fast_int8, usable_cpus
+from common.hardware import available_memory, cpu_flags, cpu_name, has_fast_int8, usable_cpus
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -42,6 +42,43 @@ def test_without_limits_the_affinity_counts(tmp_path: Path) -> None:
 )
 def test_a_quota_below_two_cores_is_one_thread(tmp_path: Path, files: dict[str, str]) -> None:
     assert usable_cpus(_write(tmp_path, files)) == 1
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemAvailable:    3000 kB\n"}
+VERSION_1 = "sys/fs/cgroup/memory/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        (MEMINFO, 3000 * 1024),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/app\n",
+                "sys/fs/cgroup/pod/memory.max": "2000000\n",
+                "sys/fs/cgroup/pod/memory.current": "1500000\n",
+                "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 100000\n",
+                "sys/fs/cgroup/pod/app/memory.max": "max\n",
+                **MEMINFO,
+            },
+            600_000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/docker/of-the-host\n",
+                f"{VERSION_1}.limit_in_bytes": "900000\n",
+                f"{VERSION_1}.usage_in_bytes": "300000\n",
+            },
+            600_000,
+        ),
+    ],
+    ids=["unknown", "the machine's", "a limit above", "version 1 in a container"],
+)
+def test_available_memory_is_the_least_that_any_limit_leaves(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    assert available_memory(_write(tmp_path, files)) == expected
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
+from training.run.batch_size import settle_batch_size
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
@@ -117,11 +118,13 @@ class Trainer:
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
-        strategy.phases = phases
+            config, rows_that_fit = settle_batch_size(strategy, ranks, len(news.train_index), began, say)
+        strategy.config, strategy.phases = config, phases
 
         # The last of the checks, because it may move an earlier run aside.
         resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, frozen, say)
-        global_batch, accumulation = global_batch_size(config, strategy.data_shard, resumed)
+        fitting = config.model_copy(update={"batch_size": rows_that_fit})
+        global_batch, accumulation = global_batch_size(fitting, strategy.data_shard, resumed)
         train = news.tokens.train
         balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
         self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
