@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.errors import UserError
 from common.model_folder import read_saved_model
 from tests.processes import here, run_on_ranks
 from tests.training.parallelism.cases import ALONE
@@ -20,6 +21,7 @@ from training.config import TrainConfig
 from training.model.classifier import NewsClassifier
 from training.model.lora import add_adapters, merge_adapters
 from training.parallelism.registry import STRATEGIES
+from training.tasks.classification import Classification
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -167,3 +169,10 @@ def test_without_peft_the_line_says_what_to_install(
 
     assert train_here("--lora", 4) == 2
     assert 'pip install "distrinews[lora]" [package-missing]' in capfd.readouterr().err
+
+
+def test_a_network_of_ones_own_is_refused() -> None:
+    model = NewsClassifier.around(torch.nn.EmbeddingBag(9, 2), Classification(["calm", "storm"]))
+
+    with pytest.raises(UserError, match="--lora 4 and --network: only encoders of transformers"):
+        add_adapters(model, TrainConfig(lora=4))

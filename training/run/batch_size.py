@@ -55,19 +55,24 @@ def most_rows(train_rows: int, data_ranks: int, accumulation: int) -> int:
 
 
 def find_batch_size(
-    strategy: Strategy, ranks: Ranks, most: int, kept: int | None = None, limit: float = math.inf
+    strategy: Strategy,
+    ranks: Ranks,
+    target: np.ndarray,
+    most: int,
+    kept: int | None = None,
+    limit: float = math.inf,
 ) -> FoundSize:
     """Find the size, the same on all ranks; a collective call. The model and torch's random state do not change.
 
-    ``kept``: the size of a run that is resumed, tried without a margin and however fast it is. ``limit``: bytes that a
-    rank may use, if that is less than what the machine has for it.
+    ``target``: of a row, as the task takes it, (1, ...). ``kept``: the size of a run that is resumed, tried without a
+    margin and however fast it is. ``limit``: bytes that a rank may use, if that is less than what the machine has.
 
     Raises:
         TrainingFailure: not even one row fits.
     """
     on_cpu, device = ranks.device.type == "cpu", ranks.device
     most, share = (kept, 1.0) if kept else (most, MARGIN)
-    try_rows = _trial_of(strategy, ranks)
+    try_rows = _trial_of(strategy, ranks, target)
     memory = _Memory(ranks)
     limit = min(ranks.gather(min(limit, memory.limit)))
     before, found, speed, rows = memory.peak(), None, 0.0, 1
@@ -103,20 +108,19 @@ def find_batch_size(
 
 
 def settle_batch_size(
-    strategy: Strategy, ranks: Ranks, train_rows: int, began: Mapping[str, Any], say: Callable[[str], None]
+    strategy: Strategy, ranks: Ranks, targets: np.ndarray, began: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[TrainConfig, int]:
     """The strategy's configuration with a number for ``auto``, and how many rows a micro-batch may have here.
 
-    A resumed run, which ``began`` with these values, keeps its size; only if that no longer fits are its micro-batches
-    smaller, and more of them.
+    ``targets``: of the training rows, (rows, ...). A resumed run, which ``began`` with these values, keeps its size;
+    only if that no longer fits are its micro-batches smaller, and more of them.
     """
     config = strategy.config
     if config.batch_size != "auto":
         return config, config.batch_size
     kept = began["config"]["batch_size"] if began else None
-    found = find_batch_size(
-        strategy, ranks, most_rows(train_rows, strategy.data_shard.size, config.gradient_accumulation), kept
-    )
+    most = most_rows(len(targets), strategy.data_shard.size, config.gradient_accumulation)
+    found = find_batch_size(strategy, ranks, targets[:1], most, kept)
     if kept and found.rows < kept:
         say(f"batch size auto: this run's {kept} rows no longer fit here: {found}, in more micro-batches")
     else:
@@ -128,14 +132,16 @@ def _why_no_more(most: int) -> str:
     return "the most that auto takes" if most == MOST_ROWS else f"an epoch keeps {LEAST_STEPS} steps"
 
 
-def _trial_of(strategy: Strategy, ranks: Ranks) -> Callable[[_Memory, int], tuple[float, float] | None]:
+def _trial_of(
+    strategy: Strategy, ranks: Ranks, target: np.ndarray
+) -> Callable[[_Memory, int], tuple[float, float] | None]:
     """What tries a number of rows: the seconds of the slowest rank and the peak of the fullest; None if one is full."""
     # Under the others, ranks exchange weights within a pass: one that gave up would leave the rest waiting.
     can_give_up = ranks.world_size == 1 or strategy.config.strategy in ("ddp", "zero1")
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
         memory.restart()
-        batch, seconds = _full_batch(rows, strategy.config.max_length).to(ranks.device), math.inf
+        batch, seconds = _full_batch(rows, strategy.config.max_length, target).to(ranks.device), math.inf
         try:
             # Twice: the second pass adds to the gradients of the first, as accumulation does, and is warmed up.
             for _ in range(2):
@@ -156,12 +162,12 @@ def _trial_of(strategy: Strategy, ranks: Ranks) -> Callable[[_Memory, int], tupl
     return try_rows
 
 
-def _full_batch(rows: int, length: int) -> MicroBatch:
+def _full_batch(rows: int, length: int, target: np.ndarray) -> MicroBatch:
     """Rows of the greatest length, one of which is padded, so that the mask takes its memory too."""
     mask = torch.ones(rows, length, dtype=torch.int64)
     mask[0, -1] = 0
     weights = torch.full((rows,), 1 / rows)
-    labels = torch.zeros(rows, dtype=torch.int64)
+    labels = torch.from_numpy(np.repeat(target, rows, axis=0))
     return MicroBatch(torch.ones_like(mask), mask, labels, weights, np.full(rows, -1), 0, rows * length)
 
 

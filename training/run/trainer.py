@@ -118,7 +118,9 @@ class Trainer:
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
-            config, rows_that_fit = settle_batch_size(strategy, ranks, len(news.train_index), began, say)
+            config, rows_that_fit = settle_batch_size(
+                strategy, ranks, news.tokens.train.labels[news.train_index], began, say
+            )
         strategy.config, strategy.phases = config, phases
 
         # The last of the checks, because it may move an earlier run aside.

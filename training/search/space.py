@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from common.errors import UserError, in_one_line, invalid_value
-from training.config import ENVIRONMENT_PREFIX, TrainConfig, check_fields, make_config, on_resume, read_yaml
+from training.config import (
+    BATCH_SIZE,
+    ENVIRONMENT_PREFIX,
+    TrainConfig,
+    check_fields,
+    make_config,
+    on_resume,
+    read_yaml,
+)
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -142,7 +150,7 @@ def make_dimensions(space: SearchSpace, where: str) -> dict[str, BaseDistributio
                 read = [config_of(space, {name: one}, space.output_dir, where) for one in values]
                 choices = list(dict.fromkeys(getattr(config, name) for config in read))
                 dimensions[name] = optuna.distributions.CategoricalDistribution(choices)
-            elif kind in (int, int | None):
+            elif kind in (int, int | None, BATCH_SIZE):
                 given = {"low": values.low, "high": values.high, "step": values.step or 1}
                 if part := next((part for part, number in given.items() if number != int(number)), None):
                     raise ValueError(f"{part} must be a whole number")

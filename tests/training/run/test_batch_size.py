@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,6 +24,7 @@ from training.run.batch_size import FoundSize, find_batch_size, most_rows
 Train = Callable[..., int]
 LENGTH = 40
 MIB = 2**20
+TARGET = np.zeros(1, dtype=np.int64)
 
 
 def find_and_train(strategy: str) -> tuple[FoundSize, bool, list[float], list[float]]:
@@ -30,7 +32,7 @@ def find_and_train(strategy: str) -> tuple[FoundSize, bool, list[float], list[fl
     fields = {"strategy": strategy, "max_length": LENGTH, "check_gradient_sync": 2}
     searched, plain = small_strategy(**fields), small_strategy(**fields)
     state = torch.get_rng_state()
-    found = find_batch_size(searched, here(), most=4)
+    found = find_batch_size(searched, here(), TARGET, most=4)
     unmoved = state.equal(torch.get_rng_state())
     losses = [take_steps(each, (1, 2)) for each in (searched, plain)]
     weights = [whole_weights(each) for each in (searched, plain)]
@@ -57,16 +59,16 @@ def strategy_alone() -> Strategy:
 
 def test_no_size_is_taken_that_needs_more_than_the_limit() -> None:
     strategy = strategy_alone()
-    unlimited = find_batch_size(strategy, ALONE, most=1)
-    found = find_batch_size(strategy, ALONE, most=1, kept=2048, limit=unlimited.peak + 64 * MIB)
-    enough = find_batch_size(strategy, ALONE, most=1, kept=192)
+    unlimited = find_batch_size(strategy, ALONE, TARGET, most=1)
+    found = find_batch_size(strategy, ALONE, TARGET, most=1, kept=2048, limit=unlimited.peak + 64 * MIB)
+    enough = find_batch_size(strategy, ALONE, TARGET, most=1, kept=192)
 
     assert (enough.rows, enough.why) == (192, "")
     assert found.rows < 2048
     assert found.peak <= found.limit
     assert "would not fit" in str(found)
     with pytest.raises(TrainingFailure, match=r"--batch_size auto: not one row of 40 tokens fits"):
-        find_batch_size(strategy, ALONE, most=64, limit=unlimited.peak / 2)
+        find_batch_size(strategy, ALONE, TARGET, most=64, limit=unlimited.peak / 2)
 
 
 @pytest.mark.parametrize(
