@@ -277,7 +277,7 @@ class CsvParts(_TextParts):
                 if places and len(fields) != width:
                     problem = problem or f"{len(fields)} fields, but the header has {width}"
                 padded = [*fields[:width], *[""] * (width - len(fields))]
-                text = padded[places[0]] if places else " ".join(field for field in fields[1:] if field)
+                text = padded[places[0][0]] if places else " ".join(field for field in fields[1:] if field)
                 self._add(part, line, dict(zip(self.columns, padded, strict=True)), text, problem)
             yield line
 

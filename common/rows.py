@@ -35,11 +35,16 @@ csv.field_size_limit(2**31 - 1)
 # A row before its label is known to be a class: its position, its text or pair of texts, its label as found.
 FoundRow = tuple[str, Any, Any]
 UsableRow = tuple[Text, Label]
+# The positions of the columns of the text, of the label and, of pairs, of the second text.
+Places = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that hold the text, the label and, of pairs of texts, the second text."""
+    """The names of the columns that hold the text, the label and, of pairs of texts, the second text.
+
+    A text may be in several columns, whose names are separated by commas, such as ``title,body``: they are joined.
+    """
 
     text: str = "text"
     label: str = "label"
@@ -49,16 +54,25 @@ class Columns:
     def names(self) -> tuple[str, ...]:
         return (self.text, self.label, self.pair) if self.pair else (self.text, self.label)
 
+    def _parts(self, found: Sequence[str]) -> list[list[str]]:
+        """The columns that each of :attr:`names` stands for; a single column may have a comma in its name."""
+        names = [name.strip().lower() for name in found]
+        is_one = [name == self.label or name.strip().lower() in names for name in self.names]
+        return [
+            [name.strip()] if one else [part.strip() for part in name.split(",")]
+            for name, one in zip(self.names, is_one, strict=True)
+        ]
+
     def missing(self, found: Sequence[str]) -> str:
         """Which of them are missing from the names found, ignoring case; empty if all are there."""
         names = [name.strip().lower() for name in found]
-        missing = [name for name in self.names if name.lower() not in names]
+        missing = [name for name in itertools.chain(*self._parts(found)) if name.lower() not in names]
         if not missing:
             return ""
         named = ", ".join(name.strip()[:_LONGEST_NAME] for name in found[:_MOST_COLUMNS_NAMED])
         return f"no column {' and no column '.join(missing)} among {named}"
 
-    def among(self, found: Sequence[str]) -> tuple[int, ...]:
+    def among(self, found: Sequence[str]) -> Places:
         """Their positions among the names found, ignoring case: text, label and, of pairs, the second text.
 
         Raises:
@@ -67,7 +81,7 @@ class Columns:
         if missing := self.missing(found):
             raise ValueError(missing)
         names = [name.strip().lower() for name in found]
-        return tuple(names.index(name.lower()) for name in self.names)
+        return tuple(tuple(names.index(name.lower()) for name in parts) for parts in self._parts(found))
 
 
 TEXT_AND_LABEL = Columns()
@@ -82,7 +96,7 @@ class Layout:
     """
 
     separator: str
-    places: tuple[int, ...] | None
+    places: Places | None
     unused: tuple[str, ...] = ()
 
 
@@ -96,8 +110,8 @@ def find_layout(first_line: str, columns: Columns) -> Layout:
     for separator, fields in rows.items():
         if not columns.missing(fields):
             places = columns.among(fields)
-            unused = [field.strip() for place, field in enumerate(fields) if place not in places]
-            return Layout(separator, places, tuple(unused))
+            used = set(itertools.chain(*places))
+            return Layout(separator, places, tuple(field.strip() for i, field in enumerate(fields) if i not in used))
     for separator, fields in rows.items():
         if columns == Columns() and len(fields) > 1 and fields[0].strip().isdecimal():
             return Layout(separator, None)
@@ -201,14 +215,15 @@ class Reading:
             raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
         return usable
 
-    def find_columns(self, where: str, found: Sequence[str]) -> list[str]:
+    def find_columns(self, where: str, found: Sequence[str]) -> list[list[str]]:
         """The names of the columns of text, label and second text as written in this file."""
         try:
             places = self.columns.among(found)
         except ValueError as error:
             raise UserError(f"{where}: {error}; {self.remedy}", code="data-columns") from error
-        self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in places)
-        return [found[place] for place in places]
+        used = set(itertools.chain(*places))
+        self.unused |= dict.fromkeys(name for i, name in enumerate(found) if i not in used)
+        return [[found[place] for place in parts] for parts in places]
 
     @property
     def notes(self) -> list[str]:
@@ -275,9 +290,11 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
     except ValueError as error:
         raise UserError(f"{path} line {first + 1}: {error}; {reading.remedy}", code="data-columns") from error
     reading.unused |= dict.fromkeys(layout.unused)
+    num_fields = lines[first].count("\t") + 1
     if layout.places:
         first += 1
-    for line, fields in csv_records(path, lines, first, layout.separator, reading):
+    quotes = layout.separator != "\t" or not _quotes_are_text(lines, first, num_fields)
+    for line, fields in csv_records(path, lines, first, layout.separator, reading, quotes=quotes):
         if not fields:
             continue
         where = f"{path} line {line}"
@@ -290,16 +307,36 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
             yield where, text, label
 
 
+def _quotes_are_text(lines: Sequence[str], start: int, num_fields: int) -> bool:
+    """Whether the quotes in a TSV belong to its texts.
+
+    Some programs put quotes around fields, as in CSV, others write texts as they are, quotes included. The file does
+    not say which, so it is read both ways: the right one leaves fewer malformed records, or else joins no lines.
+    """
+    if not any(line.startswith('"') or '\t"' in line for line in itertools.islice(lines, start, None)):
+        return False
+
+    def misfit(*, quotes: bool) -> tuple[int, int]:
+        reading, malformed, records = Reading(TEXT_AND_LABEL, skip=True), 0, 0
+        for _, fields in csv_records("", lines, start, "\t", reading, quotes=quotes):
+            records += bool(fields)
+            malformed += bool(fields) and len(fields) != num_fields
+        return malformed + reading.count, -records
+
+    return misfit(quotes=False) < misfit(quotes=True)
+
+
 def csv_records(
-    name: Path | str, lines: Sequence[str], start: int, separator: str, reading: Reading
+    name: Path | str, lines: Sequence[str], start: int, separator: str, reading: Reading, *, quotes: bool = True
 ) -> Iterator[tuple[int, list[str]]]:
     """The line number at which each record ends, and its fields; blank lines and rejected ones have none.
 
     A record that cannot be parsed only costs its first line, because a stray quote would swallow the good rows after
-    it.
+    it. Without ``quotes``, quotes are letters like any other.
     """
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     while True:
-        reader, done = csv.reader(_lines_from(lines, start), delimiter=separator, strict=True), 0
+        reader, done = csv.reader(_lines_from(lines, start), delimiter=separator, strict=True, quoting=quoting), 0
         try:
             for fields in reader:
                 done = reader.line_num
@@ -330,15 +367,25 @@ def in_ag_news_layout(path: Path) -> bool:
     return len(fields) > 1 and fields[0].strip().isdecimal()
 
 
-def _headed_row(fields: list[str], places: tuple[int, ...]) -> tuple[Any, str]:
-    if len(fields) <= max(places):
+def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
+    if len(fields) <= max(itertools.chain(*places)):
         raise UnusableRow(f"{len(fields)} fields, but the header names text and label further right")
-    return text_and_label(*(fields[place] for place in places))
+    return text_and_label(*([fields[place] for place in parts] for parts in places))
 
 
-def text_and_label(text: Any, label: Any, *pair: Any) -> tuple[Any, Any]:
-    """What a row's cells make, in the order of the columns."""
+def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
+    """What a row's cells make: those of the text, of the label and, of pairs, of the second text."""
+    text, label, *pair = map(_joined, cells)
     return ((text, *pair) if pair else text), label
+
+
+def _joined(cells: Sequence[Any]) -> Any:
+    """What is not empty, with a space between, as in AG News; any cell that is not a text stands for the whole."""
+    if len(cells) == 1:
+        return cells[0]
+    present = [cell for cell in cells if cell is not None]
+    not_text = next((cell for cell in present if not isinstance(cell, str)), None)
+    return " ".join(filter(None, present)) if not_text is None else not_text
 
 
 def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
@@ -379,8 +426,9 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
         places = reading.columns.among(names := list(row))
     except ValueError as error:
         raise UnusableRow(f"{error}; {reading.remedy}") from error
-    reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in places)
-    return text_and_label(*(row[names[place]] for place in places))
+    used = set(itertools.chain(*places))
+    reading.unused |= dict.fromkeys(name for i, name in enumerate(names) if i not in used)
+    return text_and_label(*([row[names[place]] for place in parts] for parts in places))
 
 
 def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
@@ -398,8 +446,8 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         try:
-            table = file.read_row_group(group, columns=columns)
-            cells = [table[column].to_pylist() for column in columns]
+            table = file.read_row_group(group, columns=[*dict.fromkeys(itertools.chain(*columns))])
+            cells = [zip(*(table[name].to_pylist() for name in names), strict=True) for names in columns]
         except unreadable as error:
             reading.reject(f"{path} rows {first} to {first + rows - 1}", f"cannot be read ({first_line(error)})", rows)
         else:

@@ -9,6 +9,8 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -81,6 +83,9 @@ OTHER_NAMES = {
     "model_name_or_path": "model",
     "data": "dataset",
     "dataset_name": "dataset",
+    "dataset_config_name": "dataset_config",
+    "subset": "dataset_config",
+    "revision": "dataset_revision",
     "train_file": "dataset",
     "output": "output_dir",
     "out": "output_dir",
@@ -105,6 +110,17 @@ BATCH_SIZE = Annotated[int, Field(ge=1), Tag("rows")] | Annotated[Literal["auto"
 BatchSize = Annotated[BATCH_SIZE, Discriminator(lambda value: "auto" if value == "auto" else "rows")]
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which part of a dataset is read, as the flags of these names say; empty for the dataset's own default."""
+
+    dataset_config: str = ""
+    dataset_revision: str = ""
+    train_split: str = "train"
+    validation_split: str = ""
+    test_split: str = ""
+
+
 class TrainConfig(BaseModel):
     """Everything that a training run can be told. The descriptions are the help texts of the flags."""
 
@@ -115,16 +131,23 @@ class TrainConfig(BaseModel):
     loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
     metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
-    text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive", min_length=1, on_resume="any")
+    dataset_config: str = _field("", "data", "which configuration (subset) of a dataset on the hub, such as sst2 of nyu-mll/glue; unset = its default")
+    dataset_revision: str = _field("", "data", "branch, tag or commit of a dataset on the hub; unset = its main branch")
+    train_split: str = _field("train", "data", "split to train on, or in a folder the file of that name", min_length=1)
+    validation_split: str = _field("", "data", "split to validate on; unset = validation, valid, val or dev if the data has it, otherwise training rows are kept for it")
+    test_split: str = _field("", "data", "split to test on; unset = test if the data has it, otherwise training rows are set aside")
+    text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive; of several, such as title,body, the texts are joined", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
     pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
     max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many", ge=8, le=8192)
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
-    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; not used if the data brings validation rows", gt=0, lt=0.9)
+    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data brings validation rows", ge=0, lt=0.9)
+    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, in which 80% of all word triples are common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small, randomly initialized DistilBERT that needs no download")
+    model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
@@ -244,6 +267,16 @@ class TrainConfig(BaseModel):
             )
         if self.precision == "fp16" and self.device == "cpu":
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
+        for first, second in combinations(("train_split", "validation_split", "test_split"), 2):
+            if getattr(self, first) == getattr(self, second) != "":
+                raise ValueError(
+                    f"--{first} {getattr(self, first)} and --{second} {getattr(self, second)}: must be two splits"
+                )
+        if self.duplicates.endswith("_near") and (pair := self.columns.pair):
+            raise ValueError(
+                f"--duplicates {self.duplicates} and --pair_column {pair}: near duplicates are found among single texts; "
+                f"use --duplicates {self.duplicates.removesuffix('_near')}"
+            )
         if self.tf32 and self.device == "cpu":
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
         if self.loss and self.label_smoothing:
@@ -297,6 +330,10 @@ class TrainConfig(BaseModel):
     def columns(self) -> Columns:
         pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
         return Columns(self.text_column, self.label_column, pair)
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(**{field.name: getattr(self, field.name) for field in fields(Selection)})
 
     @property
     def run_dir(self) -> Path:

@@ -75,6 +75,19 @@ print(json.dumps({
     "test": [data.test.texts, data.test.labels.tolist()],
 }))
 """
+LOAD_REVIEWS = """
+import json
+from common.errors import UserError
+from training.config import Selection
+from training.data.dataset import load_news
+splits = {"train_split": "training", "test_split": "held_out"}
+for config in ("", "french", "german"):
+    try:
+        data = load_news("acme/reviews", selection=Selection(config, "v1", **splits))
+        print(json.dumps([data.train.texts, data.test.texts]))
+    except UserError as error:
+        print(error.code, error)
+"""
 # The hub's library and ask_hub pause between attempts: here nobody waits.
 IMPATIENTLY = "import time\ntime.sleep = lambda seconds: None\n"
 TRAIN_IMPATIENTLY = f"""{IMPATIENTLY}
@@ -202,7 +215,21 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("hub")
     write_encoder(root / "models/acme/tiny-encoder")
     write_dataset(root / "datasets/fancyzhx/ag_news")
+    write_configurations(root / "datasets/acme/reviews")
     return root
+
+
+def write_configurations(folder: Path) -> None:
+    """A dataset of several tables, none of them the default, with splits of other names."""
+    lines = ["---", "configs:"]
+    for config in ("english", "german"):
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split in ("training", "held_out"):
+            (folder / config).mkdir(parents=True, exist_ok=True)
+            rows = "".join(f"{config} {split} {i},{'ab'[i % 2]}\n" for i in range(6))
+            (folder / config / f"{split}.csv").write_text("text,label\n" + rows)
+            lines += [f"  - split: {split}", f"    path: {config}/{split}.csv"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
 @contextmanager
@@ -289,6 +316,22 @@ def test_a_hub_that_is_overloaded_for_a_while_is_asked_again(
         r"--dataset fancyzhx/ag_news: the hub did not answer \(.*(429|503).*\); next attempt in 2 s", again
     )
     assert json.loads(found)["label_names"] == AG_NEWS_LABELS
+
+
+def test_one_of_several_configurations_is_read_at_a_revision_by_the_names_of_its_splits(
+    hub: tuple[str, list[str]], with_hub: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    address, asked = hub
+
+    run = with_hub(address, "-c", LOAD_REVIEWS)
+
+    assert run.returncode == 0, f"{run.stderr}\n{asked}"
+    none, wrong, found = run.stdout.splitlines()
+    listed = "choose one with --dataset_config: english, german"
+    assert none == f"data-configuration --dataset acme/reviews: has several configurations; {listed}"
+    assert wrong == f"data-configuration --dataset acme/reviews: has no configuration french; {listed}"
+    assert json.loads(found) == [[f"german {split} {i}" for i in range(6)] for split in ("training", "held_out")]
+    assert any("/acme/reviews/" in line and "/v1" in line for line in asked), asked
 
 
 def error_line(run: subprocess.CompletedProcess[str], code: int) -> str:

@@ -21,10 +21,12 @@ from common.rows import (
     Reading,
     UsableRow,
     in_ag_news_layout,
+    joined_text,
     read_file,
     text_and_label,
 )
 from common.text import Text
+from training.config import Selection
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
 from training.tasks import Classification, Task
 
@@ -34,6 +36,9 @@ SAMPLE = "sample"
 TEST_SHARE = 0.1
 # The file and split names under which data sets bring validation rows.
 VALIDATION_NAMES = ("validation", "valid", "val", "dev")
+SPLIT_FLAGS = ("train_split", "validation_split", "test_split")
+HUB_FLAGS = ("dataset_config", "dataset_revision")
+MOST_NAMED = 20
 OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with train.csv and test.csv"
 
 
@@ -78,6 +83,7 @@ def load_news(
     bad_rows: str = "stop",
     columns: Columns = TEXT_AND_LABEL,
     say: Callable[[str], None] = print,
+    selection: Selection = Selection(),  # noqa: B008 - frozen
     task: type[Task] = Classification,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
@@ -92,18 +98,21 @@ def load_news(
     path = Path(dataset).expanduser()
     reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type)
     if dataset == SAMPLE:
+        _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
         reading = Reading(Columns(pair=columns.pair), skip=False, problem_type=task.problem_type)
-        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, task)
+        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, selection, task)
     if dataset == AG_NEWS:
-        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, task)
+        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, selection, task)
     if path.is_dir():
-        return _read_folder(str(path), path, seed, reading, task)
+        _check_unused(dataset, selection, "only datasets on the hub have it", *HUB_FLAGS)
+        return _read_folder(str(path), path, seed, reading, selection, task)
     if path.is_file():
+        _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
         return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading, task)
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
-        return _read_hub(dataset, seed, reading, say, task)
+        return _read_hub(dataset, seed, reading, say, selection, task)
     raise UserError(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
         "a hub name owner/data, or an existing folder or file",
@@ -111,12 +120,22 @@ def load_news(
     )
 
 
-def default_cleaning(dataset: str, label_names: Sequence[str]) -> str:
+def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> None:
+    for flag in flags:
+        value = getattr(selection, flag)
+        if value != getattr(Selection(), flag):
+            raise UserError(
+                f"--{flag} {value} and --dataset {dataset}: {why}; drop --{flag}",
+                code="flags-conflict",
+            )
+
+
+def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str = "train") -> str:
     """How the texts of a dataset are cleaned by default: AG News contains markup from its feeds; in other data, what
     looks like markup may be text.
     """
     path = Path(dataset).expanduser()
-    file = _find_split(path, "train") if path.is_dir() else path
+    file = _split_files(path).get(train_split) if path.is_dir() else path
     is_ag_news = dataset in (SAMPLE, AG_NEWS, AG_NEWS_ON_THE_HUB) or list(label_names) == AG_NEWS_LABELS
     return "news" if is_ag_news or (file and in_ag_news_layout(file)) else "none"
 
@@ -136,27 +155,54 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
     return np.setdiff1d(np.arange(len(labels)), chosen), chosen
 
 
-def _read_folder(name: str, folder: Path, seed: int, reading: Reading, task: type[Task]) -> NewsData:
+def _read_folder(
+    name: str, folder: Path, seed: int, reading: Reading, selection: Selection, task: type[Task]
+) -> NewsData:
     if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
-        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading, task)
-    train = _find_split(folder, "train")
-    if train is None:
+        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading, selection, task)
+    files = _split_files(folder)
+    if selection.train_split == "train" and "train" not in files:
         raise UserError(
-            f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet", code="data-not-found"
+            f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet; name another file "
+            "with --train_split, without its suffix",
+            code="data-not-found",
         )
-    found = {"train": train, "validation": _find_split(folder, *VALIDATION_NAMES), "test": _find_split(folder, "test")}
+    found = {use: files[split] for use, split in _splits_used(name, files, selection).items()}
     classes = folder / "classes.txt"
     label_names = None
     if classes.exists():
         lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
         label_names = [line.strip() for line in lines if line.strip()]
-    splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items() if path}
+    splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items()}
     return _assemble(name, splits, None, seed, reading, task)
 
 
-def _find_split(folder: Path, *names: str) -> Path | None:
-    paths = (folder / (name + suffix) for name in names for suffix in FORMATS)
-    return next((path for path in paths if path.is_file()), None)
+def _split_files(folder: Path) -> dict[str, Path]:
+    """A folder's files of rows by their names without suffix; of several with one name, that of the first format."""
+    found = (path for suffix in reversed(FORMATS) for path in sorted(folder.glob(f"*{suffix}")) if path.is_file())
+    return {path.stem: path for path in found}
+
+
+def _splits_used(name: str, present: Collection[str], selection: Selection) -> dict[str, str]:
+    """Which of a dataset's splits is for training, for validation and for the test.
+
+    Raises:
+        UserError: it lacks one that was asked for.
+    """
+    used = {"train": selection.train_split, "validation": selection.validation_split, "test": selection.test_split}
+    used = {use: split for use, split in used.items() if split}
+    for use, split in used.items():
+        if split not in present:
+            raise UserError(
+                f"--dataset {name}: has no {split} split, only {', '.join(sorted(present)[:MOST_NAMED]) or 'none'}; "
+                f"name one of them with --{use}_split",
+                code="data-not-found",
+            )
+    # A split that is used under its own name is not used twice: the validation split may be the one to test on.
+    free = [split for split in present if split not in used.values()]
+    validation = next((split for split in VALIDATION_NAMES if split in free), None)
+    defaults = {"validation": validation, "test": "test" if "test" in free else None}
+    return used | {use: split for use, split in defaults.items() if use not in used and split}
 
 
 def _saved_splits(name: str, folder: Path, reading: Reading) -> dict[str, Any]:
@@ -197,33 +243,63 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
     return readable
 
 
-def _read_hub(name: str, seed: int, reading: Reading, say: Callable[[str], None], task: type[Task]) -> NewsData:
+def _read_hub(
+    name: str, seed: int, reading: Reading, say: Callable[[str], None], selection: Selection, task: type[Task]
+) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     refuse_revision("--dataset", name)
+    config, revision = selection.dataset_config or None, selection.dataset_revision or None
     try:
-        found = ask_hub(f"--dataset {name}", lambda: load_dataset(name), say)
+        found = ask_hub(f"--dataset {name}", lambda: load_dataset(name, config, revision=revision), say)
     except ForeseenError:
         raise
     except DatasetNotFoundError as error:
+        which = f"dataset, or none of --dataset_revision {revision}" if revision else "dataset"
         raise UserError(
-            f"--dataset {name}: the hub has no such dataset, or it needs a login; {OFFLINE_HINT}", code="hub-not-found"
+            f"--dataset {name}: the hub has no such {which}, or it needs a login; {OFFLINE_HINT}", code="hub-not-found"
         ) from error
     except Exception as error:  # the hub's HTTP client has errors of its own, which differ between its versions
+        if isinstance(error, ValueError):
+            _check_configuration(name, selection)
         raise UserError(
             f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
         ) from error
-    return _from_datasets(name, found, seed, reading, task)
+    return _from_datasets(name, found, seed, reading, selection, task)
 
 
-def _from_datasets(name: str, found: Any, seed: int, reading: Reading, task: type[Task]) -> NewsData:
+def _check_configuration(name: str, selection: Selection) -> None:
+    """Once a dataset could not be read, find out whether that is because of its configurations.
+
+    Raises:
+        UserError: it has several and none was chosen, or not the one that was.
+    """
+    from datasets import get_dataset_config_names
+
+    try:
+        names = get_dataset_config_names(name, revision=selection.dataset_revision or None)
+    except Exception:  # then the first error says more
+        return
+    asked = selection.dataset_config
+    if (asked and asked not in names) or (not asked and len(names) > 1):
+        what = f"has no configuration {asked}" if asked else "has several configurations"
+        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+        raise UserError(
+            f"--dataset {name}: {what}; choose one with --dataset_config: {', '.join(names[:MOST_NAMED])}{more}",
+            code="data-configuration",
+        )
+
+
+def _from_datasets(
+    name: str, found: Any, seed: int, reading: Reading, selection: Selection, task: type[Task]
+) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
-    if "train" not in splits:
-        raise UserError(f"--dataset {name}: has no train split, only {', '.join(splits)}", code="data-not-found")
-    features = splits["train"].features
+    used = _splits_used(name, splits, selection)
+    features = splits[used["train"]].features
     columns = reading.find_columns(f"--dataset {name}", list(features))
-    feature = features[columns[1]]
+    (label_column,) = columns[1]
+    feature = features[label_column]
     # A column of class numbers, or of lists of them.
     label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
@@ -233,12 +309,11 @@ def _from_datasets(name: str, found: Any, seed: int, reading: Reading, task: typ
         return label_names[label] if label_names and label is not None and label >= 0 else label
 
     def rows(split: str) -> Iterator[FoundRow]:
-        for i, (text, label, *pair) in enumerate(zip(*(splits[split][column] for column in columns), strict=True)):
-            yield f"{name} {split} row {i}", *text_and_label(text, named(label), *pair)
+        cells = [zip(*(splits[split][column] for column in joined), strict=True) for joined in columns]
+        for i, (text, (label,), *pair) in enumerate(zip(*cells, strict=True)):
+            yield f"{name} {split} row {i}", *text_and_label(text, [named(label)], *pair)
 
-    validation = next((split for split in VALIDATION_NAMES if split in splits), None)
-    used = {"train": "train", "validation": validation, "test": "test"}
-    found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items() if split in splits}
+    found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items()}
     return _assemble(name, found_splits, label_names, seed, reading, task)
 
 

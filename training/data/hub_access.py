@@ -48,12 +48,12 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def refuse_revision(flag: str, name: str) -> None:
-    """Refuse ``owner/name@revision``."""
+    """Refuse ``owner/name@revision``: there is a flag for it."""
     if "@" in name:
+        before, _, revision = name.partition("@")
         raise UserError(
-            f"{flag} {name}: a revision cannot be chosen; download it with hf download NAME --revision REVISION "
-            f"--local-dir FOLDER, and give {flag} FOLDER",
-            code="revision-unsupported",
+            f"{flag} {name}: a revision has a flag of its own; use {flag} {before} {flag}_revision {revision}",
+            code="revision-in-name",
         )
 
 

@@ -16,6 +16,7 @@ from common.errors import UserError, first_line
 from common.text import PAIR_KEY, TextTokenizer
 from training.config import TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
+from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once
 from training.data.tokenized import (
     TokenizedNews,
@@ -76,14 +77,16 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         # The texts of a large dataset fit into memory once per machine, not once per rank.
         if ranks.local_rank != 0:
             return "", "", None
-        check_model_name(config.model)
+        check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset} ...")
-        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say, TASKS[config.task])
+        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say, config.selection, TASKS[config.task])
         for note in data.notes:
             say(note[0].upper() + note[1:])
         is_chosen = config.clean != "auto"
-        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names)
-        tokenizer = load_tokenizer(config.model, data.train.texts, config.max_length, say, cleaning)
+        cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names, config.train_split)
+        tokenizer = load_tokenizer(
+            config.model, data.train.texts, config.max_length, say, cleaning, config.model_revision
+        )
         separator = tokenizer.sep_token_id if config.columns.pair else None
         if config.columns.pair and separator is None:
             raise UserError(
@@ -104,11 +107,19 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     key, cleaning, separator = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
-    train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size))
     texts, tokenizer = loaded or (None, None)
-    if texts and (repeated := _repeated_rows(texts, train, validation)):
-        say(repeated)
-        tokens = replace(tokens, notes=[*tokens.notes, repeated])
+    # Rank 0 compares the texts, for all ranks.
+    repeats = Repeats(texts, near=config.duplicates.endswith("_near")) if ranks.is_first and texts else None
+    kept, repeated = None, []
+    if drops := config.duplicates.startswith("drop"):
+        kept, repeated = ranks.broadcast(ranks.run_on_all_ranks(lambda: repeats.drop() if repeats else None))
+    train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
+    if repeats and not drops:
+        validation_rows = repeats.rows["validation"] if tokens.validation else validation
+        repeated = repeats.describe(train, validation_rows, repeats.rows["test"])
+    for line in repeated:
+        say(line)
+    tokens = replace(tokens, notes=[*tokens.notes, *repeated])
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator)
 
 
@@ -160,22 +171,30 @@ def _is_local(name: str) -> bool:
     return name in (SAMPLE, TINY) or Path(name).expanduser().exists()
 
 
-def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _split(
+    config: TrainConfig, tokens: TokenizedNews, world_size: int, kept: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """``kept``: the training rows to choose from, ascending; None for all of them."""
     labels = TASKS[config.task].strata(tokens.train.labels)
-    chosen = np.arange(len(labels))
-    if 0 < config.max_train_rows < len(labels):
+    chosen = np.arange(len(labels)) if kept is None else kept
+    if len(chosen) == 0:
+        raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
+    if 0 < config.max_train_rows < len(chosen):
         # A seeded sample, in ascending order; the 3 gives it a stream of its own, apart from the other uses of the
         # seed.
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
     if tokens.validation:
         train, validation = chosen, np.arange(len(tokens.validation))
+    elif not config.validation_fraction:
+        _check_no_validation_needed(config)
+        train, validation = chosen, chosen[:0]
     else:
         kept, held_out = split_rows(labels[chosen], config.validation_fraction, config.seed)
         train, validation = chosen[kept], chosen[held_out]
-    if len(validation) == 0:
+    if len(validation) == 0 and config.validation_fraction:
         raise UserError(
             f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
-            "or validation rows of their own (validation.csv beside train.csv)",
+            "or validation rows of their own (validation.csv beside train.csv), or train without (--validation_fraction 0)",
             code="rows-too-few",
         )
     if len(train) < world_size:
@@ -185,16 +204,17 @@ def _split(config: TrainConfig, tokens: TokenizedNews, world_size: int) -> tuple
     return train, validation
 
 
-def _repeated_rows(data: NewsData, train: np.ndarray, validation: np.ndarray) -> str:
-    """How many validation and test texts are also training texts, in words; empty if none are."""
-    known = {data.train.texts[row] for row in train}
-    held_out = (data.validation or data.train).take(validation)
-    counts = [
-        f"{count:,} of {len(rows):,} {split} rows"
-        for split, rows in (("validation", held_out), ("test", data.test))
-        if (count := sum(text in known for text in rows.texts))
-    ]
-    return f"{' and '.join(counts)} repeat the text of a training row, so their scores are too good" if counts else ""
+def _check_no_validation_needed(config: TrainConfig) -> None:
+    """Not a check of the flags alone, because the data may bring validation rows."""
+    defaults = TrainConfig(task=config.task)
+    for name in ("best_metric", "evaluate_every", "early_stopping"):
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise UserError(
+                f"--{name} {value} and --validation_fraction 0: without validation rows no epoch is better than "
+                f"another, and --dataset {config.dataset} brings none; drop one",
+                code="flags-conflict",
+            )
 
 
 def prepare_model(
@@ -245,6 +265,7 @@ def prepare_model(
                 tokens.label_names,
                 vocab_size=tokens.vocab_size,
                 as_stored=True,
+                revision=config.model_revision,
                 task=TASKS[config.task],
             ),
             say,

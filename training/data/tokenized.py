@@ -83,9 +83,14 @@ class TokenizedNews:
         return [self.train, self.test, *([self.validation] if self.validation else [])]
 
 
-def check_model_name(model: str) -> None:
+def check_model_name(model: str, revision: str = "") -> None:
     """Refuse early what is neither a folder nor a possible hub name."""
     if model == TINY or Path(model).expanduser().is_dir():
+        if revision:
+            raise UserError(
+                f"--model_revision {revision} and --model {model}: only models on the hub have revisions; drop one",
+                code="flags-conflict",
+            )
         return
     if looks_local(model):
         raise UserError(f"--model {model}: no folder of that name", code="model-not-found")
@@ -98,6 +103,7 @@ def load_tokenizer(
     max_length: int,
     say: Callable[[str], None] = print,
     cleaning: str = "news",
+    revision: str = "",
 ) -> PreTrainedTokenizerBase:
     """The model's own tokenizer, or for ``tiny`` a WordPiece tokenizer trained on the training texts.
 
@@ -115,8 +121,9 @@ def load_tokenizer(
     def ask() -> PreTrainedTokenizerBase:
         # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
         # other.
-        cached_file(model, "config.json")
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        version = {"revision": revision} if revision else {}
+        cached_file(model, "config.json", **version)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **version)
 
     tokenizer = load_from(model, ask, say)
     if not tokenizer.is_fast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
 from common.text import TextTokenizer
+from training.config import Selection
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
 from training.data.tokenized import TokenizedRows, encode_rows
@@ -117,8 +119,11 @@ def evaluate_saved(
         label = label or str(saved.metadata.get("label_column", "label"))
         pair = pair or str(saved.metadata.get("pair_column", ""))
         task = TASK_OF_PROBLEM[saved.problem_type.name]
+        # Those of the dataset that it was trained on fit no other.
+        known = {} if dataset else {field.name: saved.metadata.get(field.name) for field in fields(Selection)}
+        selection = Selection(**{name: str(value) for name, value in known.items() if value})
         say = partial(print, file=sys.stderr)
-        return saved, load_news(name, columns=Columns(text, label, pair), say=say, task=task)
+        return saved, load_news(name, columns=Columns(text, label, pair), say=say, selection=selection, task=task)
 
     saved, data = ranks.run_on_all_ranks(read)
     model = NewsClassifier.from_saved(saved).to(ranks.device).eval()

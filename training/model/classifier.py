@@ -65,6 +65,7 @@ class NewsClassifier(nn.Module):
         vocab_size: int = 8192,
         *,
         as_stored: bool = False,
+        revision: str = "",
         task: type[Task] = Classification,
     ) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class NewsClassifier(nn.Module):
         }
         if task is not Classification:  # which is what transformers assumes
             about["problem_type"] = task.problem_type.name
-        self._adopt(_load_network(pretrained_model, num_labels, about, vocab_size), task(names))
+        self._adopt(_load_network(pretrained_model, num_labels, about, vocab_size, revision or None), task(names))
         if not as_stored:
             widen(self)
 
@@ -234,7 +235,9 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
     return found
 
 
-def _load_network(name: str, num_labels: int, about: dict[str, Any], vocab_size: int) -> PreTrainedModel:
+def _load_network(
+    name: str, num_labels: int, about: dict[str, Any], vocab_size: int, revision: str | None
+) -> PreTrainedModel:
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,
@@ -247,11 +250,11 @@ def _load_network(name: str, num_labels: int, about: dict[str, Any], vocab_size:
         )
         return AutoModelForSequenceClassification.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    generator, dtype = torch.get_rng_state(), stored_dtype(path)
-    network, fresh = _read_network(path, dtype, num_labels, about)
-    if (now := stored_dtype(path)) != dtype:  # loading has downloaded the model, or a newer version of it
+    generator, dtype = torch.get_rng_state(), stored_dtype(path, revision)
+    network, fresh = _read_network(path, dtype, num_labels, about, revision)
+    if (now := stored_dtype(path, revision)) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
-        network, fresh = _read_network(path, now, num_labels, about)
+        network, fresh = _read_network(path, now, num_labels, about, revision)
     if network.dtype != torch.float32:
         # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
@@ -260,7 +263,7 @@ def _load_network(name: str, num_labels: int, about: dict[str, Any], vocab_size:
 
 
 def _read_network(
-    path: str, dtype: torch.dtype, num_labels: int, about: dict[str, Any]
+    path: str, dtype: torch.dtype, num_labels: int, about: dict[str, Any], revision: str | None
 ) -> tuple[PreTrainedModel, list[str]]:
     """A network, and the names of the weights that its file lacks or has in another shape."""
     network, found = AutoModelForSequenceClassification.from_pretrained(
@@ -273,6 +276,7 @@ def _read_network(
         trust_remote_code=False,
         attn_implementation="eager",
         output_loading_info=True,
+        **({"revision": revision} if revision else {}),
         **about,
     )
     return network, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
@@ -291,12 +295,12 @@ def widen_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             widen(module)
 
 
-def stored_dtype(name: str) -> torch.dtype:
+def stored_dtype(name: str, revision: str | None = None) -> torch.dtype:
     """fp16 or bf16 if all weights of a local folder, or of a hub model in the cache, are stored in it; else fp32."""
     folder = Path(name)
     if not folder.is_dir():
         try:
-            config = try_to_load_from_cache(name, "config.json")
+            config = try_to_load_from_cache(name, "config.json", revision=revision)
         except HFValidationError:  # loading raises a better error
             config = None
         folder = Path(config).parent if isinstance(config, str) else folder

@@ -75,13 +75,14 @@ class Console:
 
     def epoch_table(self, epochs: Sequence[EpochMetrics]) -> None:
         self._epochs_shown |= {metrics.epoch for metrics in epochs}
-        best = max((metrics.epoch for metrics in epochs if metrics.is_best), default=None)
+        best = max((metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation), default=None)
         shown = list(metrics_of(epochs[-1].validation).items())[:2]
         titles = [metric.title for _, metric in shown]
         table = self._table(("epoch", "train loss", "validation loss", *titles, "time", ""))
         for metrics in epochs:
             validation, is_best = metrics.validation, metrics.epoch == best
-            cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}", f"{validation['loss']:.4f}"]
+            cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}"]
+            cells.append(f"{validation['loss']:.4f}" if validation else "none")
             cells += [metric.shown(validation[name]) for name, metric in shown]
             cells += [format_time(metrics.seconds), "* best" if is_best else ""]
             table.add_row(*cells, style="green" if is_best else None)
@@ -118,8 +119,11 @@ class Console:
         report: Path,
     ) -> None:
         """Print the results of the run and where its files are."""
-        main, metric = next(iter(metrics_of(validation).items()))
-        facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
+        if validation:
+            main, metric = next(iter(metrics_of(validation).items()))
+            facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
+        else:
+            facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another"}
         for name, metric in metrics_of(test).items():
             value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
             if name == main:

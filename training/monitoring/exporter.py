@@ -174,7 +174,7 @@ class Exporter(Subscriber):
                     if self._ideal_rate:
                         self._efficiency.set(last.samples_per_second / self._ideal_rate)
                     self._last_step.set_to_current_time()
-            case EpochMetrics():
+            case EpochMetrics() if event.validation:
                 for name, gauge in self._validation.items():
                     gauge.set(event.validation[name])
             case SavedCheckpoint():

@@ -41,8 +41,13 @@ class Curves:
     def column(self, name: str) -> list[float]:
         return _nan_for_null([record[name] for record in self.steps])
 
+    @property
+    def validated(self) -> list[dict[str, Any]]:
+        """The epochs after which there was a validation: all or none."""
+        return [record for record in self.epochs if record["validation"]]
+
     def validation(self, name: str) -> list[float]:
-        return _nan_for_null([record["validation"][name] for record in self.epochs])
+        return _nan_for_null([record["validation"][name] for record in self.validated])
 
 
 def _nan_for_null(values: Sequence[float | None]) -> list[float]:
@@ -75,7 +80,7 @@ def draw_all(curves: Curves, test: Mapping[str, Any], theme: Theme) -> dict[str,
         figures: dict[str, Figure] = {}
         if curves.steps or curves.epochs:
             figures["loss"] = _loss(curves, theme)
-        if curves.epochs:
+        if curves.validated:
             figures["validation"] = _validation(curves, test, theme)
         if curves.steps:
             figures["learning_rate"] = _learning_rate(curves, theme)
@@ -170,8 +175,8 @@ def _loss(curves: Curves, theme: Theme) -> Figure:
             mean = _moving_mean(losses, window)
             axes.plot(steps, losses, color=theme.first, alpha=0.4, linewidth=0.8, label="training")
             axes.plot(steps, mean, color=theme.first, label=f"mean of {window:,} points")
-    if curves.epochs:
-        steps = [record["step"] for record in curves.epochs]
+    if curves.validated:
+        steps = [record["step"] for record in curves.validated]
         axes.plot(steps, curves.validation("loss"), "o-", color=theme.second, label="validation")
     _legend_above(axes)
     return figure
@@ -179,9 +184,9 @@ def _loss(curves: Curves, theme: Theme) -> Figure:
 
 def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
     """The first metric of the task, and the second one."""
-    (main, metric), (other, second), *_ = metrics_of(curves.epochs[-1]["validation"]).items()
+    (main, metric), (other, second), *_ = metrics_of(curves.validated[-1]["validation"]).items()
     figure, axes = _curve_axes(metric.title[0].upper() + metric.title[1:], "epoch")
-    epochs = [record["epoch"] for record in curves.epochs]
+    epochs = [record["epoch"] for record in curves.validated]
     values, others = curves.validation(main), curves.validation(other)
     axes.plot(epochs, values, "o-", color=theme.first, label="validation")
     axes.plot(epochs, others, "s--", color=theme.second, label=second.title, linewidth=1.2)

@@ -34,7 +34,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """An evaluation on the validation rows; ``validation`` has the loss, and what the task measures.
+    """An evaluation on the validation rows; ``validation`` has the loss, and what the task measures. Without validation
+    rows it is empty, and each epoch counts as better than the one before.
 
     ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction. ``train_loss`` and
     ``seconds`` are those of the epoch so far.

@@ -97,7 +97,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         lstrip_blocks=True,
     )
     filters = {"percent": format_percent, "decimal": _decimal, "duration": format_time, "shorten": _shorten}
-    epoch_metrics = list(metrics_of(curves.epochs[-1]["validation"]).items())[:2] if curves.epochs else []
+    epoch_metrics = list(metrics_of(curves.validated[-1]["validation"]).items())[:2] if curves.validated else []
     environment.filters |= filters
     page = environment.get_template(REPORT_FILE).render(
         report=report,
@@ -105,7 +105,7 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         headline=_headline(report, curves),
         epochs=curves.epochs,
         epoch_metrics=epoch_metrics,
-        best_epoch=max((record["epoch"] for record in curves.epochs if record["is_best"]), default=None),
+        best_epoch=max((record["epoch"] for record in curves.validated if record["is_best"]), default=None),
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
         profile=profile,
         wrong_texts=wrong_texts,

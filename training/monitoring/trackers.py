@@ -266,7 +266,7 @@ class Trackers(Subscriber):
             case StepMetrics():
                 figures = vars(event)
                 self._put("train", figures, figures.keys() - {"step", "seconds"}, event.step)
-            case EpochMetrics(step=step, validation=validation):
+            case EpochMetrics(step=step, validation=validation) if validation:
                 self._put("validation", validation, ("loss", *metrics_of(validation)), step)
             case RunTested(step, test):
                 self._put("test", test, ("loss", *metrics_of(test)), step)

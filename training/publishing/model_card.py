@@ -32,6 +32,10 @@ _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
 def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     """A model's card, from ``metrics.json``."""
     base, dataset, test = public_name(metrics["base_model"]), public_name(metrics["dataset"]), metrics["test"]
+    if metrics.get("validation", True):
+        tested = f"after the best epoch ({metrics['best_epoch']}) was chosen on a validation split"
+    else:
+        tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
     kind, labels = _KINDS[metrics.get("task", "classification")], ", ".join(test["labels"])
     return f"""---
@@ -48,7 +52,7 @@ Labels: {labels}. Texts are cut at {metrics["max_length"]} tokens.
 
 ## Test results
 
-{test["rows"]:,} test rows, read once, after the best epoch ({metrics["best_epoch"]}) was chosen on a validation split:
+{test["rows"]:,} test rows, read once, {tested}:
 {figures}.
 {_classes(test)}
 ## Limits
@@ -112,18 +116,20 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
         metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],
         model_name=name,
         eval_results=[
-            _result(dataset, _HUB_METRICS[name], _NAMES.get(name, metric.title), metrics["test"][name])
+            _result(metrics, _HUB_METRICS[name], _NAMES.get(name, metric.title), metrics["test"][name])
             for name, metric in list(metrics_of(metrics["test"]).items())[:2]
         ],
     )
 
 
-def _result(dataset: str, kind: str, name: str, value: float) -> EvalResult:
+def _result(metrics: dict[str, Any], kind: str, name: str, value: float) -> EvalResult:
+    dataset = metrics["dataset"]
     return EvalResult(
         task_type=_TASK,
         dataset_type=public_name(dataset),
         dataset_name=public_name(dataset),
-        dataset_split="test",
+        dataset_config=metrics.get("dataset_config") or None,
+        dataset_split=metrics.get("test_split") or "test",
         metric_type=kind,
         metric_name=name,
         metric_value=round(value, 4),

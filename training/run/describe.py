@@ -22,11 +22,12 @@ def describe_run(context: RunContext) -> dict[str, str]:
     config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
     shares = context.strategy.data_shard.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
+    validation = f"{len(news.validation_index):,}" if len(news.validation_index) else "no"
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
-        "Data": f"{tokens.name}: {len(news.train_index):,} training, {len(news.validation_index):,} validation, "
+        "Data": f"{tokens.name}: {len(news.train_index):,} training, {validation} validation, "
         f"{len(tokens.test):,} test rows",
         "Labels": ", ".join(tokens.label_names),
         "Texts cut": f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {config.max_length} tokens",

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,10 @@ from training.tasks.task import TestAnswer
 
 
 def finish_run(context: RunContext) -> Path:
-    """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report."""
+    """Test the weights of the best epoch, in fp32 if the strategy can, and write the model folder and the report.
+
+    Without validation rows the last epoch takes the place of the best.
+    """
     config, tokens = context.config, context.news.tokens
     if context.console:
         context.console.rest_of_epochs(context.state.epochs)
@@ -67,6 +71,7 @@ def finish_run(context: RunContext) -> Path:
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
             "label_column": config.label_column,
+            **asdict(config.selection),
             **({"pair_column": config.columns.pair} if config.columns.pair else {}),
             "base_model": recorded_name(config.model),
             "max_length": config.max_length,
@@ -76,7 +81,7 @@ def finish_run(context: RunContext) -> Path:
             "rows_left_out": context.news.texts.left_out + len(context.state.bad.excluded_rows),
             "test": test,
             "test_precision": context.strategy.test_precision,
-            "validation": best.validation,
+            "validation": best.validation or None,
         }
         try:
             write_model(
@@ -123,7 +128,10 @@ def _load_best(context: RunContext) -> EpochMetrics:
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
     # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
-    for epoch in sorted(state.epochs, key=lambda epoch: -score_of(epoch.validation, context.config.best_metric)):
+    metric, validated = context.config.best_metric, bool(state.epochs[-1].validation)
+    for epoch in sorted(
+        state.epochs, key=lambda epoch: -score_of(epoch.validation, metric) if validated else -epoch.step
+    ):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)
@@ -146,6 +154,8 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
     if (weights := context.plan.class_weights) is not None:
         each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
+    if not context.state.epochs[-1].validation:
+        notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")
     if (last := context.state.epochs[-1].epoch) < context.config.epochs:
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "

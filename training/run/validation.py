@@ -14,13 +14,17 @@ from training.run.context import RunContext
 
 
 def validate(context: RunContext) -> EpochMetrics:
-    """Evaluate the current weights on the validation rows.
+    """Evaluate the current weights on the validation rows, if there are any.
 
     Raises:
         EvaluationStopped: a rank was asked to stop.
         TrainingFailure: the loss is not finite.
     """
     state = context.state
+    epochs = state.step / context.plan.steps_per_epoch
+    epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
+    if not len(context.news.validation_index):
+        return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, {}, is_best=True)
     with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1):
         validation, _ = evaluate(
             partial(context.strategy.logits, precision=context.precision),
@@ -31,8 +35,6 @@ def validate(context: RunContext) -> EpochMetrics:
             context.news.validation_index,
             stops=context.stop_agreed,
         )
-    epochs = state.step / context.plan.steps_per_epoch
-    epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
     if not math.isfinite(validation["loss"]):
         raise TrainingFailure(
             f"epoch {epoch}: the validation loss is {validation['loss']}. The last checkpoint is good and is kept; "

@@ -45,7 +45,8 @@ PRUNERS = {
 # Fields that the search sets itself for each trial.
 OURS = ("output_dir", "resume", "checkpoint_dir", "best_metric")
 # Fields that change which rows are judged, so that figures of two trials could not be compared.
-CHANGE_THE_VALIDATION = ("dataset", "task", "validation_fraction", "max_train_rows", "seed")
+CHANGE_THE_VALIDATION = ("dataset", "task", "validation_fraction", "duplicates", "max_train_rows", "seed")
+CHANGE_THE_VALIDATION += ("dataset_config", "dataset_revision", "train_split", "validation_split", "test_split")
 NOT_LEARNED = ("device", "deterministic", "metric", "best_metric")
 MOST_COMBINATIONS = 2000  # of the ends of all ranges and lists, checked before the first trial
 
@@ -122,6 +123,11 @@ def read_space(path: Path) -> SearchSpace:
     ends = [getattr(one, "choices", None) or (one.low, one.high) for one in dimensions.values()]
     for values in islice(product(*ends), MOST_COMBINATIONS):
         config = config_of(space, dict(zip(dimensions, values, strict=True)), space.output_dir / "any", str(path))
+    if not config.validation_fraction:
+        raise UserError(
+            f"{path}: config.validation_fraction 0: trials are compared on the validation rows; leave it out",
+            code="search-invalid",
+        )
     make_sampler(space, dimensions, 0)
     make_pruner(space)
     return space.model_copy(update={"metric": config.best_metric})

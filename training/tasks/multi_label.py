@@ -72,7 +72,7 @@ class MultiLabelClassification(Task):
         return found
 
     def settings(self, validation: Mapping[str, Any]) -> dict[str, Any]:
-        return {THRESHOLDS_KEY: validation["thresholds"]}
+        return {THRESHOLDS_KEY: self._thresholds(validation).tolist()}
 
     def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
         """Binary cross-entropy, the mean over the labels."""
@@ -83,7 +83,7 @@ class MultiLabelClassification(Task):
     ) -> dict[str, Any]:
         """F1 over all decisions (micro) and as the mean over labels (macro), and the share of rows all right."""
         probabilities = MULTI_LABEL.answers(scores)
-        thresholds = np.array(chosen["thresholds"]) if chosen else _best_thresholds(probabilities, targets)
+        thresholds = _best_thresholds(probabilities, targets) if chosen is None else self._thresholds(chosen)
         predicted, actual = probabilities >= thresholds, targets.astype(bool)
         hits, num_predicted, num_actual = (each.sum(axis=0) for each in (predicted & actual, predicted, actual))
         per_class = {
@@ -113,7 +113,7 @@ class MultiLabelClassification(Task):
     def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
         """The certainty is that of the least certain decision; the surprise that of the most wrong one."""
         probabilities = MULTI_LABEL.answers(scores)
-        predicted = probabilities >= np.array(chosen["thresholds"])
+        predicted = probabilities >= self._thresholds(chosen)
         right = np.where(targets.astype(bool), probabilities, 1 - probabilities)  # of the true answer to each label
         wrong = predicted != targets.astype(bool)
         certainty = np.where(predicted, probabilities, 1 - probabilities).min(axis=1)
@@ -121,6 +121,10 @@ class MultiLabelClassification(Task):
         for row in range(len(targets)):
             label, answer = (self._names(flags) for flags in (targets[row], predicted[row]))
             yield TestAnswer(label, answer, float(certainty[row]), float(surprise[row]))
+
+    def _thresholds(self, chosen: Mapping[str, Any]) -> np.ndarray:
+        # Without validation rows none were chosen.
+        return np.array(chosen.get("thresholds") or [DEFAULT_THRESHOLD] * len(self.label_names))
 
     def _names(self, flags: np.ndarray) -> str:
         return ", ".join(name for name, applies in zip(self.label_names, flags, strict=True) if applies) or "none"

@@ -14,6 +14,7 @@ import pytest
 
 from common.errors import UserError
 from common.rows import Columns
+from training.config import Selection
 from training.data.dataset import AG_NEWS_LABELS, NewsData, default_cleaning, load_news, split_rows
 
 TEXTS = [f"Report number {i} on something that happened" for i in range(20)]
@@ -278,6 +279,110 @@ def test_columns_of_parquet_and_of_saved_datasets_can_be_named(tmp_path: Path) -
         assert sorted(data.train.texts + data.test.texts) == sorted(TEXTS)
         with pytest.raises(UserError, match=r"no column text and no column label among Headline, category; name"):
             load_news(str(path))
+
+
+def test_texts_of_several_columns_are_joined_without_those_that_are_empty(tmp_path: Path) -> None:
+    columns = {"Title": ["Oil", "", "Talks"], "label": ["a", "b", "a"], "body": ["Prices soar", "No title", ""]}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    with (tmp_path / "news.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    with_null = [{name: text or None for name, text in row.items()} for row in rows]
+    (tmp_path / "news.jsonl").write_text("\n".join(map(json.dumps, with_null)))
+    table = pyarrow.table({name: [text or None for text in texts] for name, texts in columns.items()})
+    pyarrow.parquet.write_table(table, tmp_path / "news.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    (tmp_path / "test.csv").write_text("title,body,label\nx,y,a\n")
+
+    for name in ("news.csv", "news.jsonl", "news.parquet", "saved"):
+        data = load_news(str(tmp_path / name), columns=Columns("title, body"))
+        assert sorted(data.train.texts + data.test.texts) == ["No title", "Oil Prices soar", "Talks"], name
+    with pytest.raises(UserError, match=r"no column summary among Title, label, body; name yours with"):
+        load_news(str(tmp_path / "news.csv"), columns=Columns("title,summary"))
+
+
+def test_a_column_with_a_comma_in_its_name_is_one_column(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("title, body\tlabel\nA text\ta\nAnother\tb\n")
+    (tmp_path / "test.tsv").write_text("Title, Body\tLABEL\nMore\ta\n")
+
+    data = load_news(str(tmp_path), columns=Columns("title, body"))
+
+    assert data.train.texts == ["A text", "Another"]
+    assert data.test.texts == ["More"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('"Rates" fall\ta\n"Up", he said\tb\n', ['"Rates" fall', '"Up", he said']),
+        ('"Rates fall\ta\nand rise"\tb\n', ['"Rates fall', 'and rise"']),
+        ('"Rates"\ta\n"Two\nlines, a ""quote"" and a\ttab"\tb\n', ["Rates", 'Two\nlines, a "quote" and a\ttab']),
+        ('Rates "fall"\ta\nA 5" disk\tb\n', ['Rates "fall"', 'A 5" disk']),
+        ('"One\r\n\ttab"\ta\n"Two"\tb\nThree\ta\n', ["One\r\n\ttab", "Two", "Three"]),
+    ],
+    ids=["quotes begin texts", "a pair of stray quotes", "quoted fields", "quotes within", "quoted line ends"],
+)
+def test_a_tsv_may_have_quotes_in_its_texts_or_around_its_fields(
+    tmp_path: Path, content: str, texts: list[str]
+) -> None:
+    (tmp_path / "train.tsv").write_bytes(b"Text\tLabel\n" + content.encode())
+    (tmp_path / "test.tsv").write_text("text\tlabel\nBuy\ta\n")
+
+    assert load_news(str(tmp_path)).train.texts == texts
+
+
+SPLITS = {"training": 8, "validation": 6, "held_out": 4, "unlabelled": 2}
+
+
+def write_splits(folder: Path, kind: str) -> Path:
+    """A dataset whose splits have names of their own, as CSV files or as `datasets` saves it."""
+    if kind == "saved":
+        splits = {split: saved_dataset([0, 1] * (count // 2), ["a", "b"]) for split, count in SPLITS.items()}
+        datasets.DatasetDict(splits).save_to_disk(folder / kind)
+        return folder / kind
+    (folder / kind).mkdir()
+    for split, count in SPLITS.items():
+        labelled(folder / kind / f"{split}.csv", ["a", "b"] * (count // 2))
+    return folder / kind
+
+
+@pytest.mark.parametrize("kind", ["saved", "files"])
+def test_splits_are_chosen_by_name_and_none_is_used_twice(tmp_path: Path, kind: str) -> None:
+    folder = str(write_splits(tmp_path, kind))
+
+    def load(**chosen: str) -> NewsData:
+        return load_news(folder, selection=Selection(**chosen))
+
+    named = load(train_split="training", validation_split="validation", test_split="held_out")
+    assert [len(rows) for rows in named.splits.values()] == [8, 4, 6]
+    # What is tested on is not validated on too, although its name says so.
+    tested = load(train_split="training", test_split="validation")
+    assert [len(rows) for rows in tested.splits.values()] == [8, 6]
+    with pytest.raises(UserError, match=r"has no dev split, only held_out, training, unlabelled, validation; name one"):
+        load(train_split="training", validation_split="dev")
+    with pytest.raises(UserError, match=r"--train_split"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "chosen", "message"),
+    [
+        ("sample", {"test_split": "dev"}, "--test_split dev and --dataset sample: it is built in"),
+        ("rows.csv", {"train_split": "a"}, "--train_split a and --dataset .*rows.csv: it is a single file"),
+        ("", {"dataset_config": "en"}, "--dataset_config en and --dataset .*: only datasets on the hub have it"),
+        ("rows.csv", {"dataset_revision": "v1"}, "--dataset_revision v1 and --dataset .*: it is a single file"),
+    ],
+)
+def test_a_choice_that_the_data_does_not_have_is_refused_instead_of_ignored(
+    tmp_path: Path, dataset: str, chosen: dict[str, str], message: str
+) -> None:
+    labelled(tmp_path / "rows.csv", ["a", "b"] * 5)
+
+    with pytest.raises(UserError, match=message) as refused:
+        load_news(dataset if dataset == "sample" else str(tmp_path / dataset), selection=Selection(**chosen))
+
+    assert refused.value.code == "flags-conflict"
 
 
 def test_columns_that_are_not_read_are_noted(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_model_that_cannot_be_had_is_refused_with_the_reason(
         ("checkpoints/no/such", ": no folder of that name"),
         ("./tiny", ": no folder of that name"),
         ("checkpoints/tiny.pt", ": no folder of that name"),
-        ("acme/encoder@v2", ": a revision cannot be chosen; download it with hf download NAME --revision"),
+        ("acme/encoder@v2", ": a revision has a flag of its own; use --model acme/encoder --model_revision v2"),
     ],
 )
 def test_a_model_that_no_hub_can_have_is_refused_before_the_data_are_read(
