@@ -201,6 +201,7 @@ function showTally(answers) {
     part.style.setProperty("--share", some / whole);
     return part;
   };
+  $("shares").hidden = kind.problemType === "regression";
   $("shares").replaceChildren(
     ...sorted.map(([label, some]) => segment(some, { "data-accent": accentOf(label) })),
     ...(numRefused ? [segment(numRefused, { class: "refused" })] : []),

@@ -193,6 +193,22 @@ def test_a_list_is_answered_as_each_text_alone_and_a_long_text_is_cut_as_on_the_
     assert all(abs(sum(one["values"]) - 1) < 1e-9 for one in answers)
 
 
+@pytest.mark.parametrize(("kind", "label"), [("multi_label_folder", "World"), ("regression_folder", 1200)])
+def test_other_kinds_of_models_answer_in_node_as_on_a_server(
+    kind: str, label: object, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text, "label": label}) for text in TEXTS))
+    folder = with_artefact(Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "model")), rows)
+    files = browser_files(folder)
+    found = in_node(write(tmp_path / "site", files).as_uri() + "/", TEXTS)
+    problem_type = load_model(folder, "native").saved.problem_type
+    expected = problem_type.answers(expected_logits(folder, files, TEXTS))
+    spread = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(np.array([one["values"] for one in found["answers"]]) - expected).max() < 1e-3 * spread
+    assert found["info"]["problemType"] == problem_type.name
+
+
 def _cut(files: dict[str, bytes], name: str, size: int) -> dict[str, bytes]:
     return {**files, name: files[name][:size]}
 
