@@ -124,8 +124,7 @@ def read_saved_model(path: Path) -> SavedModel:
     """Read a model folder, a .pt file or an artefact folder.
 
     Raises:
-        ModelLoadError: It does not exist, something is missing or damaged, or the model is not one that chooses one of
-            several labels for a text.
+        ModelLoadError: It does not exist, something is missing or damaged, or its answers would mean nothing.
     """
     if path.is_dir():
         return _checked(_read_folder(path))
@@ -139,11 +138,8 @@ def read_saved_model(path: Path) -> SavedModel:
 
 
 def read_served_model(path: Path) -> SavedModel:
-    """Like :func:`read_saved_model`, for a server: refuses what it cannot answer with yet."""
+    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than one text."""
     saved = read_saved_model(path)
-    if saved.problem_type is not SINGLE_LABEL:
-        what = f"problem_type {saved.problem_type.name!r}: only models that choose one label per text are served"
-        raise ModelLoadError(saved.path, what, "train it with single_label_classification")
     if PAIR_KEY in saved.config:
         raise ModelLoadError(saved.path, "reads pairs of texts, and requests have one", "use transformers' pipeline")
     return saved
@@ -224,7 +220,8 @@ def _checked(saved: SavedModel) -> SavedModel:
         raise ModelLoadError(saved.path, what, "train it with one output")
     if saved.problem_type is not REGRESSION and len(saved.labels) < 2:
         what = "a model with one label gives every text the same answer"
-        raise ModelLoadError(saved.path, what, "train it with two labels or more")
+        remedy = "train it with two labels or more; if it answers with a number, set problem_type to regression"
+        raise ModelLoadError(saved.path, what, f"{remedy} in config.json")
     if saved.problem_type is MULTI_LABEL:
         _check_thresholds(saved)
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
@@ -322,8 +319,9 @@ class Manifest:
     accuracy: dict[str, Any]  # of the reference and the artefact on the same rows, and how often they disagree
     size: dict[str, int]  # `before_bytes` and `after_bytes` of the weights
     speed: dict[str, Any]  # texts per second of both, and the machine they were measured on
-    # Texts with the reference's `probabilities`, and how much the artefact's may differ when it is loaded. Another
-    # processor may round differently, but a kernel that computes wrong answers must not serve.
+    # Texts with the reference's `probabilities` or `value`, and how much the artefact's may differ when it is loaded
+    # (values in units of the accuracy's `spread`). Another processor may round differently, but a kernel that computes
+    # wrong answers must not serve.
     probes: list[dict[str, Any]]
     probe_tolerance: float
 

@@ -91,8 +91,8 @@ class MultiLabel(ProblemType):
     def answers(self, scores: NDArray[np.float32]) -> NDArray[np.float64]:
         import numpy as np
 
-        # 1 / (1 + exp(-score)) would overflow.
-        return (1 + np.tanh(scores.astype(np.float64) / 2)) / 2
+        # 1 / (1 + exp(-score)) would overflow. A broken model's infinite score is no certainty.
+        return np.where(np.isfinite(scores), (1 + np.tanh(scores.astype(np.float64) / 2)) / 2, np.nan)
 
 
 class Regression(ProblemType):

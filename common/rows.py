@@ -456,27 +456,33 @@ def _read_parquet(path: Path, reading: Reading) -> Iterator[FoundRow]:
         first += rows
 
 
+# What is right for a text: the id of its class, the ids of the labels that apply, or a number.
+Target = int | tuple[int, ...] | float
+
+
 @dataclass(frozen=True, slots=True)
 class LabelledRows:
-    """Texts with the class id of each.
+    """Texts with what is right for each.
 
-    ``name``: the file they are from. ``texts``: as found, not cleaned. ``class_ids``: the correct class of each text.
-    ``calibration_texts``: texts that accuracy is not measured on, if any, such as a folder's training rows.
+    ``name``: the file they are from. ``texts``: as found, not cleaned. ``calibration_texts``: texts that accuracy is
+    not measured on, if any, such as a folder's training rows.
     """
 
     name: str
     texts: list[str]
-    class_ids: list[int]
+    targets: list[Target]
     calibration_texts: list[str]
 
 
-def find_rows(model_dataset: str | None) -> Path:
-    """The rows to measure on if none are given: the model's own dataset if it is here, otherwise the sample news.
+def find_rows(model_dataset: str | None, problem_type: ProblemType = SINGLE_LABEL) -> Path:
+    """The rows to measure on if none are given: the model's own dataset if it is here, otherwise the sample news, which
+    have one label each.
 
     Raises:
         UserError: neither is available.
     """
-    for path in ([Path(model_dataset)] if model_dataset else []) + [SAMPLE_NEWS]:
+    sample = [SAMPLE_NEWS] if problem_type is SINGLE_LABEL else []
+    for path in ([Path(model_dataset)] if model_dataset else []) + sample:
         if (path.is_file() and path.suffix in FORMATS) or _split_file(path, "test"):
             return path
     raise UserError(
@@ -486,7 +492,11 @@ def find_rows(model_dataset: str | None) -> Path:
 
 
 def read_labelled_rows(
-    path: Path, labels: Sequence[str], limit: int | None = None, columns: Columns = TEXT_AND_LABEL
+    path: Path,
+    labels: Sequence[str],
+    limit: int | None = None,
+    columns: Columns = TEXT_AND_LABEL,
+    problem_type: ProblemType = SINGLE_LABEL,
 ) -> LabelledRows:
     """Read rows for a model that is there already. Blank texts are left out.
 
@@ -505,22 +515,31 @@ def read_labelled_rows(
         )
     class_of = {label: class_id for class_id, label in enumerate(labels)}
     texts: list[str] = []
-    class_ids: list[int] = []
-    for where, text, label in _rows_of_model(file, columns):
-        if label not in class_of:
+    targets: list[Target] = []
+    for where, text, cell in _rows_of_model(file, columns, problem_type):
+        try:
+            label = problem_type.read_label(cell)
+        except UnusableRow as error:
+            raise UserError(f"{where}: {error}", code="row-unusable") from error
+        texts.append(text)
+        if isinstance(label, float):
+            targets.append(label)
+            continue
+        names = (label,) if isinstance(label, str) else label
+        if unknown := [name for name in names if name not in class_of]:
             raise UserError(
-                f"{where}: label {label!r} is not one of the model's labels {', '.join(labels[:10])}",
+                f"{where}: label {unknown[0]!r} is not one of the model's labels {', '.join(labels[:10])}",
                 code="label-unknown",
             )
-        texts.append(text)
-        class_ids.append(class_of[label])
+        found = tuple(class_of[name] for name in names)
+        targets.append(found[0] if isinstance(label, str) else found)
     if not texts:
         raise UserError(f"{file}: holds no labelled text", code="data-empty")
     calibration = texts
     if training_file and training_file != file:
-        calibration = [text for _, text, _ in _rows_of_model(training_file, columns)]
+        calibration = [text for _, text, _ in _rows_of_model(training_file, columns, problem_type)]
     chosen = evenly_spread(len(texts), limit)
-    return LabelledRows(str(file), [texts[i] for i in chosen], [class_ids[i] for i in chosen], calibration)
+    return LabelledRows(str(file), [texts[i] for i in chosen], [targets[i] for i in chosen], calibration)
 
 
 def evenly_spread(count: int, limit: int | None) -> list[int]:
@@ -533,13 +552,13 @@ def _split_file(folder: Path, split: str) -> Path | None:
     return next((folder / f"{split}{suffix}" for suffix in FORMATS if (folder / f"{split}{suffix}").is_file()), None)
 
 
-def _rows_of_model(file: Path, columns: Columns) -> Iterator[tuple[str, str, str]]:
+def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, str, Any]]:
     remedy = "the columns must have the names of training's"
-    reading = Reading(columns, skip=False, flag="--rows", remedy=remedy)
+    reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
     classes = file.with_name("classes.txt")
     found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
     for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
         if not isinstance(text, str):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")
         if text.strip():
-            yield where, text, str(label).strip()
+            yield where, text, label

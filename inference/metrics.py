@@ -51,6 +51,7 @@ class ServerMetrics:
         self._dropped = counter("dropped_texts", "Texts that left the queue before a forward pass.", "reason")
         self._worker_failures = counter("worker_failures", "Forward passes that failed.")
         self._predictions = counter("predictions", "Texts classified, by label: watch it for drift.", "label")
+        self._unlabelled = counter("unlabelled_texts", "Texts of which no label reached its threshold.")
         self._confidence = histogram("confidence", "Probability of the label: watch it for drift.", _CONFIDENCE)
         self._truncated = counter("truncated_texts", "Texts longer than what the model reads.")
         self.reloads = counter("model_reloads", "Attempts to load a model.", "result")
@@ -100,12 +101,17 @@ class ServerMetrics:
         if error_code is not None:
             self._refusals.labels(error_code).inc()
 
-    def predicted(self, label: str, confidence: float, truncated: bool) -> None:
-        child = self._label_children.get(label)
-        if child is None:
-            child = self._label_children[label] = self._predictions.labels(label)
-        child.inc()
-        self._confidence.observe(confidence)
+    def predicted(self, given: Sequence[tuple[str, float | None]], truncated: bool) -> None:
+        """Count an answer: its labels with their probabilities, none for a text without a label."""
+        for label, confidence in given:
+            child = self._label_children.get(label)
+            if child is None:
+                child = self._label_children[label] = self._predictions.labels(label)
+            child.inc()
+            if confidence is not None:
+                self._confidence.observe(confidence)
+        if not given:
+            self._unlabelled.inc()
         if truncated:
             self._truncated.inc()
 

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from common.errors import OneLineParser, UserError, run_command
-from inference.engines.model_loader import ModelLoader, Prediction
+from inference.engines.answering import Answering
+from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
 from inference.errors import ForwardError
 from inference.settings import Settings
@@ -64,18 +65,28 @@ def _load_model(options: argparse.Namespace) -> ModelLoader:
 def _predict_text(options: argparse.Namespace) -> None:
     if not options.text.strip():  # before the model is loaded, which takes seconds
         raise UserError("the text is blank: there is nothing to classify", code="prediction-failed")
-    prediction = _load_model(options).predict(options.text)
-    print(json.dumps(prediction) if options.json else _chart(prediction))
+    model = _load_model(options)
+    prediction = cast("dict[str, Any]", model.predict(options.text))
+    print(json.dumps(prediction) if options.json else _chart(prediction, model.answering))
 
 
-def _chart(prediction: Prediction) -> str:
-    lines = [f"{prediction['label']}  {prediction['confidence']:.1%}", ""]
+def _chart(prediction: dict[str, Any], answering: Answering) -> str:
+    if "value" in prediction:
+        return f"{answering.labels[0]}  {prediction['value']:.6g}"
+    headline = f"{prediction['label']}  {prediction['confidence']:.1%}" if "label" in prediction else _given(prediction)
+    lines = [headline, ""]
     width = max(map(len, prediction["probabilities"]))
+    thresholds = dict(zip(answering.labels, answering.thresholds, strict=True)) if "labels" in prediction else {}
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
     for label, probability in by_probability:
         bar = "█" * round(probability * _BAR_WIDTH)
-        lines.append(f"{label:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}")
+        needed = f"  given from {thresholds[label]:.1%}" if thresholds else ""
+        lines.append(f"{label:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
     return "\n".join(lines)
+
+
+def _given(prediction: dict[str, Any]) -> str:
+    return ", ".join(prediction["labels"]) or "no label reaches its threshold"
 
 
 def _predict_file(options: argparse.Namespace) -> None:
@@ -87,7 +98,8 @@ def _predict_file(options: argparse.Namespace) -> None:
         model = _load_model(options)
         while chunk:
             readable = [text for text in chunk if model.tokenizer.clean(text)]
-            _print_lines(zip(readable, model.predict_batch(readable), strict=True), as_json=options.json)
+            answers = cast("list[dict[str, Any]]", model.predict_batch(readable))
+            _print_lines(zip(readable, answers, strict=True), model.answering, as_json=options.json)
             chunk = list(islice(texts, _LINES_AT_ONCE))
 
 
@@ -96,14 +108,22 @@ def _texts(source: BinaryIO) -> Iterator[str]:
     return (line for line in lines if line.strip())
 
 
-def _print_lines(answers: Iterable[tuple[str, Prediction]], *, as_json: bool) -> None:
+def _print_lines(answers: Iterable[tuple[str, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:
     for text, prediction in answers:
         text = " ".join(text.split())
         if as_json:
             print(json.dumps({"text": text, **prediction}, ensure_ascii=False))
         else:
-            print(f"{prediction['label']}\t{prediction['confidence']:.4f}\t{text}")
+            print(f"{_line(prediction, answering)}\t{text}")
     sys.stdout.flush()
+
+
+def _line(prediction: dict[str, Any], answering: Answering) -> str:
+    if "value" in prediction:
+        return f"{prediction['value']:.6g}"
+    if "labels" in prediction:
+        return answering.joined(prediction["labels"])
+    return f"{prediction['label']}\t{prediction['confidence']:.4f}"
 
 
 if __name__ == "__main__":

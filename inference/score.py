@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from common.hardware import usable_cpus
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.row_parts import ROWS_PER_PART
 from inference.bulk.job import Job, plan_job
 from inference.bulk.scoring import Scoring
+from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
 from inference.settings import Settings, keep_tokenizer_on_one_thread
@@ -22,7 +24,8 @@ _CPUS_FOR_PARALLEL_TOKENIZING = 16
 
 _DESCRIPTION = """
 Classify every row of a file, a folder or a pattern ("news/*.csv"), and write all rows with the added columns label and
-confidence. CSV, TSV, JSONL and Parquet are read and written, also at addresses such as s3://bucket/news.parquet.
+confidence; a multi-label model adds labels, joined by "|", and a regression model adds value. CSV, TSV, JSONL and
+Parquet are read and written, also at addresses such as s3://bucket/news.parquet.
 
 Run the same command again after it was stopped or killed: finished parts are kept, and the output is the same. Run it
 on several machines at once, with the same IN and OUT on a folder that they share: they share the work.
@@ -92,6 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.restart:
         job.discard()
     model = _load_model(options, job)
+    if options.probabilities and model.answering.problem_type is REGRESSION:
+        what = "--probabilities: this model answers with a number, which has none; leave the flag out"
+        raise UserError(what, code="flags-conflict")
     scoring = Scoring(job, model, quiet=options.quiet)
     scoring.check_inputs()
     try:
@@ -128,7 +134,16 @@ def _describe(model: ModelLoader) -> dict[str, Any]:
         "precision": model.info["precision"],
         "labels": model.labels,
         "max_length": model.max_length,
+        **_meaning(model.answering),
     }
+
+
+def _meaning(answering: Answering) -> dict[str, Any]:
+    # What is not part of the weights, and so not of the revision. One label has none of it.
+    if answering.problem_type is SINGLE_LABEL:
+        return {}
+    thresholds = {"thresholds": answering.thresholds} if answering.problem_type is MULTI_LABEL else {}
+    return {"problem_type": answering.problem_type.name, **thresholds}
 
 
 def _stop(number: int, frame: object) -> NoReturn:

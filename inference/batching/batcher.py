@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from inference.batching.cache import Probabilities
+from common.problem_types import SINGLE_LABEL, ProblemType
+from inference.batching.cache import Values, values_of
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
-from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch, softmax
+from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ServerMetrics
 
@@ -33,7 +32,7 @@ _SPEED_HALF_LIFE_S = 1.0
 # Seconds between tries of a known good text on a broken engine, until it answers again.
 RETRY_INTERVAL_S = 2.0
 
-Outcome = Probabilities | ForwardError | WorkerDownError
+Outcome = Values | ForwardError | WorkerDownError
 
 
 @dataclass(slots=True)
@@ -59,6 +58,7 @@ class Batcher:
         good_ids: list[int],
         tokens_per_second: float = ASSUMED_TOKENS_PER_SECOND,
         retry_interval_s: float = RETRY_INTERVAL_S,
+        problem_type: ProblemType = SINGLE_LABEL,
     ) -> None:
         """Start the worker threads, one per pass that may run at the same time.
 
@@ -69,10 +69,12 @@ class Batcher:
             good_ids: token ids of a text that the engine can answer, tried every ``retry_interval_s`` while it is
                 broken.
             tokens_per_second: speed of the engine, until passes have been measured.
+            problem_type: what the engine's scores mean.
         """
         self.health = EngineHealth(engine, good_ids)
         self._retry_interval_s = retry_interval_s
         self._engine = engine
+        self._problem_type = problem_type
         self._queue = queue
         self._metrics = metrics
         self._on_finished = on_finished
@@ -257,15 +259,8 @@ class Batcher:
         logits = self._engine.logits(TokenBatch.of([text.ids for text in texts]), worker.slots)
         if len(logits) != len(texts):
             raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
-        with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
-            probabilities = softmax(logits)
-            log_totals = logits.max(axis=1) - np.log(probabilities.max(axis=1))
-        rows: list[Outcome] = [
-            Probabilities(row, total) for row, total in zip(probabilities.tolist(), log_totals.tolist(), strict=True)
-        ]
-        for i in np.flatnonzero(np.isnan(probabilities).any(axis=1)):
-            rows[i] = ForwardError("the model answers this text with NaN")
-        return rows
+        rows = values_of(self._problem_type, logits)
+        return [ForwardError("the model answers this text with NaN") if row is None else row for row in rows]
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.problem_types import SINGLE_LABEL, ProblemType
 
 
-class Probabilities(tuple[float, ...]):
-    """The probability of every label, by class id.
+class Values(tuple[float, ...]):
+    """What the model answers to one text, in the order of its labels: probabilities, or the number of a regression.
+
+    ``given``: the scores (logits) that they were computed from. Where a sigmoid is rounded to 1, it has no inverse.
+    """
+
+    given: Sequence[float]
+
+    def __new__(cls, values: Iterable[float], given: Sequence[float]) -> Values:
+        found = super().__new__(cls, values)
+        found.given = given
+        return found
+
+    def scores(self) -> Sequence[float]:
+        return self.given
+
+
+class Probabilities(Values):
+    """Of labels of which exactly one applies. One number brings back all scores, and models may have many labels.
 
     ``log_total``: logarithm of the sum of the exponentials of the scores, which the softmax divided by.
     """
@@ -16,7 +38,7 @@ class Probabilities(tuple[float, ...]):
     log_total: float
 
     def __new__(cls, values: Iterable[float], log_total: float) -> Probabilities:
-        probabilities = super().__new__(cls, values)
+        probabilities = tuple.__new__(cls, values)
         probabilities.log_total = log_total
         return probabilities
 
@@ -25,23 +47,38 @@ class Probabilities(tuple[float, ...]):
         return [math.log(one or math.ulp(0.0)) + self.log_total for one in self]
 
 
+def values_of(problem_type: ProblemType, logits: NDArray[np.float32]) -> list[Values | None]:
+    """The answers to the texts of a forward pass; None for a text that is answered with NaN."""
+    with np.errstate(invalid="ignore"):  # scores that are no finite number become NaN, which is looked for below
+        answers = problem_type.answers(logits)
+        rows: list[Values | None]
+        if problem_type is SINGLE_LABEL:
+            totals = (logits.max(axis=1) - np.log(answers.max(axis=1))).tolist()
+            rows = [Probabilities(row, total) for row, total in zip(answers.tolist(), totals, strict=True)]
+        else:
+            rows = [Values(row, given) for row, given in zip(answers.tolist(), logits.tolist(), strict=True)]
+    for i in np.flatnonzero(~np.isfinite(answers).all(axis=1)):
+        rows[i] = None
+    return rows
+
+
 class AnswerCache:
     """The most recently used answers, by the bytes of their token ids; 0 entries turn the cache off."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
-        self._answers: OrderedDict[bytes, Probabilities] = OrderedDict()
+        self._answers: OrderedDict[bytes, Values] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, key: bytes) -> Probabilities | None:
+    def get(self, key: bytes) -> Values | None:
         answer = self._answers.get(key)
         if answer is not None:
             self._answers.move_to_end(key)
         return answer
 
-    def put(self, key: bytes, answer: Probabilities) -> None:
+    def put(self, key: bytes, answer: Values) -> None:
         if not self.max_entries:
             return
         self._answers[key] = answer

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference.batching.batcher import FinishedPass
-from inference.batching.cache import Probabilities
+from inference.batching.cache import Values
 from inference.batching.scheduler import Flow, QueuedText
 from inference.errors import DeadlineExceededError
 
@@ -19,7 +19,7 @@ class Answer:
     """The model's answer to one text, and what it took.
 
     Attributes:
-        probabilities: of every label, by class id.
+        values: what the model answers, in the order of its labels.
         num_tokens: token ids of the whole text, including special tokens.
         truncated: whether the model read only the beginning.
         cached: whether the answer comes from the cache.
@@ -28,7 +28,7 @@ class Answer:
         forward_s: seconds in the forward pass; 0 if cached.
     """
 
-    probabilities: Probabilities
+    values: Values
     num_tokens: int
     truncated: bool
     cached: bool
@@ -121,11 +121,11 @@ class Caller:
         self.truncated = False
         self.tokenize_s = 0.0
 
-    def answer(self, probabilities: Probabilities, done: FinishedPass | None = None) -> Answer:
+    def answer(self, values: Values, done: FinishedPass | None = None) -> Answer:
         """The answer to this text, from a forward pass or from the cache."""
         until = done.started if done else time.monotonic()
         return Answer(
-            probabilities=probabilities,
+            values=values,
             num_tokens=self.num_tokens,
             truncated=self.truncated,
             cached=done is None,

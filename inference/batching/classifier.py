@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
-from inference.batching.cache import AnswerCache, Probabilities
+from inference.batching.cache import AnswerCache, Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
 from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, QueuedText, overrun_s
@@ -74,7 +74,14 @@ class Classifier:
         queue = FairQueue(budget, pads=model.engine.pads, length_window=length_window(budget))
         good_ids = model.tokenizer.encode(["News"])[0].ids
         self._batcher = Batcher(
-            model.engine, queue, metrics, self._finish, self._expire, good_ids, self._first_tokens_per_second
+            model.engine,
+            queue,
+            metrics,
+            self._finish,
+            self._expire,
+            good_ids,
+            self._first_tokens_per_second,
+            problem_type=model.answering.problem_type,
         )
         self._tokenizing = TokenizerThread(model.tokenizer, metrics, self._lengths, self._enqueue)
 
@@ -236,7 +243,7 @@ class Classifier:
             self._batcher.put(fresh)
         deliver(outcomes)
 
-    def _remembered(self, key: bytes) -> Probabilities | None:
+    def _remembered(self, key: bytes) -> Values | None:
         if not self._cache.max_entries:
             return None
         known = self._cache.get(key)

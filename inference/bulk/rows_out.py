@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,23 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError, first_line
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.row_parts import JsonLinesParts, ParquetParts, Part, PartReader
+from inference.engines.answering import Answering
 
 if TYPE_CHECKING:
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-# The last digits of a float64 say nothing about a model, and would differ between processors.
-DIGITS = 6
+# The last digits of a float64 say nothing about a model, and would differ between processors. Of a number, whose unit
+# may be anything, so many digits are kept from its first one on.
+DIGITS, NUMBER_DIGITS = 6, 7
+# The columns that each kind of model adds.
+_DECIDED = {SINGLE_LABEL.name: ("label", "confidence"), MULTI_LABEL.name: ("labels",), REGRESSION.name: ("value",)}
 # A row group of the finished Parquet file: large enough to be read fast, small enough to be held.
 _GROUP_ROWS, _GROUP_BYTES = 65_536, 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of a part's rows: the probabilities, (rows, labels), NaN for rows that have none, and why those have none."""
+    """Of a part's rows: what the model answers, (rows, labels), NaN for rows without one, and why they have none."""
 
-    probabilities: NDArray[np.float64]
+    values: NDArray[np.float64]
     problems: dict[int, str]
 
 
@@ -42,7 +47,7 @@ class RowsOut:
         name: of the input, for messages.
         suffix: of the output, one of `FORMATS`.
         reader: of the input.
-        labels: of the model.
+        answering: of the model.
         prefix: of the names of the new columns.
         probabilities: whether to write one for each label.
         errors: whether rows may lack an answer, which then has a column for the reason.
@@ -53,19 +58,19 @@ class RowsOut:
         name: str,
         suffix: str,
         reader: PartReader,
-        labels: Sequence[str],
+        answering: Answering,
         *,
         prefix: str,
         probabilities: bool,
         errors: bool,
     ) -> None:
-        self._name, self._suffix, self._labels = name, suffix, list(labels)
-        self._with_probabilities = probabilities
-        self._label, self._confidence, self._error = (f"{prefix}{one}" for one in ("label", "confidence", "error"))
-        self._object = f"{prefix}probabilities"
-        self._flat = [f"{prefix}probability_{label}" for label in labels] if probabilities else []
+        self._name, self._suffix, self._answering = name, suffix, answering
+        self._decided = [f"{prefix}{one}" for one in _DECIDED[answering.problem_type.name]]
+        self._error, self._object = f"{prefix}error", f"{prefix}probabilities"
+        self._texts = {f"{prefix}{one}" for one in ("label", "labels", "error")}  # the added columns with text
+        self._flat = [f"{prefix}probability_{label}" for label in answering.labels] if probabilities else []
         flat = [self._object] if suffix == ".jsonl" and probabilities else self._flat
-        self.added = [self._label, self._confidence, *flat, *([self._error] if errors else [])]
+        self.added = [*self._decided, *flat, *([self._error] if errors else [])]
         self._columns = reader.columns
         if taken := [column for column in self.added if column in reader.columns]:
             raise UserError(
@@ -124,30 +129,33 @@ class RowsOut:
 
     def _answer(self, flat: dict[str, Any]) -> dict[str, Any]:
         """One row's answer as an object: like the server's, without what is not there."""
-        answer = {name: flat[name] for name in (self._label, self._confidence) if flat[name] is not None}
+        answer = {name: flat[name] for name in self._decided if flat[name] is not None}
         if self._flat and answer:
-            answer[self._object] = {label: flat[name] for label, name in zip(self._labels, self._flat, strict=True)}
+            named = zip(self._answering.labels, self._flat, strict=True)
+            answer[self._object] = {label: flat[name] for label, name in named}
         if flat.get(self._error) is not None:
             answer[self._error] = flat[self._error]
         return answer
 
     def _answer_columns(self, answers: Answers) -> dict[str, list[Any]]:
-        found = np.round(answers.probabilities, DIGITS)
-        answered = ~np.isnan(answers.probabilities).any(axis=1)
-        best = np.where(answered, np.nan_to_num(answers.probabilities).argmax(axis=1), -1).tolist()
-        cells: dict[str, list[Any]] = {
-            self._label: [None if label < 0 else self._labels[label] for label in best],
-            self._confidence: [
-                None if label < 0 else probability
-                for label, probability in zip(best, np.nan_to_num(found).max(axis=1).tolist(), strict=True)
-            ],
-        }
+        answered = ~np.isnan(answers.values).any(axis=1)
+        cells = dict(zip(self._decided, self._decided_columns(answers.values, answered), strict=True))
         for number, name in enumerate(self._flat):
-            column = found[:, number].tolist()
-            cells[name] = [value if ok else None for value, ok in zip(column, answered.tolist(), strict=True)]
+            cells[name] = _cells(np.round(answers.values[:, number], DIGITS).tolist(), answered)
         if self._error in self.added:
-            cells[self._error] = [answers.problems.get(i) for i in range(len(best))]
+            cells[self._error] = [answers.problems.get(i) for i in range(len(answered))]
         return cells
+
+    def _decided_columns(self, values: NDArray[np.float64], answered: NDArray[np.bool_]) -> list[list[Any]]:
+        answering = self._answering
+        if answering.problem_type is REGRESSION:
+            return [_cells([float(f"{value:.{NUMBER_DIGITS}g}") for value in values[:, 0].tolist()], answered)]
+        if answering.problem_type is MULTI_LABEL:
+            given = [[label for label, _ in answering.given(row)] for row in values.tolist()]
+            return [_cells(given if self._suffix == ".jsonl" else list(map(answering.joined, given)), answered)]
+        known = np.nan_to_num(values)
+        labels = [answering.labels[label] for label in known.argmax(axis=1).tolist()]
+        return [_cells(labels, answered), _cells(np.round(known, DIGITS).max(axis=1).tolist(), answered)]
 
     def _refuse_other_columns(self, rows: Iterable[dict[str, Any]]) -> None:
         known = set(self._columns)
@@ -173,7 +181,7 @@ class RowsOut:
         else:
             table = part.rows.replace_schema_metadata()
         for name, column in self._answer_columns(answers).items():
-            kind = pyarrow.string() if name in (self._label, self._error) else pyarrow.float64()
+            kind = pyarrow.string() if name in self._texts else pyarrow.float64()
             table = table.append_column(name, pyarrow.array(column, kind))
         data = io.BytesIO()
         pyarrow.parquet.write_table(table, data, compression="zstd")
@@ -191,6 +199,10 @@ class RowsOut:
             file.write(header.getvalue().encode())
         for part in parts:
             file.write(part)
+
+
+def _cells(column: Iterable[Any], answered: NDArray[np.bool_]) -> list[Any]:
+    return [value if is_answered else None for value, is_answered in zip(column, answered.tolist(), strict=True)]
 
 
 def _join_parquet(parts: Iterable[bytes], file: BinaryIO) -> None:

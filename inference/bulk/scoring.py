@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ForeseenError, UserError, first_line
+from common.problem_types import ProblemType
 from common.row_parts import Part
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Answers, RowsOut
-from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes, softmax
+from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
 from inference.engines.model_loader import ModelLoader
 
 # Parts whose passes are queued at the same time: while the last passes of one run, those of the next follow.
@@ -43,8 +44,8 @@ class Prepared:
 class Passes:
     """Forward passes on threads that share the engine's slots."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, problem_type: ProblemType) -> None:
+        self._engine, self._problem_type = engine, problem_type
         slots = engine.num_slots
         # One thread per pass wastes no time on waiting for one another. Beyond PASSES_AT_ONCE each pass gets several,
         # which answers nothing differently.
@@ -68,7 +69,7 @@ class Passes:
     def _run(self, token_ids: list[list[int]]) -> NDArray[np.float64]:
         threads = self._threads.get()
         try:
-            return softmax(self._engine.logits(TokenBatch.of(token_ids), threads))
+            return self._problem_type.answers(self._engine.logits(TokenBatch.of(token_ids), threads))
         except ForeseenError:
             raise
         except Exception as error:  # every runtime has its own errors
@@ -163,7 +164,7 @@ class Scoring:
         """Read, tokenize, run and write until nothing is left."""
         for file in self.files:
             file.begin()
-        claims, passes = Claims(self._job.outputs), Passes(self._model.engine)
+        claims, passes = Claims(self._job.outputs), Passes(self._model.engine, self._model.answering.problem_type)
         ahead, behind, joining = (ThreadPoolExecutor(1, name) for name in ("read", "write", "join"))
         running: deque[tuple[Prepared, list[Future[NDArray[np.float64]]]]] = deque()
         writing: deque[Future[None]] = deque()
@@ -249,7 +250,7 @@ class Scoring:
                 file.file.path,
                 file.file.out_suffix,
                 file.reader,
-                self._model.labels,
+                self._model.answering,
                 prefix=settings["prefix"],
                 probabilities=settings["probabilities"],
                 errors=self._keep,
@@ -277,18 +278,18 @@ class Scoring:
     def _write(self, claims: Claims, prepared: Prepared, found: Sequence[NDArray[np.float64]]) -> None:
         file, part = prepared.file, prepared.part
         num_rows = len(part.rows)
-        probabilities = np.full((num_rows, len(self._model.labels)), np.nan)
+        values = np.full((num_rows, len(self._model.labels)), np.nan)
         for chosen, answers in zip(prepared.passes, found, strict=True):
-            probabilities[[prepared.positions[i] for i in chosen]] = answers
+            values[[prepared.positions[i] for i in chosen]] = answers
         for position in prepared.positions:
-            if not np.isfinite(probabilities[position]).all():
-                probabilities[position] = np.nan
+            if not np.isfinite(values[position]).all():
+                values[position] = np.nan
                 row = file.place(prepared.number).rows + position + 1
                 part.problems[position] = f"{file.file.path} row {row}: the model answers this text with NaN"
         if part.problems and not self._keep:
             raise _unusable(part.problems[min(part.problems)])
         number = self.files.index(file)
-        data = self._outs[number].part(part, Answers(probabilities, part.problems))
+        data = self._outs[number].part(part, Answers(values, part.problems))
         self._job.outputs.write(file.path(prepared.number), data)
         claims.release(file.path(prepared.number, "claim"))
         self.progress.part_written(file, number, num_rows, len(part.problems))

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.problem_types import ProblemType
+
 # Larger passes were no faster on the CPUs measured, and a single text would wait longer for the pass before its own.
 CPU_BATCH_TOKENS = 512
 # Forward passes that run at the same time. On a machine with more processors each pass gets several of them, because
@@ -55,25 +57,25 @@ class Engine(Protocol):
     survives_fork: bool  # a forked child may use it like its parent, sharing the weights
 
     def logits(self, batch: TokenBatch, threads: int = 1) -> NDArray[np.float32]:
-        """Return one score per label before softmax, (texts, labels), of at least one text with at least one token.
+        """Return one score per label, (texts, labels), of at least one text with at least one token.
 
         The pass may take ``threads`` slots, 1 to ``num_slots``; an engine with one slot ignores it.
         """
         ...
 
 
-def probabilities_of(engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return the probability of every label for every text, (texts, labels), in the order of the texts.
+def answers_of(engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return the model's answers to every text, (texts, labels), in the order of the texts.
 
     For files, exports and the library: nobody waits for a single text, so all are divided into passes at once.
     """
     found: NDArray[np.float64] | None = None
     for chosen in forward_passes([len(ids) for ids in token_ids], pads=engine.pads):
         batch = TokenBatch.of([token_ids[i] for i in chosen])
-        probabilities = softmax(engine.logits(batch, engine.num_slots))
+        answers = problem_type.answers(engine.logits(batch, engine.num_slots))
         if found is None:
-            found = np.empty((len(token_ids), probabilities.shape[1]))
-        found[chosen] = probabilities
+            found = np.empty((len(token_ids), answers.shape[1]))
+        found[chosen] = answers
     return found if found is not None else np.empty((0, 0))
 
 
@@ -95,9 +97,3 @@ def forward_passes(lengths: Sequence[int], *, pads: bool, tokens: int = RAGGED_T
         passes[-1].append(position)
         num_tokens += length
     return passes
-
-
-def softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    scores = logits.astype(np.float64)
-    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return exponentials / exponentials.sum(axis=1, keepdims=True)

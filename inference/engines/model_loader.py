@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.hardware import Hardware
 from common.model_folder import is_artefact, read_manifest
-from inference.engines.base import probabilities_of
+from inference.engines.answering import Answering, Prediction
+from inference.engines.base import answers_of
 from inference.engines.selection import load_model
 from inference.errors import ForwardError, RefusedTextError
 
 _ANY_DEVICE = Hardware()
 
 
-class Prediction(TypedDict):
-    """The answer to one text: the most likely label, its probability, and the probability of every label."""
-
-    label: str
-    confidence: float
-    probabilities: dict[str, float]
-
-
 class ModelLoader:
     """A loaded classifier, which threads may share.
 
     Attributes:
-        labels: Class names, by class id.
+        labels: Class names, by class id; of a regression model the name of its number.
+        answering: Reads the engine's answers; it knows the problem type and the thresholds.
         max_length: The most token ids that the model reads per text, special tokens included.
         metadata: The contents of the model's ``metrics.json``, empty if there is none.
         tokenizer: Cleans and tokenises texts for this model.
@@ -55,6 +49,7 @@ class ModelLoader:
         # A symbolic link may change while files are read one after another; all have to come from the same model.
         loaded = load_model(path.resolve() if path.resolve() != path.absolute() else path, engine, hardware)
         self.labels = loaded.saved.labels
+        self.answering = Answering.of(loaded.saved)
         self.max_length = loaded.saved.max_length
         self.metadata: dict[str, Any] = loaded.saved.metadata
         self.tokenizer = loaded.tokenizer
@@ -87,17 +82,12 @@ class ModelLoader:
 
     def _classify(self, texts: Sequence[str]) -> list[Prediction]:
         token_ids = [encoded.ids for encoded in self.tokenizer.encode(texts)]
-        return [self._prediction(row) for row in probabilities_of(self.engine, token_ids)]
+        return [self._prediction(row) for row in answers_of(self.engine, self.answering.problem_type, token_ids)]
 
-    def _prediction(self, probabilities: NDArray[np.float64]) -> Prediction:
-        if not np.isfinite(probabilities).all():
+    def _prediction(self, answers: NDArray[np.float64]) -> Prediction:
+        if not np.isfinite(answers).all():
             raise ForwardError("the model answers this text with NaN")
-        best = int(probabilities.argmax())
-        return {
-            "label": self.labels[best],
-            "confidence": float(probabilities[best]),
-            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
-        }
+        return cast("Prediction", self.answering.predict(answers.tolist()))
 
     def _refuse_blank(self, name: str, text: str) -> None:
         if not self.tokenizer.clean(text):

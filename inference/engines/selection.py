@@ -17,6 +17,7 @@ from common.files import sha256_of
 from common.hardware import Hardware, has_fast_int8
 from common.model_folder import (
     EXPORT_AGAIN,
+    MANIFEST_FILE,
     Manifest,
     SavedModel,
     artefact_folder,
@@ -26,9 +27,10 @@ from common.model_folder import (
     verified_manifest,
     weights_file,
 )
+from common.problem_types import REGRESSION
 from common.text import TextTokenizer
 from inference.engines import native
-from inference.engines.base import Engine, probabilities_of
+from inference.engines.base import Engine, answers_of
 from inference.engines.self_test import (
     FLOAT_TOLERANCE,
     HALF_TOLERANCE,
@@ -205,8 +207,9 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
-    check_engine(folder, engine, tokenizer, saved.labels, tolerance)
-    check_probes(folder, manifest, tokenizer, engine)
+    spread = _spread(folder, manifest) if saved.problem_type is REGRESSION else 1.0
+    check_engine(folder, engine, tokenizer, saved.labels, tolerance, saved.problem_type, spread)
+    check_probes(folder, manifest, saved, tokenizer, engine)
     if manifest.engine == "native":
         reason += f"; its kernels use {engine.instructions}"
     elif manifest.precision == "int8" and not has_fast_int8():
@@ -248,13 +251,27 @@ def build_engine(
     raise ValueError(f"no engine is called {name!r}")
 
 
-def check_probes(folder: Path, manifest: Manifest, tokenizer: TextTokenizer, engine: Engine) -> None:
+def _spread(folder: Path, manifest: Manifest) -> float:
+    """The spread of a regression model's answers, as its export measured it."""
+    spread = manifest.accuracy.get("spread")
+    if not isinstance(spread, int | float) or not 0 < spread < np.inf:
+        what = f"accuracy.spread {spread!r}: must be a number greater than 0, for a regression model"
+        raise ModelLoadError(folder / MANIFEST_FILE, what, EXPORT_AGAIN)
+    return spread
+
+
+def check_probes(folder: Path, manifest: Manifest, saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
+    is_number = saved.problem_type is REGRESSION
     texts = [probe["text"] for probe in manifest.probes]
-    expected = np.array([probe["probabilities"] for probe in manifest.probes])
-    found = probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode(texts)])
+    expected = np.array([[probe["value"]] if is_number else probe["probabilities"] for probe in manifest.probes])
+    found = answers_of(engine, saved.problem_type, [encoded.ids for encoded in tokenizer.encode(texts)])
     difference = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
+    unit = ""
+    if is_number:
+        difference, unit = difference / _spread(folder, manifest), " standard deviations"
     if not difference <= manifest.probe_tolerance:  # written so that NaN fails too
-        what = f"its answers differ by {difference:.2f} from the reference, more than {manifest.probe_tolerance:.2f}"
+        what = f"its answers differ by {difference:.2f}{unit} from the reference"
+        what += f", more than {manifest.probe_tolerance:.2f}"
         raise ModelLoadError(folder, f"{what}: not to be trusted on this processor", EXPORT_AGAIN)
 
 
@@ -285,7 +302,7 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
         what = f"the weights do not load into the model of its configuration ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
-    check_engine(saved.path, engine, tokenizer, saved.labels, tolerance)
+    check_engine(saved.path, engine, tokenizer, saved.labels, tolerance, saved.problem_type)
     revision = sha256_of(weights)[:12]
     if _version_of(weights) != before:  # then the bytes that were hashed may not be the ones that were loaded
         raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")

@@ -20,8 +20,10 @@ from common.errors import ModelLoadError, first_line
 from common.files import sha256_of
 from common.hardware import Hardware, cpu_flags, cpu_name
 from common.model_folder import MANIFEST_FILE, artefact_folder, weights_file
+from common.problem_types import REGRESSION, SINGLE_LABEL, ProblemType
 from common.text import TextTokenizer
-from inference.engines.base import Engine, TokenBatch, softmax
+from inference.engines.answering import spread_of
+from inference.engines.base import Engine, TokenBatch
 from inference.engines.native.library import library_path
 
 _NEWS = "The report says that oil prices rose again and that markets in Europe fell"
@@ -30,6 +32,16 @@ _NEWS = "The report says that oil prices rose again and that markets in Europe f
 _LONGEST_TOGETHER, _LONGEST = 512, 8192
 # In float32, sums in another order differ by far less; half precision keeps two to three digits.
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
+# How much a regression model's answers differ from text to text, for one without rows that it was measured on. Half
+# precision rounds by a share of the number itself, so the spread is taken as a tenth of it at least.
+_SPREAD_TEXTS = (
+    "Goal!",
+    "Terrible: it broke after two days, and nobody answered when I wrote.",
+    "I have used it every day for a year now and would buy it again at once.",
+    "Shares rose by three percent after the company said that its profit had doubled.",
+    "The committee will meet again on Thursday.",
+)
+_LEAST_SPREAD = 0.1
 _SPEED_TEXT = "Shares rose on Wall Street after the makers of chips said that demand had doubled within a year."
 # A typical batch of news: similar lengths, some padding.
 _SPEED_LENGTHS = (40, 44, 48, 52)
@@ -37,12 +49,22 @@ _PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime", "torch": "torch"}
 
 
 def check_engine(
-    place: Path, engine: Engine, tokenizer: TextTokenizer, labels: Sequence[str], tolerance: float
+    place: Path,
+    engine: Engine,
+    tokenizer: TextTokenizer,
+    labels: Sequence[str],
+    tolerance: float,
+    problem_type: ProblemType = SINGLE_LABEL,
+    spread: float | None = None,
 ) -> NDArray[np.float64]:
-    """Classify texts of one, some and ``max_length`` tokens, each alone and several together.
+    """Answer texts of one, some and ``max_length`` tokens, each alone and several together.
 
-    ``tolerance``: how much a probability may change when other texts are in the same forward pass. Returns the
-    probabilities of each text alone, (texts, labels).
+    Args:
+        tolerance: how much a probability may change when other texts are in the same forward pass; how much a number,
+            in units of ``spread``.
+        spread: of a regression model's answers; by default that of a few texts.
+
+    Returns the answers to each text alone, (texts, labels).
 
     Raises:
         ModelLoadError: The engine fails on one of them, returns another number of classes or NaN, or a text's
@@ -52,28 +74,36 @@ def check_engine(
     num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has at least one token
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
     token_ids = [encoded.ids for encoded in tokenizer.encode(texts)]
-    alone = np.concatenate([_classify(place, engine, [ids]) for ids in token_ids])
+    alone = np.concatenate([_answers(place, engine, problem_type, [ids]) for ids in token_ids])
     if alone.shape[1] != len(labels):
         raise ModelLoadError(place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels")
     if not np.isfinite(alone).all():
         what = "the model answers with NaN because its training diverged"
         raise ModelLoadError(place, what, "train with a lower learning rate")
-    together = _classify(place, engine, token_ids[:3])
-    difference = np.abs(together - alone[:3]).max()
+    together = _answers(place, engine, problem_type, token_ids[:3])
+    difference, unit = np.abs(together - alone[:3]).max(), ""
+    if problem_type is REGRESSION:
+        if spread is None:
+            others = [encoded.ids for encoded in tokenizer.encode(_SPREAD_TEXTS)]
+            found = [_answers(place, engine, problem_type, [ids]) for ids in others]
+            spread = spread_of(np.concatenate([alone, *found]), _LEAST_SPREAD)
+        difference, unit = difference / spread, " standard deviations"
     if not difference <= tolerance:
         raise ModelLoadError(
             place,
-            f"the {engine.name} engine answers a text differently among longer texts, by {difference:.3f} where "
+            f"the {engine.name} engine answers a text differently among longer texts, by {difference:.3f}{unit} where "
             f"{tolerance:.3f} is allowed: the model does not mask padding",
             "serve a model that does, such as BERT or RoBERTa",
         )
     return alone
 
 
-def _classify(place: Path, engine: Engine, token_ids: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+def _answers(
+    place: Path, engine: Engine, problem_type: ProblemType, token_ids: Sequence[Sequence[int]]
+) -> NDArray[np.float64]:
     try:
         with np.errstate(invalid="ignore"):  # the caller looks for NaN
-            return softmax(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
+            return problem_type.answers(engine.logits(TokenBatch.of(token_ids), engine.num_slots))
     except Exception as error:  # a graph traced for one shape, too few positions, no memory, no compiler
         *others, last = (str(len(ids)) for ids in token_ids)
         lengths = f"texts of {', '.join(others)} and {last}" if others else f"a text of {last}"

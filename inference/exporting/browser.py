@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.model_folder import artefact_folder, is_artefact, read_manifest
+from common.problem_types import REGRESSION
 from common.text import TextTokenizer
-from inference.engines.base import probabilities_of
+from inference.engines.base import answers_of
 from inference.engines.native.engine import NativeEngine
-from inference.engines.selection import check_probes, load_model
+from inference.engines.selection import LoadedModel, check_probes, load_model
 
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION = "model.json"
 _ADDRESS_BYTES = 4  # in WebAssembly
 _OTHER_TOKENIZER = "; a browser runs models with BERT's tokenizer only, so serve this one with a server"
@@ -49,7 +50,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
     quantised, scale = _quantised(engine.words)
     engine.words[...] = quantised * scale[:, None]
     manifest = read_manifest(folder)
-    check_probes(folder, manifest, loaded.tokenizer, engine)
+    check_probes(folder, manifest, saved, loaded.tokenizer, engine)
     image = engine.image(_ADDRESS_BYTES)
     weights = image.memory[: image.words] + quantised.tobytes() + scale.tobytes()
     name = f"model-{hashlib.sha256(weights).hexdigest()[:16]}.bin"
@@ -57,7 +58,9 @@ def browser_files(model: Path) -> dict[str, bytes]:
     description = {
         "format": FORMAT,
         "name": manifest.source["name"],
+        "problem_type": saved.problem_type.name,
         "labels": saved.labels,
+        "thresholds": saved.thresholds,
         "test": _test_result(saved.metadata),
         "weights": {
             "file": name,
@@ -68,7 +71,11 @@ def browser_files(model: Path) -> dict[str, bytes]:
         },
         "pointers": image.pointers,
         "tokenizer": tokenizer,
-        "check": {"text": check, "probabilities": _answer(engine, loaded.tokenizer, check)},
+        "check": {
+            "text": check,
+            "answers": _answers(engine, loaded, check),
+            "spread": manifest.accuracy["spread"] if saved.problem_type is REGRESSION else 1,
+        },
     }
     return {DESCRIPTION: json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode(), name: weights}
 
@@ -86,8 +93,9 @@ def _quantised(words: NDArray[np.float16]) -> tuple[NDArray[np.int8], NDArray[np
     return np.rint(rows / scale[:, None]).astype(np.int8), scale
 
 
-def _answer(engine: NativeEngine, tokenizer: TextTokenizer, text: str) -> list[float]:
-    return probabilities_of(engine, [encoded.ids for encoded in tokenizer.encode([text])])[0].round(6).tolist()
+def _answers(engine: NativeEngine, loaded: LoadedModel, text: str) -> list[float]:
+    found = answers_of(engine, loaded.saved.problem_type, [loaded.tokenizer.encode([text])[0].ids])[0]
+    return [float(f"{one:.7g}") for one in found]
 
 
 def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextTokenizer, cleaning: str) -> dict[str, Any]:

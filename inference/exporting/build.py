@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
@@ -34,9 +35,10 @@ from common.model_folder import (
     weights_file,
     write_manifest,
 )
+from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
 from common.text import TextTokenizer
-from inference.engines.base import probabilities_of
+from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
@@ -56,7 +58,10 @@ _PROBES = (
 )
 # Allowed on top of how much the probes differ on this processor: another one may round differently.
 _PROBE_MARGIN = 0.1
-# An artefact whose probabilities differ more from the reference is another model, whatever its accuracy.
+# Numbers are compared in standard deviations, of which a quarter is a smaller difference than a quarter in probability.
+_NUMBER_FACTOR = 4
+# An artefact whose answers differ more from the reference is another model, whatever its accuracy: probabilities as
+# they are, numbers in standard deviations.
 MAX_TOLERANCE = 0.25
 _PACKAGES = {
     "native": ("torch", "transformers", "numpy"),
@@ -69,6 +74,7 @@ _PACKAGES = {
 class Exported:
     folder: Path
     manifest: Manifest
+    measured: list[tuple[str, str, str, str]]  # for people: what, before, after, change
 
 
 def export(
@@ -77,15 +83,17 @@ def export(
     """Write a model's artefact for an engine into a folder next to the weights, measured on ``rows``.
 
     Raises:
-        ExportRefusedError: It loses more than ``max_drop`` percentage points of accuracy, or a probability differs
-            too much from the reference's. An older artefact stays as it is.
+        ExportRefusedError: It loses more than ``max_drop`` in the metric of the task (`inference.exporting.comparison`
+            says what that means), or an answer differs too much from the reference's. An older artefact stays.
         ImportError: A package that the engine needs is not installed.
         ModelLoadError: The model or the artefact fails the tests of every model that is loaded.
         UserError: Something else is where the artefact belongs.
         ValueError: The engine cannot run this model.
     """
     torch.set_num_threads(usable_cpus())
-    tokenizer = saved.tokenizer()
+    tokenizer, kind = saved.tokenizer(), saved.problem_type
+    factor = _NUMBER_FACTOR if kind is REGRESSION else 1
+    most, margin = factor * MAX_TOLERANCE, factor * _PROBE_MARGIN
     stages = _Stages(console, len(rows.texts))
     target = artefact_folder(saved.path, engine)
     # Everything is written to a temporary folder, so a refusal anywhere below leaves an older artefact untouched.
@@ -94,7 +102,7 @@ def export(
             weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
             weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
             reference = TorchEngine(saved.config, weights, "fp32")
-            expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE)
+            expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE, kind)
 
         with stages.stage(f"Write the {engine} {precision} files"):
             chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
@@ -102,27 +110,24 @@ def export(
             options = _write_engine_files(engine, precision, saved.config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
-            found = check_engine(target, artefact, tokenizer, saved.labels, MAX_TOLERANCE)
-            _refuse_distance(float(np.abs(found - expected).max()))
+            found = check_engine(target, artefact, tokenizer, saved.labels, most, kind)
 
         token_ids = _encode(tokenizer, rows.texts)
         with stages.stage(f"Compare both on {len(token_ids)} rows"):
-            comparison = compare(reference, artefact, token_ids, rows.class_ids, stages.advance)
-        accuracy = comparison.accuracy(rows.name)
-        if comparison.drop_points > max_drop:
+            comparison = compare(saved, reference, artefact, token_ids, rows, stages.advance)
+        _refuse_distance(found, expected, comparison.spread, most, kind)
+        if not comparison.loss <= max_drop:  # written so that NaN is refused too
             raise ExportRefusedError(
-                f"accuracy drops by {comparison.drop_points:.2f} points ({accuracy['before']:.2%} to "
-                f"{accuracy['after']:.2%} on {accuracy['rows']} rows), more than --max_drop {max_drop:g}; nothing was "
+                f"{comparison.loss_line} on {len(rows.texts)} rows), more than --max_drop {max_drop:g}; nothing was "
                 "written",
-                comparison.changed_lines(rows.texts, saved.labels, SHOWN_CHANGES),
+                comparison.changed_lines(SHOWN_CHANGES),
             )
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
             probe_ids = _encode(tokenizer, _PROBES)
-            answers = probabilities_of(reference, probe_ids)
-            difference = float(np.abs(probabilities_of(artefact, probe_ids) - answers).max())
-            _refuse_distance(difference)
+            answers = answers_of(reference, kind, probe_ids)
+            difference = _refuse_distance(answers_of(artefact, kind, probe_ids), answers, comparison.spread, most, kind)
             before_speed, after_speed = comparison.texts_per_second
             weights_path = weights_file(saved.path)
             manifest = Manifest(
@@ -133,7 +138,7 @@ def export(
                 files=describe_files(folder),
                 versions={name: version(name) for name in _PACKAGES[engine]},
                 options=options,
-                accuracy=accuracy,
+                accuracy=comparison.accuracy(),
                 size={"before_bytes": weights_path.stat().st_size, "after_bytes": after_bytes},
                 speed={
                     "before_texts_per_second": round(before_speed, 1),
@@ -142,14 +147,16 @@ def export(
                     "threads": usable_cpus(),
                 },
                 probes=[
-                    {"text": text, "probabilities": row.round(6).tolist()}
+                    {"text": text, "value": float(row[0])}
+                    if kind is REGRESSION
+                    else {"text": text, "probabilities": row.round(6).tolist()}
                     for text, row in zip(_PROBES, answers, strict=True)
                 ],
-                probe_tolerance=round(min(difference + _PROBE_MARGIN, MAX_TOLERANCE), 3),
+                probe_tolerance=round(min(difference + margin, most), 3),
             )
             write_manifest(folder, manifest)
             load_model(folder)  # the same checks as at every later start
-    return Exported(target, manifest)
+    return Exported(target, manifest, comparison.table())
 
 
 class _Stages:
@@ -220,12 +227,17 @@ def _write_engine_files(
     return write_openvino(config, weights, calibration, folder)
 
 
-def _refuse_distance(difference: float) -> None:
-    if not difference <= MAX_TOLERANCE:  # written so that NaN is refused too
+def _refuse_distance(
+    found: NDArray[np.float64], expected: NDArray[np.float64], spread: float, most: float, kind: ProblemType
+) -> float:
+    difference = float(np.abs(found - expected).max()) / spread
+    if not difference <= most:  # written so that NaN is refused too
+        what, unit = ("an answer", " standard deviations") if kind is REGRESSION else ("a probability", "")
         raise ExportRefusedError(
-            f"a probability of the artefact differs by {difference:.2f} from the reference's, more than "
-            f"{MAX_TOLERANCE:.2f}; nothing was written, export for another engine"
+            f"{what} of the artefact differs by {difference:.2f}{unit} from the reference's, more than "
+            f"{most:.2f}; nothing was written, export for another engine"
         )
+    return difference
 
 
 def _write_description(saved: SavedModel, folder: Path) -> None:

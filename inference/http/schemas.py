@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.problem_types import MULTI_LABEL
 from inference.engines.model_loader import ModelLoader
 
 _EXAMPLE_TEXT = "Oil prices rise as stocks fall on Wall Street."
@@ -16,6 +17,13 @@ _EXAMPLE_ANSWER = {
     "truncated": False,
     "num_tokens": 13,
 }
+_EXAMPLE_LABELS = {
+    "labels": ["Business", "World"],
+    "probabilities": {"World": 0.62, "Sports": 0.005, "Business": 0.97, "Sci/Tech": 0.015},
+    "truncated": False,
+    "num_tokens": 13,
+}
+_EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 13}
 
 Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
 # Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.
@@ -56,33 +64,85 @@ class ExplainRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
 
     text: Text
+    label: str | None = Field(default=None, description="The label to explain; null is the most probable one.")
 
 
-class PredictionResponse(BaseModel):
-    """The answer to one text."""
+class AnyResponse(BaseModel):
+    """What every answer to one text has."""
+
+    truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
+    num_tokens: int = Field(description="Tokens of the whole text, the two special ones included.")
+
+
+class PredictionResponse(AnyResponse):
+    """The answer to one text, of a model that chooses one label."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_ANSWER]})
 
     label: str = Field(description="The most likely label.")
     confidence: float = Field(description="The probability of that label, 0 to 1.")
     probabilities: dict[str, float] = Field(description="The probability of every label, or of the top_k.")
-    truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
-    num_tokens: int = Field(description="Tokens of the whole text, the two special ones included.")
+
+
+class LabelsResponse(AnyResponse):
+    """The answer to one text, of a multi-label model."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_LABELS]})
+
+    labels: list[str] = Field(
+        description="The labels whose probability reaches their threshold (GET /model has them), the best first."
+    )
+    probabilities: dict[str, float] = Field(
+        description="The probability of every label, or of the top_k; each is independent of the others."
+    )
+
+
+class ValueResponse(AnyResponse):
+    """The answer to one text, of a regression model."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE_VALUE]})
+
+    value: float = Field(description="The number, in the unit of the training data.")
+
+
+# Which of them it is depends on the model that is served; `problem_type` of GET /model says it.
+Prediction = PredictionResponse | LabelsResponse | ValueResponse
 
 
 class WordWeight(BaseModel):
-    """What one word does for the label."""
+    """What one word does for the label, or for the number."""
 
     word: str
     start: int = Field(description="Where the word begins in the text, in Unicode characters.")
     end: int = Field(description="Where it ends, exclusive.")
-    weight: float = Field(description="How far the label's probability falls without the word; negative: it rises.")
+    weight: float = Field(
+        description="How far the label's probability, or the number, falls without the word; negative: it rises."
+    )
 
 
-class ExplainResponse(PredictionResponse):
-    """The answer to one text, and what each of its words does for it."""
+class Explained(BaseModel):
+    """What an explanation adds to an answer."""
 
     words: list[WordWeight] = Field(description="Every word of the text, in order.")
+
+
+class ExplainResponse(Explained, PredictionResponse):
+    """The answer to one text, and what each of its words does for the label."""
+
+    explained: str | None = Field(default=None, description="The label whose probability it is, if one was asked for.")
+
+
+class ExplainLabelsResponse(Explained, LabelsResponse):
+    """The answer of a multi-label model to one text, and what each of its words does for one label."""
+
+    explained: str = Field(description="The label whose probability it is.")
+
+
+class ExplainValueResponse(Explained, ValueResponse):
+    """The answer of a regression model to one text, and what each of its words adds to the number."""
+
+
+Explanation = ExplainResponse | ExplainLabelsResponse | ExplainValueResponse
 
 
 class HealthResponse(BaseModel):
@@ -91,7 +151,9 @@ class HealthResponse(BaseModel):
     status: Literal["healthy", "unavailable"]
     model_loaded: bool
     model: str = Field(description="The model that MODEL_CHECKPOINT names.")
-    labels: list[str] | None = Field(default=None, description="The labels that answers choose from.")
+    labels: list[str] | None = Field(
+        default=None, description="The labels that answers choose from; absent if the model answers with a number."
+    )
     error: str | None = Field(default=None, description="Why no text can be classified now.")
 
 
@@ -107,7 +169,13 @@ class ModelResponse(BaseModel):
 
     name: str
     revision: str = Field(description="The first 12 hexadecimal digits of the SHA-256 of the trained weights.")
-    labels: list[str]
+    problem_type: str = Field(
+        description="single_label_classification, multi_label_classification or regression: what /predict answers."
+    )
+    labels: list[str] = Field(description="The labels; of a regression model the name of its number.")
+    thresholds: dict[str, float] | None = Field(
+        default=None, description="Of a multi-label model: the probability from which on each label is given."
+    )
     max_length: int = Field(description="Tokens that the model reads of a text.")
     engine: dict[str, Any] = Field(description="What runs it, in which precision, and why that was picked.")
     training_data: str | None = None
@@ -117,12 +185,17 @@ class ModelResponse(BaseModel):
     @classmethod
     def of(cls, model: ModelLoader) -> ModelResponse:
         # metrics.json is whatever lies beside the weights.
+        kind, thresholds = model.answering.problem_type, None
+        if kind is MULTI_LABEL:
+            thresholds = dict(zip(model.labels, model.answering.thresholds, strict=True))
         dataset, test = model.metadata.get("dataset"), model.metadata.get("test")
         accuracy = test.get("accuracy") if isinstance(test, dict) else None
         return cls(
             name=model.info["name"],
             revision=model.info["revision"],
+            problem_type=kind.name,
             labels=model.labels,
+            thresholds=thresholds,
             max_length=model.max_length,
             engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
             training_data=dataset if isinstance(dataset, str) else None,

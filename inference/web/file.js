@@ -2,7 +2,8 @@
 
 import { classifyAll } from "./batch.js";
 import { Table, decode } from "./csv.js";
-import { accentOf, count, element, percent, rows } from "./format.js";
+import { accentOf, count, element, joined, number, percent, rows } from "./format.js";
+import { kind, onReady } from "./server.js";
 
 const MAX_BYTES = 64 * 1024 * 1024;
 const NUM_PREVIEW = 6;
@@ -33,6 +34,27 @@ export function startFile() {
   });
   $("cancel").addEventListener("click", () => running.abort());
   for (const id of ["forget", "again"]) $(id).addEventListener("click", startOver);
+  onReady(() => {
+    const [first, second] = columns();
+    const names = [element("em", {}, first), ...(second ? [" and ", element("em", {}, second)] : [])];
+    const promise = `You get it back with ${second ? "two more columns" : "one more column"}: `;
+    $("file-hint").replaceChildren(`CSV, or plain text with one headline a line. ${promise}`, ...names, ".");
+  });
+}
+
+// As inference/bulk/rows_out.py: what a model adds to each row.
+function columns() {
+  return { multi_label_classification: ["labels"], regression: ["value"] }[kind.problemType] ?? ["label", "confidence"];
+}
+
+function cellsOf(answer) {
+  if (!isAnswered(answer)) return columns().map(() => "");
+  if (answer.value !== undefined) return [Number(answer.value.toPrecision(7))];
+  return answer.labels ? [joined(answer.labels, kind.labels)] : [answer.label, answer.confidence.toFixed(4)];
+}
+
+function isAnswered(answer) {
+  return Boolean(answer) && answer.error === undefined;
 }
 
 // Anywhere on the page: a file dropped beside the zone would make the browser leave.
@@ -167,23 +189,40 @@ function showTally(answers) {
   let numRefused = 0;
   for (const answer of answers) {
     if (answer?.error) numRefused += 1;
-    else if (answer) tally.set(answer.label, (tally.get(answer.label) ?? 0) + 1);
+    else if (answer?.value === undefined && answer) {
+      for (const label of answer.labels ?? [answer.label]) tally.set(label, (tally.get(label) ?? 0) + 1);
+    }
   }
   const sorted = [...tally].sort((a, b) => accentOf(a[0]) - accentOf(b[0]));
-  const segment = (number, attributes) => {
+  // Rows may have several labels, which then share the bar.
+  const whole = Math.max(answers.length, numRefused + sorted.reduce((sum, [, some]) => sum + some, 0));
+  const segment = (some, attributes) => {
     const part = element("span", attributes);
-    part.style.setProperty("--share", number / answers.length);
+    part.style.setProperty("--share", some / whole);
     return part;
   };
+  $("shares").hidden = kind.problemType === "regression";
   $("shares").replaceChildren(
-    ...sorted.map(([label, number]) => segment(number, { "data-accent": accentOf(label) })),
+    ...sorted.map(([label, some]) => segment(some, { "data-accent": accentOf(label) })),
     ...(numRefused ? [segment(numRefused, { class: "refused" })] : []),
   );
   $("legend").replaceChildren(
-    ...sorted.map(([label, number]) => {
-      return element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(number)));
+    ...sorted.map(([label, some]) => {
+      return element("li", { "data-accent": accentOf(label) }, `${label} `, element("b", {}, count(some)));
     }),
+    ...numbersOf(answers),
   );
+}
+
+function numbersOf(answers) {
+  const values = answers.flatMap((answer) => (answer?.value === undefined ? [] : [answer.value]));
+  if (!values.length) return [];
+  const [least, most, sum] = values.reduce(
+    ([low, high, total], one) => [Math.min(low, one), Math.max(high, one), total + one],
+    [Infinity, -Infinity, 0],
+  );
+  const facts = { mean: sum / values.length, lowest: least, highest: most };
+  return Object.entries(facts).map(([name, value]) => element("li", {}, `${name} `, element("b", {}, number(value))));
 }
 
 function showEnd(state) {
@@ -200,14 +239,21 @@ function showEnd(state) {
   $("again").hidden = false;
   offerDownload(answers);
   showRefused(refused);
-  const answered = answers.flatMap((answer, i) => (answer?.label === undefined ? [] : [i])).slice(0, NUM_PREVIEW);
+  const answered = answers.flatMap((answer, i) => (isAnswered(answer) ? [i] : [])).slice(0, NUM_PREVIEW);
   $("preview").replaceChildren(...answered.map((i) => previewRow(texts[i], ...tagOf(answers[i]))));
   ($("download").hidden ? $("again") : $("download")).focus();
 }
 
-function tagOf({ label, confidence }) {
+function tagOf({ label, labels, value, confidence }) {
+  if (value !== undefined) return [element("span", { class: "tag" }, number(value))];
+  if (labels) return [tagsOf(labels)];
   const tag = element("span", { class: "tag", "data-accent": accentOf(label) }, label);
   return [tag, element("span", { class: "share" }, percent(confidence))];
+}
+
+function tagsOf(labels) {
+  const names = labels.map((label) => element("span", { "data-accent": accentOf(label) }, label));
+  return element("span", { class: "tag several" }, ...(names.length ? names : ["none"]));
 }
 
 function showRefused(refused) {
@@ -220,12 +266,12 @@ function showRefused(refused) {
 }
 
 function offerDownload(answers) {
-  const hasErrors = answers.some((answer) => answer?.label === undefined);
+  const hasErrors = !answers.every(isAnswered);
   const values = answers.map((answer) => {
-    const cells = [answer?.label ?? "", answer?.confidence?.toFixed(4) ?? ""];
+    const cells = cellsOf(answer);
     return hasErrors ? [...cells, answer ? (answer.error ?? "") : "not classified: cancelled"] : cells;
   });
-  const csv = table.withColumns(["label", "confidence", ...(hasErrors ? ["error"] : [])], values);
+  const csv = table.withColumns([...columns(), ...(hasErrors ? ["error"] : [])], values);
   URL.revokeObjectURL(downloadUrl);
   downloadUrl = URL.createObjectURL(new Blob([csv], { type: "text/csv;charset=utf-8" }));
   $("download").href = downloadUrl;

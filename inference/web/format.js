@@ -25,8 +25,23 @@ export function percent(share) {
 
 /** A probability's change in percentage points, two digits of it: "+36", "−0.68". */
 export function points(change) {
-  const size = Math.abs(change * 100).toLocaleString("en", { maximumSignificantDigits: 2 });
+  return difference(change * 100);
+}
+
+/** A model's number with six digits: "3.21408", "\u22121,250,000". */
+export function number(value) {
+  return value.toLocaleString("en", { maximumSignificantDigits: 6 }).replace("-", "\u2212");
+}
+
+/** A number's change with its sign, two digits of it. */
+export function difference(change) {
+  const size = Math.abs(change).toLocaleString("en", { maximumSignificantDigits: 2 });
   return `${change < 0 ? "\u2212" : "+"}${size}`;
+}
+
+/** A text's labels in one cell, as training reads them; names that would fall apart are written as a list. */
+export function joined(labels, all) {
+  return all.some((label) => /[,;|]|^\s*\[/.test(label)) ? JSON.stringify(labels) : labels.join("|");
 }
 
 /** Milliseconds with the digits that matter. */

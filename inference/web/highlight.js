@@ -57,7 +57,16 @@ export class Highlight {
  */
 export function withStrength(words, confidence) {
   const evidence = words.map(({ weight }) => logOdds(confidence) - logOdds(confidence - weight));
-  const strongest = Math.max(LEAST_STRONGEST, ...evidence.map(Math.abs));
+  return relativeTo(Math.max(LEAST_STRONGEST, ...evidence.map(Math.abs)), words, evidence);
+}
+
+/** Say of each word how strongly it raises the number (0 to 1) or lowers it, compared with the strongest. */
+export function withStrengthOfNumbers(words) {
+  const evidence = words.map(({ weight }) => weight);
+  return relativeTo(Math.max(...evidence.map(Math.abs)) || 1, words, evidence);
+}
+
+function relativeTo(strongest, words, evidence) {
   return words.map((word, i) => ({
     ...withoutPunctuation(word),
     strength: Math.abs(evidence[i]) / strongest,

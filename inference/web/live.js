@@ -1,10 +1,10 @@
 // The text, and its answer while one types.
 
 import { ApiError, call, sleep } from "./api.js";
-import { accentOf, element, milliseconds, percent, points } from "./format.js";
-import { Highlight, LEAST_STRENGTH, marksOf, withStrength } from "./highlight.js";
+import { accentOf, difference, element, milliseconds, number, percent, points } from "./format.js";
+import { Highlight, LEAST_STRENGTH, marksOf, withStrength, withStrengthOfNumbers } from "./highlight.js";
 import { setNotice } from "./notice.js";
-import { watch } from "./server.js";
+import { kind, watch } from "./server.js";
 
 const PAUSE_MS = 150; // asked once the typing pauses this long,
 const LONGEST_WAIT_MS = 450; // or, when it never pauses, this often
@@ -13,8 +13,11 @@ const EXPLAIN_UNASKED_WORDS = 80; // an explanation costs about one forward pass
 const NUM_WORDS = 6;
 const CLOSE_CALL = 0.2;
 
-const [field, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer] = [
-  "text", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing", "announce",
+const [
+  title, field, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
+] = [
+  "title", "text", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing",
+  "announce",
 ].map((id) => document.getElementById(id));
 const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
 const highlight = new Highlight(document.getElementById("mirror"));
@@ -50,8 +53,12 @@ export function setText(text) {
 /** Show bars for the model's labels, and ask again: the model is there, or there again. */
 export function modelReady({ labels, model }) {
   maxLength = model?.max_length ?? null;
-  if (!field.value.trim()) showBars(Object.fromEntries(labels.map((name) => [name, 0])), null);
-  else textChanged(0);
+  const answersNumber = kind.problemType === "regression";
+  bars.hidden = answersNumber;
+  bars.replaceChildren(); // another model may have other thresholds
+  if (kind.problemType !== "single_label_classification") title.textContent = "What does the model say?";
+  if (field.value.trim()) textChanged(0);
+  else if (!answersNumber) showBars(Object.fromEntries(labels.map((name) => [name, 0])), []);
 }
 
 function textChanged(pause = PAUSE_MS) {
@@ -97,10 +104,21 @@ async function explain(text, signal) {
   answer.classList.remove("explaining");
   if (!result) return;
   const { data } = result;
-  const weighed = withStrength(data.words, data.confidence);
+  const weighed =
+    data.value === undefined ? withStrength(data.words, explainedShare(data)) : withStrengthOfNumbers(data.words);
   highlight.show(text, marksOf(weighed, text));
-  showWords(weighed);
-  announcer.textContent = `${data.label}, ${percent(data.confidence)}. ${wordList()}`;
+  showWords(weighed, data);
+  announcer.textContent = `${headline(data)}${data.confidence ? `, ${percent(data.confidence)}` : ""}. ${wordList()}`;
+}
+
+function explainedShare({ explained, confidence: share, probabilities }) {
+  return explained === undefined ? share : probabilities[explained];
+}
+
+/** The answer in a few words. */
+function headline({ label: winner, labels, value }) {
+  if (value !== undefined) return number(value);
+  return labels ? labels.join(", ") || "No label" : winner;
 }
 
 /** Ask the server, waiting while it is busy; undefined when the text has changed or the server refused it. */
@@ -136,17 +154,23 @@ function showNothing() {
 }
 
 function showAnswer(data) {
-  document.body.dataset.accent = accentOf(data.label);
-  label.textContent = data.label;
-  confidence.textContent = percent(data.confidence);
-  showBars(data.probabilities, data.label);
+  const given = data.labels ?? (data.label === undefined ? kind.labels : [data.label]);
+  if (given.length) document.body.dataset.accent = accentOf(given[0]);
+  else document.body.removeAttribute("data-accent");
+  label.textContent = headline(data);
+  confidence.textContent = data.confidence === undefined ? "" : percent(data.confidence);
+  if (data.probabilities) showBars(data.probabilities, given);
   remark.textContent = remarkOn(data);
 }
 
-function remarkOn({ label: winner, confidence: share, probabilities, truncated, num_tokens: numTokens }) {
+function remarkOn({ label: winner, labels, confidence: share, probabilities, truncated, num_tokens: numTokens }) {
   if (truncated) {
     const limit = maxLength ? `first ${maxLength} tokens` : "beginning";
     return `Long text${numTokens ? ` (${numTokens} tokens)` : ""}: only the ${limit} decided.`;
+  }
+  if (winner === undefined) {
+    const what = labels ? (labels.length ? "" : "No label reaches its threshold. ") : `${kind.labels[0]}. `;
+    return `${what}${numTokens ? `${numTokens} tokens read.` : ""}`;
   }
   const rivals = Object.entries(probabilities).filter(([name]) => name !== winner);
   const [rival, next] = rivals.reduce((best, one) => (one[1] > best[1] ? one : best), ["", 0]);
@@ -154,16 +178,23 @@ function remarkOn({ label: winner, confidence: share, probabilities, truncated, 
   return numTokens ? `${numTokens} tokens read.` : "";
 }
 
-function showBars(probabilities, winner) {
+// A mark on a bar is the threshold from which on the label is given.
+function showBars(probabilities, given) {
   const names = Object.keys(probabilities);
   if (names.join("\n") !== [...bars.children].map((bar) => bar.dataset.label).join("\n")) {
     bars.replaceChildren(...names.map(newBar));
   }
-  names.forEach((name, i) => setBar(bars.children[i], probabilities[name], name === winner));
+  names.forEach((name, i) => setBar(bars.children[i], probabilities[name], given.includes(name)));
 }
 
 function newBar(name) {
   const track = element("span", { class: "track" }, element("span", { class: "fill" }));
+  const threshold = kind.thresholds[name];
+  if (kind.problemType === "multi_label_classification" && threshold !== undefined) {
+    const mark = element("span", { class: "threshold", title: `given from ${percent(threshold)} on` });
+    mark.style.setProperty("--threshold", threshold);
+    track.append(mark);
+  }
   const attributes = { "data-label": name, "data-accent": accentOf(name) };
   return element("li", attributes, element("span", { class: "name" }, name), track, element("span", { class: "share" }));
 }
@@ -174,21 +205,22 @@ function setBar(bar, share, isWinner) {
   bar.lastChild.textContent = share ? percent(share) : "";
 }
 
-function showWords(list) {
+function showWords(list, { value, explained } = {}) {
   const deciding = list
     .filter(({ strength }) => strength >= LEAST_STRENGTH)
     .sort((a, b) => b.strength - a.strength)
     .slice(0, NUM_WORDS);
   words.replaceChildren(
     ...deciding.map(({ word, weight, strength, against }) => {
-      const parts = [element("span", {}, word), element("b", {}, points(weight))];
+      const parts = [element("span", {}, word), element("b", {}, value === undefined ? points(weight) : difference(weight))];
       const item = element("li", against ? { class: "against" } : {}, ...parts);
       item.style.setProperty("--strength", strength.toFixed(3));
       return item;
     }),
   );
+  const unit = value === undefined ? "points of probability" : kind.labels[0];
   why.textContent = deciding.length
-    ? "In points of probability lost without the word."
+    ? `In ${unit}${explained === undefined ? "" : ` of ${explained}`} lost without the word.`
     : "No single word decides.";
 }
 

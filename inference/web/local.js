@@ -43,6 +43,8 @@ const ANSWERS = {
   health: async ({ info }) => ({ labels: info.labels }),
   model: async ({ info }) => ({
     ...info,
+    problem_type: info.problemType,
+    thresholds: Object.fromEntries(info.labels.map((label, i) => [label, info.thresholds[i]])),
     max_length: info.maxTokens,
     engine: { engine: engineOf(info) },
     test_accuracy: info.test.accuracy,
@@ -76,21 +78,35 @@ function engineOf({ instructionSet, threads }) {
   return `int8 in this browser (WebAssembly ${instructionSet.replace("-", " ").replace("simd", "SIMD")}${count})`;
 }
 
-function render({ info }, { probabilities, tokens, truncated }) {
-  const best = probabilities.indexOf(Math.max(...probabilities));
-  return {
-    label: info.labels[best],
-    confidence: probabilities[best],
-    probabilities: Object.fromEntries(info.labels.map((label, i) => [label, probabilities[i]])),
-    truncated,
-    num_tokens: tokens,
-  };
+function render({ info }, { values, tokens, truncated }) {
+  return { ...meaning(info, values), truncated, num_tokens: tokens };
 }
 
-// As inference/http/routes/explain.py: leave out each word, or group of words, and see how far the probability falls.
+// As inference/engines/answering.py.
+function meaning({ problemType, labels, thresholds }, values) {
+  if (problemType === "regression") return { value: values[0] };
+  const probabilities = Object.fromEntries(labels.map((label, i) => [label, values[i]]));
+  if (problemType === "multi_label_classification") {
+    const given = [...labels.keys()].filter((i) => values[i] >= thresholds[i]).sort((a, b) => values[b] - values[a]);
+    return { labels: given.map((i) => labels[i]), probabilities };
+  }
+  const best = placeOfBest(values);
+  return { label: labels[best], confidence: values[best], probabilities };
+}
+
+function placeOfBest(values) {
+  return values.indexOf(Math.max(...values));
+}
+
+// The answer to a text without any word: nothing speaks for any label, and no number is the usual one.
+function withoutWords({ problemType, labels }, value) {
+  return { regression: value, multi_label_classification: 0.5 }[problemType] ?? 1 / labels.length;
+}
+
+// As inference/http/routes/explain.py: leave out each word, or group of words, and see how far the answer falls.
 async function explain(found, text, signal) {
   const spans = [...text.matchAll(/\S+/g)].map(({ 0: word, index }) => [index, index + word.length]);
-  const { maxTokens, labels } = found.info;
+  const { maxTokens, labels, problemType } = found.info;
   const numRead = Math.min(spans.length, maxTokens); // a word has at least one token
   const size = Math.max(1, Math.ceil(numRead / (MOST_EXPLAINING_TEXTS - 1)));
   const shortened = [];
@@ -101,15 +117,16 @@ async function explain(found, text, signal) {
   }
   const [whole] = await found.classify([text], { signal });
   const without = await classifySome(found, shortened.map(({ rest }) => rest), signal);
-  const label = whole.probabilities.indexOf(Math.max(...whole.probabilities));
+  const place = placeOfBest(whole.values);
+  const value = whole.values[place];
   const weights = shortened.flatMap(({ count }, i) => {
-    // If nothing is left to read, nothing speaks for any label.
-    const left = without[i]?.probabilities[label] ?? 1 / labels.length;
-    return Array(count).fill((whole.probabilities[label] - left) / count);
+    const left = without[i]?.values[place] ?? withoutWords(found.info, value);
+    return Array(count).fill((value - left) / count);
   });
   const places = inCharacters(text, spans);
   const words = places.map(([word, start, end], i) => ({ word, start, end, weight: weights[i] ?? 0 }));
-  return { ...render(found, whole), words };
+  const explained = problemType === "multi_label_classification" ? { explained: labels[place] } : {};
+  return { ...render(found, whole), ...explained, words };
 }
 
 /** An answer for each text, undefined for those in which nothing is left to read. */

@@ -3,7 +3,7 @@
 
 import { Tokenizer } from "./wordpiece.js";
 
-const FORMAT = 1;
+const FORMAT = 2;
 const CACHE = "local-model";
 const PAGE_BYTES = 65536;
 const STACK_BYTES = 65536; // of a thread, as deployment/compile_kernels.py gives the first one
@@ -168,10 +168,12 @@ export class LocalModel {
   }
 
   get info() {
-    const { name, labels, test, weights, tokenizer } = this.description;
+    const { name, problem_type: problemType, labels, thresholds, test, weights, tokenizer } = this.description;
     return {
       name,
+      problemType,
       labels,
+      thresholds,
       test,
       maxTokens: tokenizer.max_tokens,
       instructionSet: this.instructions,
@@ -181,7 +183,7 @@ export class LocalModel {
     };
   }
 
-  /** An answer for each text: its `probabilities` in the order of the labels, its `tokens`, whether it was `truncated`. */
+  /** An answer for each text: its `values` in the order of the labels, its `tokens`, whether it was `truncated`. */
   classify(texts) {
     const encoded = texts.map((text, index) => {
       const cleaned = this.tokenizer.clean(text);
@@ -200,15 +202,15 @@ export class LocalModel {
       const passed = encoded.slice(first, end);
       const logits = this.logits(passed.map(({ ids }) => ids));
       passed.forEach(({ tokens, truncated }, i) => {
-        const probabilities = softmax(logits[i]);
-        if (!probabilities.every(Number.isFinite)) throw new Error("The model answers this text with NaN.");
-        answers.push({ probabilities, tokens, truncated });
+        const values = this.#answers(logits[i]);
+        if (!values.every(Number.isFinite)) throw new Error("The model answers this text with NaN.");
+        answers.push({ values, tokens, truncated });
       });
     }
     return answers;
   }
 
-  /** One forward pass: the scores before softmax, a Float32Array for each list of token ids. */
+  /** One forward pass: the scores, a Float32Array for each list of token ids. */
   logits(texts) {
     return this.#forward(texts, this.session, this.threads);
   }
@@ -337,16 +339,29 @@ export class LocalModel {
 
   // A known text: a damaged file or a browser that computes wrongly shows, and the browser has optimised the code.
   #check() {
-    const { text, probabilities } = this.description.check;
+    const { text, answers, spread } = this.description.check;
     const { ids } = this.tokenizer.encode(this.tokenizer.clean(text));
-    const found = softmax(this.logits([ids])[0]);
-    const isNear = found.every((p, i) => Math.abs(p - probabilities[i]) <= TOLERANCE);
-    if (!isNear || found.length !== probabilities.length) throw new WebAssembly.RuntimeError("another answer");
+    const found = this.#answers(this.logits([ids])[0]);
+    const isNear = found.every((one, i) => Math.abs(one - answers[i]) <= TOLERANCE * spread);
+    if (!isNear || found.length !== answers.length) throw new WebAssembly.RuntimeError("another answer");
+  }
+
+  // As common/problem_types.py: what scores mean.
+  #answers(logits) {
+    const scores = Array.from(logits);
+    switch (this.description.problem_type) {
+      case "single_label_classification":
+        return softmax(scores);
+      case "multi_label_classification":
+        return scores.map((score) => (Number.isFinite(score) ? (1 + Math.tanh(score / 2)) / 2 : NaN));
+      case "regression":
+        return scores;
+    }
+    throw new Error(`This page does not know models of the kind ${this.description.problem_type}; reload it.`);
   }
 }
 
-function softmax(logits) {
-  const scores = Array.from(logits);
+function softmax(scores) {
   const largest = Math.max(...scores);
   const exponentials = scores.map((score) => Math.exp(score - largest));
   const sum = exponentials.reduce((a, b) => a + b);

@@ -8,6 +8,9 @@ const POLL_SECONDS = 2;
 const listeners = [];
 let watching = null;
 
+/** What the model answers: a label, labels or a number; the names are those of GET model. */
+export const kind = { problemType: "single_label_classification", thresholds: {}, labels: [] };
+
 /** Call `listener` with what GET model says (null where it says nothing) whenever the model is there, or there again. */
 export function onReady(listener) {
   listeners.push(listener);
@@ -38,6 +41,11 @@ async function untilHealthy() {
   const model = await describeModel();
   const labels = model?.labels ?? health.labels ?? [];
   learnLabels(labels);
+  Object.assign(kind, {
+    problemType: model?.problem_type ?? "single_label_classification",
+    thresholds: model?.thresholds ?? {},
+    labels,
+  });
   for (const listener of listeners) listener({ labels, model });
 }
 

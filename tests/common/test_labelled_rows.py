@@ -15,7 +15,7 @@ def test_title_and_description_are_joined_and_classes_count_from_one(tmp_path: P
     (tmp_path / "test.csv").write_text('"3","Oil","Prices rise"\n"1","Talks",""\n')
     rows = read_labelled_rows(tmp_path, LABELS)
     assert rows.texts == ["Oil Prices rise", "Talks"]
-    assert rows.class_ids == [2, 0]
+    assert rows.targets == [2, 0]
     assert rows.name == str(tmp_path / "test.csv")
 
 
@@ -33,7 +33,7 @@ def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
     )
     for name in ("rows.csv", "rows.jsonl"):
         rows = read_labelled_rows(tmp_path / name, LABELS)
-        assert (rows.texts, rows.class_ids) == (["Goal!", "Talks"], [1, 0])
+        assert (rows.texts, rows.targets) == (["Goal!", "Talks"], [1, 0])
         assert rows.calibration_texts == rows.texts
 
 
@@ -48,7 +48,7 @@ def test_a_header_and_json_lines_name_their_labels(tmp_path: Path) -> None:
 def test_files_are_read_as_training_reads_them(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     rows = read_labelled_rows(tmp_path / name, LABELS, columns=Columns("titel", "kategorie"))
-    assert (rows.texts, rows.class_ids) == (["Goal!", "Talks, talks"], [1, 0])
+    assert (rows.texts, rows.targets) == (["Goal!", "Talks, talks"], [1, 0])
 
 
 def test_texts_of_any_length_are_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -33,6 +34,9 @@ TEXTS = [
     "A very long report " + "about markets, games, chips and peace talks " * 20,
     "Shares in the software maker rose three percent.",
 ]
+
+TINY = {"n_layers": 2, "dim": 32, "hidden_dim": 64, "n_heads": 2, "max_position_embeddings": 64}
+THRESHOLDS = [0.5, 0.3, 0.6, 0.45]
 
 MakeFolder = Callable[..., Path]
 StartServer = Callable[..., AbstractContextManager[httpx.Client]]
@@ -81,11 +85,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
     """Write a model of any family with random weights and the tiny tokenizer."""
+    return _folder_maker(model_folder, tmp_path / "model")
 
+
+def _folder_maker(model_folder: Path, folder: Path) -> MakeFolder:
     def make(family: str, max_length: int = 24, labels: Sequence[str] = LABELS, **config: Any) -> Path:
         torch.manual_seed(0)
         config = {"initializer_range": 0.25} | config
-        folder = tmp_path / "model"
         vocab_size = len(json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"])
         names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
         config_class = getattr(transformers, f"{family}Config")
@@ -98,6 +104,31 @@ def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def multi_label_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that gives a text any number of labels, each from a threshold of its own on."""
+    make = _folder_maker(model_folder, tmp_path_factory.mktemp("kinds") / "topics")
+    return make("DistilBert", problem_type="multi_label_classification", label_thresholds=THRESHOLDS, **TINY)
+
+
+@pytest.fixture(scope="session")
+def regression_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers with a number around 1200."""
+    folder = tmp_path_factory.mktemp("kinds") / "prices"
+    settings = {"problem_type": "regression", "initializer_range": 0.1}
+    _folder_maker(model_folder, folder)("DistilBert", labels=["price"], **settings, **TINY)
+    rescale(folder, 100.0, 1200.0)
+    return folder
+
+
+def rescale(folder: Path, factor: float, offset: float) -> None:
+    """Give a regression model's answers another unit."""
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.weight"] *= factor
+    weights["classifier.bias"] = weights["classifier.bias"] * factor + offset
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _make_tokenizer() -> Tokenizer:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from common.errors import ModelLoadError
 from common.text import TextTokenizer
+from inference.engines.answering import OneLabelAnswering
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 
@@ -68,6 +69,7 @@ class StandInModel(ModelLoader):
         if not path.is_file():
             raise ModelLoadError(folder, "lacks tokenizer.json")
         self.labels = LABELS
+        self.answering = OneLabelAnswering(LABELS)
         self.max_length = MAX_LENGTH
         self.metadata = {"dataset": "tiny", "test": {"accuracy": 0.9}}
         self.tokenizer = TextTokenizer.from_file(path, MAX_LENGTH)

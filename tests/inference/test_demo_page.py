@@ -50,6 +50,38 @@ def _predict(server: httpx.Client, text: str) -> dict[str, Any]:
     return server.post("/predict", json={"text": text}).raise_for_status().json()
 
 
+def test_several_labels_are_shown_with_their_thresholds(
+    browser: Browser, start_server: StartServer, multi_label_folder: Path
+) -> None:
+    with start_server(multi_label_folder) as server, visits(browser, f"{server.base_url}/demo") as open_page:
+        page = open_page()
+        page.fill("#text", HEADLINE)
+        expected = _predict(server, HEADLINE)
+        given = ", ".join(expected["labels"]) or "No label"
+        until(page, f"label.textContent === {given!r}")
+        winners = page.locator("#bars .winner").evaluate_all("bars => bars.map((bar) => bar.dataset.label)")
+        assert sorted(winners) == sorted(expected["labels"])
+        marks = page.locator("#bars .threshold").evaluate_all("marks => marks.map((mark) => mark.title)")
+        assert marks == ["given from 50.0% on", "given from 30.0% on", "given from 60.0% on", "given from 45.0% on"]
+        assert page.inner_text("#file-hint").endswith("You get it back with one more column: labels.")
+
+
+def test_a_number_is_shown_without_bars(browser: Browser, start_server: StartServer, regression_folder: Path) -> None:
+    address = "#facts:not(:empty)"
+    with (
+        start_server(regression_folder) as server,
+        visits(browser, f"{server.base_url}/demo", ready=address) as open_page,
+    ):
+        page = open_page()
+        page.fill("#text", HEADLINE)
+        value = _predict(server, HEADLINE)["value"]
+        until(page, f"label.textContent === Number({value}).toLocaleString('en', {{ maximumSignificantDigits: 6 }})")
+        assert page.locator("#bars").is_hidden()
+        assert page.inner_text("#remark").startswith("price. ")
+        page.wait_for_selector("#words li")
+        assert page.inner_text("#why") == "In price lost without the word."
+
+
 def test_the_answer_follows_the_typing_and_nothing_jumps(open_page: OpenPage, server: httpx.Client) -> None:
     page = open_page()
     place = page.locator("#file").bounding_box()

@@ -82,27 +82,19 @@ def note(context: RequestContext, answers: Sequence[Answer]) -> None:
     context.note_answers((one.num_tokens, one.tokenize_s, one.queue_s, one.forward_s) for one in answers)
 
 
-def decide(parts: Parts, served: Served, answer: Answer) -> tuple[str, float]:
-    """The label of an answer and its probability; counts it."""
-    confidence = max(answer.probabilities)
-    label = served.model.labels[answer.probabilities.index(confidence)]
-    parts.metrics.predicted(label, confidence, answer.truncated)
-    return label, confidence
+def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, float | None]]:
+    """The labels of an answer as `Answering.given` returns them; counts it."""
+    given = served.model.answering.given(answer.values)
+    parts.metrics.predicted(given, answer.truncated)
+    return given
 
 
 def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
-    """Turn an answer into the fields of `schemas.PredictionResponse`, and count it."""
-    label, confidence = decide(parts, served, answer)
-    named = dict(zip(served.model.labels, answer.probabilities, strict=True))
-    if top_k is not None:
-        named = dict(sorted(named.items(), key=lambda item: -item[1])[:top_k])
-    return {
-        "label": label,
-        "confidence": confidence,
-        "probabilities": named,
-        "truncated": answer.truncated,
-        "num_tokens": answer.num_tokens,
-    }
+    """Turn an answer into the fields of the response for this kind of model (see `schemas`), and count it."""
+    fields = served.model.answering.fields(answer.values, decide(parts, served, answer), top_k)
+    fields["truncated"] = answer.truncated
+    fields["num_tokens"] = answer.num_tokens
+    return fields
 
 
 def refuse_long(name: str, text: str, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Which words decide: leave out each one in turn, and compare the label's probability."""
+"""Which words decide: leave out each one in turn, and compare the label's probability, or the number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
+from common.problem_types import MULTI_LABEL
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify_some, refuse_long, render
 from inference.http.routes.json_route import JsonRoute
-from inference.http.schemas import ExplainRequest, ExplainResponse
+from inference.http.schemas import ExplainRequest, Explanation
 from inference.http.server_parts import parts_of
 
 router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
@@ -21,9 +22,10 @@ router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
 _WORD = re.compile(r"\S+")
 
 
-@router.post("/explain", response_model=ExplainResponse)
+@router.post("/explain", response_model=Explanation)
 async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
-    """Classify a text, and tell how far the label's probability falls without each word.
+    """Classify a text, and tell how far the label's probability falls without each word; of a regression model, how far
+    the number falls.
 
     A text of more than EXPLAIN_MAX_PASSES words is explained in groups of neighbouring words, which share their weight.
     Words beyond what the model reads weigh 0.
@@ -31,20 +33,28 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     parts = parts_of(request)
     refuse_long("text", body.text, parts.settings)
     served = parts.served_model.require()
+    answering = served.model.answering
+    if body.label is not None:
+        answering.refuse_unknown(body.label)  # before the work
     spans = [match.span() for match in _WORD.finditer(body.text)]
     shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
     texts = [body.text, *(text for _, text in shortened)]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
-    label = whole.probabilities.index(max(whole.probabilities))
+    place = answering.place_of(whole.values, body.label)
+    value = whole.values[place]
     weights: list[float] = []
     for (num_words, _), answer in zip(shortened, answers[1:], strict=True):
         # If nothing is left to read, nothing speaks for any label.
-        without = 1 / len(whole.probabilities) if answer is None else answer.probabilities[label]
-        weights += [(whole.probabilities[label] - without) / num_words] * num_words
+        without = answering.without_words(value) if answer is None else answer.values[place]
+        weights += [(value - without) / num_words] * num_words
     weights += [0.0] * (len(spans) - len(weights))
-    return {**render(parts, served, whole), "words": _words(body.text, spans, weights)}
+    explanation = render(parts, served, whole)
+    if body.label is not None or answering.problem_type is MULTI_LABEL:
+        explanation["explained"] = answering.labels[place]
+    explanation["words"] = _words(body.text, spans, weights)
+    return explanation
 
 
 def _without_each(

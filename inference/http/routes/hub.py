@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference.batching.cache import Probabilities
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from inference.batching.cache import Values
+from inference.engines.answering import Answering
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, decide, refuse_long, refuse_many
 from inference.http.routes.json_route import JsonRoute, json_list
@@ -26,7 +29,8 @@ class HubParameters(BaseModel):
 
     top_k: int | None = Field(default=None, ge=1, description="Give only so many labels; null gives all.")
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
-        default=None, description="From scores to answers; null is softmax."
+        default=None,
+        description="From scores to answers; null is softmax, for a multi-label model sigmoid, for regression none.",
     )
 
 
@@ -46,7 +50,10 @@ class HubScore(BaseModel):
 
 @router.post("/hub", response_model=list[list[HubScore]])
 async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
-    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first."""
+    """Classify as Hugging Face's text-classification task does: for each text its labels, the best first.
+
+    All labels of a multi-label model are given, also below their threshold; a number has the name of its column.
+    """
     parts = parts_of(request)
     served = parts.served_model.require()
     is_single = isinstance(body.inputs, str)
@@ -56,11 +63,11 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     else:
         refuse_many("inputs", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "inputs" if is_single else "inputs[{}]")
-    function = _FUNCTIONS[body.parameters.function_to_apply or "softmax"]
+    function = _function(served.model.answering, body.parameters.function_to_apply)
     labels = served.model.labels
     for answer in answers:
         decide(parts, served, answer)
-    return await json_list(_best(labels, function(answer.probabilities), body.parameters.top_k) for answer in answers)
+    return await json_list(_best(labels, function(answer.values), body.parameters.top_k) for answer in answers)
 
 
 def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> list[dict[str, Any]]:
@@ -68,9 +75,16 @@ def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> 
     return [{"label": label, "score": score} for label, score in ordered[:top_k]]
 
 
-_FUNCTIONS: dict[str, Callable[[Probabilities], Sequence[float]]] = {
-    "softmax": lambda probabilities: probabilities,
-    "none": Probabilities.scores,
+def _function(answering: Answering, asked_for: str | None) -> Callable[[Values], Sequence[float]]:
+    own = _OWN_FUNCTIONS[answering.problem_type.name]
+    return _FUNCTIONS[asked_for] if asked_for not in (None, own) else lambda values: values
+
+
+# What the answers of each kind of model are computed with.
+_OWN_FUNCTIONS = {SINGLE_LABEL.name: "softmax", MULTI_LABEL.name: "sigmoid", REGRESSION.name: "none"}
+_FUNCTIONS: dict[str, Callable[[Values], Sequence[float]]] = {
+    "softmax": lambda values: SINGLE_LABEL.answers(np.array([values.scores()]))[0].tolist(),
+    "none": lambda values: values.scores(),
     # 1 / (1 + exp(-score)) would overflow.
-    "sigmoid": lambda probabilities: [(1 + math.tanh(score / 2)) / 2 for score in probabilities.scores()],
+    "sigmoid": lambda values: [(1 + math.tanh(score / 2)) / 2 for score in values.scores()],
 }

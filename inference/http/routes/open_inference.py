@@ -11,7 +11,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 import inference
+from common.problem_types import MULTI_LABEL, REGRESSION
+from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
+from inference.engines.answering import Answering
 from inference.errors import RefusedTextError
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify, decide, refuse_many
@@ -66,18 +69,26 @@ async def get_server_readiness(parts: PartsDep, response: Response) -> Readiness
 async def get_model_metadata(name: str, parts: PartsDep) -> ModelMetadata:
     """Describe the model."""
     served = _served(parts, name)
-    num_labels = len(served.model.labels)
     return ModelMetadata(
         name=served.name,
         versions=[served.model.info["revision"]],
         platform=served.model.info["engine"].replace(" ", "_"),
         inputs=[TensorMetadata(name=INPUT_NAME, datatype="BYTES", shape=[-1])],
-        outputs=[
-            TensorMetadata(name="label", datatype="BYTES", shape=[-1]),
-            TensorMetadata(name="confidence", datatype="FP32", shape=[-1]),
-            TensorMetadata(name="probabilities", datatype="FP32", shape=[-1, num_labels]),
-        ],
+        outputs=_outputs(served.model.answering),
     )
+
+
+def _outputs(answering: Answering) -> list[TensorMetadata]:
+    probabilities = TensorMetadata(name="probabilities", datatype="FP32", shape=[-1, len(answering.labels)])
+    if answering.problem_type is REGRESSION:
+        return [TensorMetadata(name="value", datatype="FP32", shape=[-1])]
+    if answering.problem_type is MULTI_LABEL:
+        return [TensorMetadata(name="labels", datatype="BYTES", shape=[-1]), probabilities]
+    return [
+        TensorMetadata(name="label", datatype="BYTES", shape=[-1]),
+        TensorMetadata(name="confidence", datatype="FP32", shape=[-1]),
+        probabilities,
+    ]
 
 
 @router.get("/models/{name}/ready", responses=_READINESS)
@@ -141,21 +152,22 @@ def _num_json_bytes(request: Request) -> int | None:
 
 
 async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any]:
-    """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out."""
+    """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out.
+
+    A multi-label model answers with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
+    `value`. The model's metadata list its tensors.
+    """
     parts = parts_of(request)
     served = _served(parts, name)
     texts = _texts(body)
+    named = [output.name for output in _outputs(served.model.answering)]
+    wanted = [output.name for output in body.outputs] or named
+    if unknown := [name for name in wanted if name not in named]:
+        line = f"the model has no output {unknown[0]}, its outputs are {', '.join(named)}"
+        raise RefusedTextError("invalid_request", line)
     refuse_many("data", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
-    labels, confidences = zip(*(decide(parts, served, answer) for answer in answers), strict=True)
-    names = served.model.labels
-    probabilities = [value for answer in answers for _, value in zip(names, answer.probabilities, strict=True)]
-    tensors = {
-        "label": _tensor("label", "BYTES", body.inputs[0].shape, labels),
-        "confidence": _tensor("confidence", "FP32", body.inputs[0].shape, confidences),
-        "probabilities": _tensor("probabilities", "FP32", [len(answers), len(names)], probabilities),
-    }
-    wanted = [output.name for output in body.outputs] or list(tensors)
+    tensors = {output["name"]: output for output in _tensors(parts, served, answers, body.inputs[0].shape)}
     response: dict[str, Any] = {
         "model_name": served.name,
         "model_version": served.model.info["revision"],
@@ -183,6 +195,20 @@ def _texts(body: InferRequest) -> list[str]:
     if math.prod(tensor.shape) != len(texts):
         raise RefusedTextError("invalid_request", f"the shape {tensor.shape} is not that of {len(texts)} texts")
     return texts
+
+
+def _tensors(parts: Parts, served: Served, answers: Sequence[Answer], shape: list[int]) -> list[dict[str, Any]]:
+    answering = served.model.answering
+    given = [decide(parts, served, answer) for answer in answers]
+    values = [value for answer in answers for _, value in zip(answering.labels, answer.values, strict=True)]
+    if answering.problem_type is REGRESSION:
+        return [_tensor("value", "FP32", shape, values)]
+    probabilities = _tensor("probabilities", "FP32", [len(answers), len(answering.labels)], values)
+    if answering.problem_type is MULTI_LABEL:
+        labels = [answering.joined([label for label, _ in one]) for one in given]
+        return [_tensor("labels", "BYTES", shape, labels), probabilities]
+    labels, confidences = zip(*(one[0] for one in given), strict=True)
+    return [_tensor("label", "BYTES", shape, labels), _tensor("confidence", "FP32", shape, confidences), probabilities]
 
 
 def _tensor(name: str, datatype: str, shape: list[int], data: Sequence[Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class InputTensor(BaseModel):
 class RequestedOutput(BaseModel):
     """A tensor to answer with."""
 
-    name: Literal["label", "confidence", "probabilities"]
+    name: Literal["label", "labels", "confidence", "probabilities", "value"]
     parameters: dict[str, Any] = {}
 
 
@@ -93,7 +93,9 @@ class InferRequest(BaseModel):
     id: str | None = None
     parameters: dict[str, Any] = {}
     inputs: list[InputTensor] = Field(min_length=1, max_length=1)
-    outputs: list[RequestedOutput] = Field(default=[], max_length=3, fail_fast=True, description="Default: all three.")
+    outputs: list[RequestedOutput] = Field(
+        default=[], max_length=3, fail_fast=True, description="Default: all that the model has."
+    )
 
 
 class OutputTensor(TensorMetadata):

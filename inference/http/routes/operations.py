@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from common.errors import ModelLoadError
+from common.problem_types import REGRESSION
 from inference.http.error_responses import REFUSALS, RETRY_AFTER_SECONDS, error_response
 from inference.http.schemas import ErrorResponse, HealthResponse, ModelResponse, ProbeResponse
 from inference.http.server_parts import PartsDep
@@ -30,7 +31,7 @@ async def get_health(parts: PartsDep, response: Response) -> HealthResponse:
         status="healthy" if error is None else "unavailable",
         model_loaded=current is not None,
         model=str(parts.served_model.path),
-        labels=current.model.labels if current else None,
+        labels=current.model.labels if current and current.model.answering.problem_type is not REGRESSION else None,
         error=error,
     )
 

@@ -12,15 +12,15 @@ from inference.http.request_gate import is_stream
 from inference.http.routes import streams
 from inference.http.routes.answers import classify, refuse_long, refuse_many, render
 from inference.http.routes.json_route import Endpoint, JsonRoute, json_list
-from inference.http.schemas import BatchRequest, PredictionResponse, PredictRequest
+from inference.http.schemas import BatchRequest, Prediction, PredictRequest
 from inference.http.server_parts import parts_of
 
 router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, route_class=JsonRoute)
 
 
-@router.post("", response_model=PredictionResponse)
+@router.post("", response_model=Prediction)
 async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
-    """Classify one text."""
+    """Classify one text: with one label, several labels or a number, depending on the model that is served."""
     parts = parts_of(request)
     refuse_long("text", body.text, parts.settings)
     served = parts.served_model.require()
@@ -54,7 +54,7 @@ async def predict_batch(request: Request, body: BatchRequest) -> Response:
 
     With `Content-Type: application/x-ndjson` the body is any number of lines `{"text": ..., "top_k"?: ...}`.
     Each is answered by a line in the same order, with its `index`, while the rest still arrives; a line that cannot be
-    answered has an `error` instead of a label, and the others go on.
+    answered has an `error` instead of an answer, and the others go on.
     """
     parts = parts_of(request)
     refuse_many("texts", body.texts, parts.settings)
@@ -67,7 +67,7 @@ router.add_api_route(
     "/batch",
     predict_batch,
     methods=["POST"],
-    response_model=list[PredictionResponse],
+    response_model=list[Prediction],
     responses={200: {"content": {streams.MEDIA_TYPE: _STREAM_ANSWER}}},
     openapi_extra={"requestBody": {"content": {streams.MEDIA_TYPE: _STREAM_BODY}}},
     route_class_override=BatchRoute,

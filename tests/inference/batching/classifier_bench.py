@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from common.text import Encoded, TextTokenizer
 from inference.batching.calls import Answer
 from inference.batching.classifier import Classifier, QueueLimits
+from inference.engines.answering import OneLabelAnswering
 from inference.metrics import ServerMetrics
-from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, RAISES, StandInEngine
+from tests.inference.stand_in_engine import ANSWERS_NAN, DIES, NUM_LABELS, RAISES, StandInEngine
 
 MAX_LENGTH = 16
 LONG = 60.0  # seconds; nobody waits so long
@@ -38,6 +39,7 @@ class StandInModel:
     ) -> None:
         self.engine = engine
         self.max_length = max_length
+        self.answering = OneLabelAnswering([str(number) for number in range(NUM_LABELS)])
         self.tokens_per_second = tokens_per_second
         tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -46,7 +46,7 @@ def test_answers_equal_those_of_the_library_in_the_order_of_the_texts(loader: Mo
         answers = await bench.answers(*asked)
         await asyncio.to_thread(bench.classifier.close)
         for answer, expected in zip(answers, loader.predict_batch(asked), strict=True):
-            assert answer.probabilities == pytest.approx(tuple(expected["probabilities"].values()), abs=1e-6)
+            assert answer.values == pytest.approx(tuple(expected["probabilities"].values()), abs=1e-6)
         for answer, encoded in zip(answers, loader.tokenizer.encode(asked), strict=True):
             assert (answer.num_tokens, answer.truncated) == (encoded.num_tokens, encoded.truncated)
         assert not any(answer.cached for answer in answers)
@@ -115,7 +115,7 @@ def test_a_blank_text_is_refused_and_its_neighbours_are_answered(blank: str) -> 
             with pytest.raises(RefusedTextError, match="blank") as caught:
                 await refused
             assert caught.value.code == "blank_text"
-            assert (await good).probabilities == pytest.approx(answer_of((1,)))
+            assert (await good).values == pytest.approx(answer_of((1,)))
 
     run(test())
 
@@ -127,8 +127,8 @@ def test_a_text_that_fails_fails_alone(bad: str) -> None:
             one, failed, other = bench.submit("w1", bad, "w3")
             with pytest.raises(ForwardError):
                 await failed
-            assert (await one).probabilities == pytest.approx(answer_of((1,)))
-            assert (await other).probabilities == pytest.approx(answer_of((3,)))
+            assert (await one).values == pytest.approx(answer_of((1,)))
+            assert (await other).values == pytest.approx(answer_of((3,)))
             assert bench.classifier.is_alive
 
     run(test())
@@ -272,7 +272,7 @@ def test_close_finishes_the_pass_in_hand_and_fails_what_waits() -> None:
                 await asyncio.sleep(0.001)
             bench.engine.let_go()
             await closing
-            assert (await occupied).probabilities == pytest.approx(answer_of((89,)))
+            assert (await occupied).values == pytest.approx(answer_of((89,)))
             for error in await asyncio.gather(*futures, return_exceptions=True):
                 assert isinstance(error, WorkerDownError)
             with pytest.raises(WorkerDownError, match="stopped"):
@@ -386,6 +386,6 @@ def check_end(text: str, future: asyncio.Future[Answer]) -> None:
     elif {"raises", "dies", "nan", "unencodable"} & set(text.split()[:MAX_LENGTH]):
         assert isinstance(error, ForwardError)
     elif error is None:
-        assert future.result().probabilities == pytest.approx(answer_of(ids_of(text)[:MAX_LENGTH]))
+        assert future.result().values == pytest.approx(answer_of(ids_of(text)[:MAX_LENGTH]))
     else:  # a neighbour of one that kills the worker goes down with it
         assert isinstance(error, ForwardError)

@@ -25,7 +25,7 @@ def test_equal_texts_on_their_way_are_computed_once() -> None:
             await bench.all_tokenized()
             bench.engine.let_go()
             answers = await asyncio.gather(*futures)
-            assert [answer.probabilities for answer in answers] == [
+            assert [answer.values for answer in answers] == [
                 pytest.approx(answer_of(ids)) for ids in [(1, 2), (1, 2), (3,), (1, 2)]
             ]
             assert bench.counts.of["deduplicated"] == 2
@@ -41,7 +41,7 @@ def test_a_text_whose_forward_pass_has_begun_is_joined_too() -> None:
             (second,) = bench.submit("w89")
             await bench.all_tokenized()
             bench.engine.let_go()
-            assert (await first).probabilities == (await second).probabilities
+            assert (await first).values == (await second).values
             assert len(bench.engine.passes) == 1
 
     run(test())
@@ -56,7 +56,7 @@ def test_cancelling_one_of_two_equal_texts_leaves_the_other_its_answer() -> None
             one.cancel()
             await asyncio.sleep(0)
             bench.engine.let_go()
-            assert (await other).probabilities == pytest.approx(answer_of((1,)))
+            assert (await other).values == pytest.approx(answer_of((1,)))
             assert bench.counts.of["cancelled"] == 1
 
     run(test())
@@ -88,7 +88,7 @@ def test_the_deadline_of_one_caller_does_not_end_another_one_s_wait_for_the_same
             with pytest.raises(DeadlineExceededError):
                 await hasty
             bench.engine.let_go()
-            assert (await patient).probabilities == pytest.approx(answer_of((1,)))
+            assert (await patient).values == pytest.approx(answer_of((1,)))
 
     run(test())
 
@@ -99,7 +99,7 @@ def test_remembered_answers_are_given_at_once_and_counted() -> None:
             (first,) = await bench.answers("w1 w2")
             (again,) = await bench.answers(" w1  w2 ")
             assert (first.cached, again.cached) == (False, True)
-            assert again.probabilities == first.probabilities
+            assert again.values == first.values
             assert again.forward_s == 0
             assert (bench.counts.of["hit"], bench.counts.of["miss"]) == (1, 1)
             assert len(bench.engine.passes) == 1

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.engines.base import PADDED_TEXTS, RAGGED_TOKENS, forward_passes, softmax
+from common.problem_types import SINGLE_LABEL
+from inference.engines.base import PADDED_TEXTS, RAGGED_TOKENS, forward_passes
 
 LENGTHS = st.lists(st.integers(1, 512), max_size=200)
 
@@ -31,5 +32,5 @@ def test_an_engine_without_padding_gets_texts_in_order_within_the_token_budget(l
 
 
 def test_huge_scores_do_not_overflow() -> None:
-    probabilities = softmax(np.array([[1e30, 0.0], [5.0, 5.0]], dtype=np.float32))
+    probabilities = SINGLE_LABEL.answers(np.array([[1e30, 0.0], [5.0, 5.0]], dtype=np.float32))
     assert probabilities.tolist() == [[1.0, 0.0], [0.5, 0.5]]

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
 from common.errors import ModelLoadError
 from inference.engines.base import TokenBatch
 from inference.engines.model_loader import ModelLoader
 from inference.engines.self_test import check_engine
-from tests.inference.conftest import MakeFolder
+from tests.inference.conftest import MakeFolder, rescale
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
 XLNET_SIZES = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
@@ -108,14 +109,46 @@ def test_a_model_without_any_length_limit_is_refused(make_folder: MakeFolder) ->
     assert "model_max_length 1e+30: no limit" in _refusal(make_folder("XLNet", max_length=10**30, **XLNET_SIZES))
 
 
-@pytest.mark.parametrize("problem_type", ["multi_label_classification", "sequence_ranking"])
-def test_a_model_that_does_not_choose_one_label_per_text_is_refused(make_folder: MakeFolder, problem_type: str) -> None:
-    line = _refusal(make_folder("Bert", problem_type=problem_type, **SIZES))
-    assert f"problem_type {problem_type!r}" in line
+def test_a_problem_type_that_nobody_knows_is_refused(make_folder: MakeFolder) -> None:
+    folder = make_folder("Bert", **SIZES)
+    _edit_config(folder, problem_type="sequence_ranking")
+    assert "problem_type 'sequence_ranking'" in _refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "what"),
+    [
+        ([0.5], "must be a list of 4 numbers, one per label"),
+        ([0.5, 0.5, 0.5, 2], "has 2: must be probabilities, 0 to 1"),
+    ],
+)
+def test_thresholds_that_do_not_fit_the_labels_are_refused(
+    make_folder: MakeFolder, thresholds: list[float], what: str
+) -> None:
+    config = {"problem_type": "multi_label_classification", "label_thresholds": thresholds}
+    assert what in _refusal(make_folder("Bert", **config, **SIZES))
 
 
 def test_a_model_with_one_label_is_refused(make_folder: MakeFolder) -> None:
-    assert "one label" in _refusal(make_folder("Bert", labels=["score"], **SIZES))
+    line = _refusal(make_folder("Bert", labels=["score"], **SIZES))
+    assert "one label" in line
+    assert "set problem_type to regression" in line
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1, 1e6])
+def test_a_regression_model_is_tested_in_its_own_unit(make_folder: MakeFolder, unit: float) -> None:
+    settings = {"labels": ["price"], "problem_type": "regression"}
+    folder = make_folder("Bert", **settings, **SIZES)
+    rescale(folder, unit, 3 * unit)
+    assert ModelLoader(folder).predict("Goal!")["value"] == pytest.approx(3 * unit, abs=3 * unit)
+    folder = make_folder("XLNet", **settings, **XLNET_SIZES)
+    weights = load_file(folder / "model.safetensors")
+    for name in ("logits_proj.weight", "logits_proj.bias"):
+        weights[name] *= unit
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    line = _refusal(folder)
+    assert "answers a text differently among longer texts, by " in line
+    assert " standard deviations where 0.001 is allowed" in line
 
 
 def test_two_classes_with_the_same_name_are_refused(make_folder: MakeFolder) -> None:

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from common.errors import ModelLoadError, UserError
+from common.problem_types import SINGLE_LABEL
 from deployment.compile_kernels import BROWSER_FILES, sources_hash
 from inference import export
 from inference.engines import native
-from inference.engines.base import TokenBatch, probabilities_of, softmax
+from inference.engines.base import TokenBatch, answers_of
 from inference.engines.native.engine import NativeEngine
 from inference.engines.native.library import library_path
 from inference.engines.selection import load_model
@@ -95,8 +96,8 @@ def test_smaller_embeddings_change_answers_less_than_int8_did(native_folder: Pat
     texts = [json.loads(line)["text"] for line in rows_file.read_text().splitlines()]
     loaded, reference = load_model(native_folder, "native"), load_model(native_folder, "torch")
     ids = [encoded.ids for encoded in loaded.tokenizer.encode(texts)]
-    exact, before = (probabilities_of(one.engine, ids) for one in (reference, loaded))
-    after = softmax(expected_logits(native_folder, browser_files(native_folder), texts))
+    exact, before = (answers_of(one.engine, SINGLE_LABEL, ids) for one in (reference, loaded))
+    after = SINGLE_LABEL.answers(expected_logits(native_folder, browser_files(native_folder), texts))
     assert np.square(after - before).mean() < np.square(before - exact).mean()
 
 
@@ -189,7 +190,23 @@ def test_a_list_is_answered_as_each_text_alone_and_a_long_text_is_cut_as_on_the_
     encoded = load_model(native_folder, "native").tokenizer.encode(texts)
     assert [(one["tokens"], one["truncated"]) for one in answers] == [(e.num_tokens, e.truncated) for e in encoded]
     assert answers[:5] == answers[95:]
-    assert all(abs(sum(one["probabilities"]) - 1) < 1e-9 for one in answers)
+    assert all(abs(sum(one["values"]) - 1) < 1e-9 for one in answers)
+
+
+@pytest.mark.parametrize(("kind", "label"), [("multi_label_folder", "World"), ("regression_folder", 1200)])
+def test_other_kinds_of_models_answer_in_node_as_on_a_server(
+    kind: str, label: object, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": text, "label": label}) for text in TEXTS))
+    folder = with_artefact(Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "model")), rows)
+    files = browser_files(folder)
+    found = in_node(write(tmp_path / "site", files).as_uri() + "/", TEXTS)
+    problem_type = load_model(folder, "native").saved.problem_type
+    expected = problem_type.answers(expected_logits(folder, files, TEXTS))
+    spread = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(np.array([one["values"] for one in found["answers"]]) - expected).max() < 1e-3 * spread
+    assert found["info"]["problemType"] == problem_type.name
 
 
 def _cut(files: dict[str, bytes], name: str, size: int) -> dict[str, bytes]:
@@ -274,7 +291,7 @@ OPEN = """async ([options, texts]) => {
 def test_chromium_answers_as_the_native_engine(
     browser: Browser, site: Path, native_folder: Path, isolated: bool
 ) -> None:
-    expected = softmax(expected_logits(native_folder, browser_files(native_folder), TEXTS))
+    expected = SINGLE_LABEL.answers(expected_logits(native_folder, browser_files(native_folder), TEXTS))
     with page_of(browser, site, isolated=isolated) as page:
         threads = 2 if isolated else 1
         for instructions in ("auto", "relaxed-simd", "simd"):
@@ -282,7 +299,7 @@ def test_chromium_answers_as_the_native_engine(
             assert found["info"]["threads"] == threads
             assert found["info"]["instructionSet"] == ("simd" if instructions == "simd" else "relaxed-simd")
             assert found["loads"][-1]["loaded"] == found["loads"][-1]["total"] == found["info"]["bytes"]
-            probabilities = np.array([one["probabilities"] for one in found["answers"]]).reshape(10, *expected.shape)
+            probabilities = np.array([one["values"] for one in found["answers"]]).reshape(10, *expected.shape)
             tolerance = 0.02 if instructions == "simd" else 1e-6
             assert np.abs(probabilities - expected).max() < tolerance
 
