@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -273,5 +274,13 @@ def _check_same_run(config: TrainConfig, data_shard: DataShard, resumed: Resumed
             f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "
             "else give another --output_dir, or --resume none to start from scratch (the earlier run is moved aside, "
             "not deleted)",
+            code="checkpoint-other-run",
+        )
+    # A run may get more epochs, or fewer, but none that it has begun is taken back.
+    steps_per_epoch = state["epochs"][0]["step"] if state["epochs"] else state["step"]
+    if config.epochs < (begun := math.ceil(state["step"] / max(steps_per_epoch, 1))):
+        raise UserError(
+            f"--epochs {config.epochs}: {resumed.path} is of epoch {begun}; give {begun} or more, or --resume none to "
+            "start from scratch (the earlier run is moved aside, not deleted)",
             code="checkpoint-other-run",
         )

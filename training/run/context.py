@@ -51,6 +51,7 @@ class RunContext:
     precision: str  # of the training steps
     model_config: PreTrainedConfig
     num_parameters: int
+    num_trained: int  # of them
     state: RunState
     storage: Storage
     phases: Phases

@@ -32,13 +32,19 @@ from training.tasks.task import TestAnswer
 
 def finish_run(context: RunContext) -> Path:
     """Test the best epoch's weights, in fp32 if the strategy can, and write the model folder and the report."""
-    config, tokens = context.config, context.news.tokens
+    config = context.config
     if context.console:
         context.console.rest_of_epochs(context.state.epochs)
     if config.compress != "none":
         context.say(f"Layout: {context.strategy.describe()}")
     # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
+    with context.strategy.averaged():
+        return _test_and_write(context, best)
+
+
+def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
+    config, tokens = context.config, context.news.tokens
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
@@ -141,6 +147,8 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
     if (weights := context.plan.class_weights) is not None:
         each = ", ".join(f"{name} {weight:.3g}" for name, weight in zip(tokens.label_names, weights, strict=True))
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
+    if context.config.ema:
+        notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
     if (last := context.state.epochs[-1].epoch) < context.config.epochs:
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "

@@ -14,14 +14,14 @@ from training.run.context import RunContext
 
 
 def validate_epoch(context: RunContext, epoch: int) -> EpochMetrics:
-    """Evaluate the current weights on the validation rows.
+    """Evaluate the current weights, or with ``--ema`` their average, on the validation rows.
 
     Raises:
         EvaluationStopped: a rank was asked to stop.
         TrainingFailure: the loss is not finite.
     """
-    state = context.state
-    with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1):
+    state, averaged = context.state, context.strategy.averaged()
+    with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1), averaged:
         validation, _ = evaluate(
             partial(context.strategy.logits, precision=context.precision),
             context.news.validation_rows,
