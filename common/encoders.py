@@ -68,6 +68,16 @@ class EncoderFamily:
         """The modules behind the last block that hold parameters."""
         return tuple(name for name in (self.final_norm, self.pooler, self.classifier) if name)
 
+    def depth_of(self, parameter: str, num_blocks: int) -> int:
+        """How far above the input a parameter of the network is, by its name: 0 in the embeddings, 1 in the lowest of
+        ``num_blocks`` blocks, one more than in the highest block in the head.
+        """
+        if parameter.startswith(f"{self.blocks}."):
+            return 1 + int(parameter.removeprefix(f"{self.blocks}.").partition(".")[0])
+        inputs = (self.embeddings, self.embedding_projection, self.relative_positions)
+        is_input = any(name and parameter.startswith(f"{name}.") for name in inputs)
+        return 0 if is_input else num_blocks + 1
+
 
 DISTILBERT = EncoderFamily(
     name="DistilBERT",
@@ -240,6 +250,8 @@ LLAMA = EncoderFamily(
     output_norm="post_attention_layernorm",
     norm_epsilon="rms_norm_eps",
 )
+
+FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT, LLAMA)
 
 # These number positions from behind the padding id (`create_position_ids_from_input_ids` in transformers), so that many
 # rows of their position table are never used.

@@ -29,8 +29,9 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 
 # What may change about a field when a run resumes. "any": it changes neither rows nor updates, such as paths, or how
 # the model is distributed over ranks. "same global batch": the product batch_size x data ranks x gradient_accumulation
-# decides the row order, so its factors may change but not their product.
-OnResume = Literal["same", "any", "same global batch"]
+# decides the row order, so its factors may change but not their product. "longer": a run may be extended, but not end
+# before what it has trained.
+OnResume = Literal["same", "any", "same global batch", "longer"]
 
 
 def _field(default: Any, group: str, help: str, on_resume: OnResume = "same", **limits: Any) -> Any:
@@ -52,6 +53,8 @@ FLAGS_OF_STRATEGIES = {
     "check_gradient_sync": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
     "deepspeed_stage": ("deepspeed",),
     "deepspeed_config": ("deepspeed",),
+    "freeze": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
+    "ema": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
 }
 
 
@@ -100,6 +103,11 @@ OTHER_NAMES = {
     "lr_scheduler_type": "schedule",
     "metric_for_best_model": "best_metric",
     "early_stopping_patience": "early_stopping",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "epsilon",
+    "layerwise_lr_decay": "layer_decay",
+    "ema_decay": "ema",
     "fp16": "precision",
     "bf16": "precision",
 }
@@ -162,7 +170,7 @@ class TrainConfig(BaseModel):
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
-    epochs: int = _field(3, "optimization", "passes over the training rows", ge=1)
+    epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, or 2e-4 with --lora", gt=0, lt=1)
@@ -170,6 +178,11 @@ class TrainConfig(BaseModel):
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
     weight_decay: float = _field(0.01, "optimization", "AdamW's weight decay, except for biases and LayerNorm; 0 = off", ge=0, lt=1)
+    betas: tuple[float, float] = _field((0.9, 0.999), "optimization", "AdamW's averaging of gradients and of their squares per step, such as 0.9,0.98; the closer to 1, the longer the memory")
+    epsilon: float = _field(1e-8, "optimization", "what AdamW adds to the root of the squares before it divides by it", gt=0, lt=1)
+    layer_decay: float = _field(1.0, "optimization", "factor of the learning rate from each block to the one below it, and to the embeddings, which get the smallest; 1 = off", gt=0, le=1)
+    freeze: str = _field("none", "optimization", "what keeps its pretrained weights: none, embeddings, or a number of blocks = the embeddings and so many of the lowest blocks")
+    ema: float = _field(0.0, "optimization", "decay per step of a moving average of the weights, such as 0.999, which is validated, tested and written instead of the weights of single steps; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs, otherwise fp32")
@@ -230,6 +243,29 @@ class TrainConfig(BaseModel):
         if not re.fullmatch(r"none|fp16|bf16|powersgd(:[1-9]\d*)?", value):
             raise ValueError("must be none, fp16, bf16 or powersgd[:rank], such as powersgd:4")
         return value
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _read_betas(cls, value: Any) -> Any:
+        """From a flag, two numbers with a comma between them; a file may hold a list."""
+        numbers = value.split(",") if isinstance(value, str) else value
+        if not isinstance(numbers, Sequence) or len(numbers) != 2:
+            raise ValueError("must be two numbers, such as 0.9,0.999")
+        return numbers
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both must be at least 0 and below 1")
+        return value
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _check_freeze(cls, value: Any) -> str:
+        if not re.fullmatch(r"none|embeddings|[1-9]\d*", str(value)):  # YAML reads a number of blocks as a number
+            raise ValueError("must be none, embeddings or a number of blocks, such as 3")
+        return str(value)
 
     @field_validator("trackers")
     @classmethod
@@ -292,6 +328,10 @@ class TrainConfig(BaseModel):
         if self.lora and (self.strategy in ("tp", "deepspeed") or self.tp > 1):
             other = f"--strategy {self.strategy}" if self.strategy in ("tp", "deepspeed") else f"--tp {self.tp}"
             raise ValueError(f"--lora {self.lora} and {other}: adapters train under ddp, zero1, zero2, zero3 and pp")
+        if self.lora and self.freeze != "none":
+            raise ValueError(
+                f"--lora {self.lora} and --freeze {self.freeze}: adapters freeze the whole encoder; drop one"
+            )
         if self.lora and self.float8:
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
         if self.batch_size == "auto":
@@ -363,6 +403,11 @@ class TrainConfig(BaseModel):
         return 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
 
     @property
+    def frozen_depth(self) -> int:
+        """The depth up to which parameters are not trained: 0 for the embeddings, n for the n-th block, -1 for none."""
+        return int(self.freeze) if self.freeze.isdigit() else {"none": -1, "embeddings": 0}[self.freeze]
+
+    @property
     def tracker_names(self) -> tuple[str, ...]:
         return _names(self.trackers)
 
@@ -419,12 +464,21 @@ def _argument_form(field: FieldInfo) -> dict[str, Any]:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     return {
         "metavar": "|".join(choices)
-        or {int: "N", BATCH_SIZE: "N|auto", Path: "PATH", Path | None: "PATH", str: "TEXT"}.get(field.annotation, "X")
+        or {
+            int: "N",
+            BATCH_SIZE: "N|auto",
+            str: "TEXT",
+            tuple[float, float]: "X,X",
+            Path: "PATH",
+            Path | None: "PATH",
+        }.get(field.annotation, "X")
     }
 
 
 def _help_text(field: FieldInfo) -> str:
     default = "" if field.default is None else f" (default: {str(field.default).lower()})"
+    if isinstance(field.default, tuple):
+        default = f" (default: {','.join(map(str, field.default))})"
     if isinstance(field.default, Path | str):
         default = f" (default: {field.default})" if str(field.default) else ""
     return f"{field.description}{default}".replace("%", "%%")

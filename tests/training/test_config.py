@@ -128,6 +128,12 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--epochs", "1.5"), r"^--epochs 1.5: must be a whole number$"),
         (("--learning_rate", "fast"), r"^--learning_rate fast: must be a number$"),
         (("--learning_rate", "nan"), r"^--learning_rate nan: must be"),
+        (("--betas", "0.9"), r"^--betas 0.9: must be two numbers, such as 0.9,0.999$"),
+        (("--betas", "0.9,fast"), r"^--betas fast: must be a number$"),
+        (("--betas", "0.9,1"), r"^--betas 0.9,1: both must be at least 0 and below 1$"),
+        (("--freeze", "all"), r"^--freeze all: must be none, embeddings or a number of blocks, such as 3$"),
+        (("--ema", "0.9", "--strategy", "deepspeed"), r"^--ema 0.9: does nothing with --strategy deepspeed"),
+        (("--freeze", "2", "--strategy", "deepspeed"), r"^--freeze 2: does nothing with --strategy deepspeed"),
         (("--strategy", "pipeline"), r"^--strategy pipeline: must be 'ddp', 'zero1', .* or '3d'$"),
         (("--precision", "fp8"), r"^--precision fp8: must be 'auto', 'fp32', 'bf16' or 'fp16'$"),
         (("--compile", "perhaps"), r"^--compile perhaps: must be true or false$"),
@@ -195,10 +201,18 @@ def test_help_shows_defaults_choices_and_off_values(capsys: pytest.CaptureFixtur
         assert words in text
 
 
-@pytest.mark.parametrize("name", ["max_train_rows", "warmup", "weight_decay", "clip_norm", "label_smoothing"])
+@pytest.mark.parametrize("name", ["max_train_rows", "warmup", "weight_decay", "clip_norm", "label_smoothing", "ema"])
 def test_the_off_value_that_help_names_is_accepted(name: str) -> None:
     assert "0 = " in TrainConfig.model_fields[name].description
     assert getattr(parse(f"--{name}", "0"), name) == 0
+
+
+@pytest.mark.parametrize("content", ["betas: [0.8, 0.98]\nfreeze: 3\n", "betas: 0.8,0.98\nfreeze: '3'\n"])
+def test_two_numbers_and_a_number_of_blocks_are_read_alike_from_a_flag_and_a_file(content: str, tmp_path: Path) -> None:
+    config = parse("--config", yaml_file(tmp_path, content))
+
+    assert config == parse("--betas", "0.8,0.98", "--freeze", "3")
+    assert (config.betas, config.freeze) == ((0.8, 0.98), "3")
 
 
 def test_run_folder_and_one_file_model_are_next_to_the_model_folder() -> None:
@@ -217,12 +231,12 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
             "validation_fraction",
             "max_train_rows",
             "model",
-            "epochs",
             "learning_rate",
         ),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
+        *("betas", "epsilon", "layer_decay", "freeze", "ema"),
         *("deterministic", "device"),
     }
 

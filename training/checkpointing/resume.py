@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -281,3 +282,18 @@ def _check_same_run(
             "not deleted)",
             code="checkpoint-other-run",
         )
+    # A run may get more epochs, or fewer, but none that it has begun is taken back.
+    begun = _epochs_begun(state)
+    if config.epochs < begun:
+        raise UserError(
+            f"--epochs {config.epochs}: {resumed.path} is of epoch {begun}; give {begun} or more, or --resume none to "
+            "start from scratch (the earlier run is moved aside, not deleted)",
+            code="checkpoint-other-run",
+        )
+
+
+def _epochs_begun(state: Mapping[str, Any]) -> int:
+    if not state["epochs"]:
+        return 1
+    first = state["epochs"][0]  # an evaluation, which may be within an epoch
+    return math.ceil(state["step"] / round(first["step"] / first["epoch"]))

@@ -29,6 +29,7 @@ from training.data.tokenized import (
     write_tokens,
 )
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
+from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
 from training.parallelism.distributed import Ranks
@@ -223,7 +224,7 @@ def prepare_model(
     """Build or load the model, downloaded once per machine, or once in all if the machines share the hub's cache.
 
     Raises:
-        UserError: no such model, or it has fewer positions than ``max_length``.
+        UserError: no such model, it has fewer positions than ``max_length``, or not the layers that flags speak of.
     """
     tokens = news.tokens
 
@@ -241,6 +242,7 @@ def prepare_model(
             )
         if news.separator is not None:
             setattr(model.config, PAIR_KEY, news.separator)
+        check_depths(model.network, config)
         head = model.network.get_submodule(model.head) if model.head else None
         targets = tokens.train.labels[news.train_index]
         model.task.fit(targets, head)
@@ -254,6 +256,7 @@ def prepare_model(
                 say(f"{len(unused)} parameters that no answer depends on are left as they are ({unused[0]}, ...)")
         if config.lora:
             add_adapters(model, config)
+        freeze_layers(model.network, config)
         return model
 
     def load_stored() -> NewsClassifier:

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from training.config import TrainConfig
+from training.model.layers import rate_factors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per group."""
+def parameter_groups(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: no weight decay on biases and norms, and only one device mesh per group.
+
+    ``model``: the classifier, or a stage of one, whose ``parameters`` these are, by their names in it. A group's
+    ``lr_factor`` is what the learning rate of a step is multiplied by.
+    """
+    factor_of = rate_factors(model.network, config.layer_decay)
     # Biases and norms are the parameters with one dimension. They come last, so that the groups have a fixed order.
-    groups: dict[tuple[bool, Any], dict[str, Any]] = {}
-    trained = (parameter for parameter in parameters if parameter.requires_grad)
-    for parameter in sorted(trained, key=lambda parameter: parameter.dim() <= 1):
-        decays = parameter.dim() > 1
-        group = {"params": [], "weight_decay": weight_decay if decays else 0.0}
-        groups.setdefault((decays, getattr(parameter, "device_mesh", None)), group)["params"].append(parameter)
+    groups: dict[tuple[bool, Any, float], dict[str, Any]] = {}
+    trained = [(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad]
+    for name, parameter in sorted(trained, key=lambda item: item[1].dim() <= 1):
+        decays, factor = parameter.dim() > 1, factor_of(name.removeprefix("network."))
+        group = {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "lr_factor": factor}
+        key = decays, getattr(parameter, "device_mesh", None), factor
+        groups.setdefault(key, group)["params"].append(parameter)
     return list(groups.values())
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
-    return torch.optim.AdamW(parameter_groups(parameters, weight_decay), lr=0.0, fused=True)
+def adamw_settings(config: TrainConfig) -> dict[str, Any]:
+    """The arguments of AdamW (Loshchilov & Hutter, arXiv 1711.05101); every step sets the learning rate."""
+    return {"lr": 0.0, "betas": config.betas, "eps": config.epsilon, "fused": True}
+
+
+def build_optimizer(model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameter_groups(model, parameters, config), **adamw_settings(config))
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:

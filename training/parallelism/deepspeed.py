@@ -36,11 +36,11 @@ class DeepSpeedStrategy(Strategy):
         widen(model)
         apply_to_blocks(model, self.config, model.dropout_stream)
         # A file may name one of DeepSpeed's own optimizers, which is then built from the groups.
-        own = "optimizer" in settings
+        own, parameters = "optimizer" in settings, dict(model.named_parameters())
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=None if own else build_optimizer(model.parameters(), self.config.weight_decay),
-            model_parameters=parameter_groups(model.parameters(), self.config.weight_decay) if own else None,
+            optimizer=None if own else build_optimizer(model, parameters, self.config),
+            model_parameters=parameter_groups(model, parameters, self.config) if own else None,
             config=settings,
             dist_init_required=False,
         )

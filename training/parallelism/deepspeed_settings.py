@@ -60,7 +60,7 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
         UserError: the file cannot be read or contradicts a flag, or the stage does not support offload or fp16.
     """
     _check(config, precision)
-    given = _read(config.deepspeed_config) if config.deepspeed_config else {}
+    given = _read(config, config.deepspeed_config) if config.deepspeed_config else {}
     ours = _generated(config, precision, world_size, num_parameters)
     # In bf16 a file may ask for DeepSpeed's own mode, with bf16 weights, instead of autocast.
     if precision == "bf16" and _look_up(given, "bf16.enabled"):
@@ -122,7 +122,7 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
     }
 
 
-def _read(path: Path) -> Settings:
+def _read(config: TrainConfig, path: Path) -> Settings:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,11 +141,11 @@ def _read(path: Path) -> Settings:
             code="deepspeed-config",
         )
     if "optimizer" in settings:
-        settings["optimizer"] = _adamw(path, settings["optimizer"])
+        settings["optimizer"] = _adamw(config, path, settings["optimizer"])
     return settings
 
 
-def _adamw(path: Path, section: Any) -> Settings:
+def _adamw(config: TrainConfig, path: Path, section: Any) -> Settings:
     """The settings of one of DeepSpeed's own optimizers, with the same numbers as PyTorch's."""
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
         raise UserError(
@@ -160,11 +160,12 @@ def _adamw(path: Path, section: Any) -> Settings:
     if set(section.get("params", {})) - {"torch_adam"}:
         names = ", ".join(section["params"])
         raise UserError(
-            f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate and "
-            "--weight_decay set them",
+            f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate, "
+            "--weight_decay, --betas and --epsilon set them",
             code="deepspeed-config",
         )
-    return {"type": "AdamW", "params": {"lr": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, **section.get("params", {})}}
+    ours = {"lr": 0.0, "betas": list(config.betas), "eps": config.epsilon}
+    return {"type": "AdamW", "params": {**ours, **section.get("params", {})}}
 
 
 def _without_auto(settings: Settings) -> Settings:

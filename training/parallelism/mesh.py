@@ -76,7 +76,10 @@ class MeshStrategy(Strategy):
                 code="uneven-split",
             )
         if dims.tp > 1:
+            frozen = [name for name, parameter in part.named_parameters() if not parameter.requires_grad]
             apply_tensor_parallel(part, self.mesh["tp"], sequence_parallel=config.sequence_parallel)
+            for name in frozen:  # not every style of torch keeps it
+                part.get_parameter(name).requires_grad_(False)
             if not config.compile:  # whose blocks also draw from torch's generator what must be alike on all ranks
                 model.dropout_stream.tensor_rank = self.coordinates["tp"]
         apply_to_blocks(part, config, model.dropout_stream)

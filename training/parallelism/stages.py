@@ -73,7 +73,7 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
     The rest of the model is freed once the caller drops ``model``.
 
     Raises:
-        UserError: the network family is not known, or has fewer blocks than there are stages.
+        UserError: the network family is not known, has fewer blocks than there are stages, or a stage would not train.
     """
     if model.architecture is None:
         kind = type(model.network).__name__
@@ -88,6 +88,12 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
     # Looking up embeddings costs next to nothing, and the head works on one token per row.
     costs = [1.0] * (len(model.blocks) - 1) + [model.architecture.last_block_work]
     runs = balanced_split(costs, num_stages)
+    if not any(parameter.requires_grad for parameter in model.blocks[runs[0].stop - 1].parameters()):
+        raise UserError(
+            f"--freeze and {where}: the first of {num_stages} stages has blocks 1 to {runs[0].stop}, and nothing in "
+            "them is trained; freeze fewer, or use another --strategy",
+            code="flags-conflict",
+        )
     return [Stage(model, runs[index], index, num_stages) for index in indices]
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from training.config import TrainConfig
 from training.data.batching import DataShard
 from training.model.architectures import mask_of
+from training.model.average import WeightAverage
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import build_optimizer, make_moments
 from training.model.precision import LossScale, autocast
@@ -90,6 +91,7 @@ class Strategy:
             if parameter.requires_grad
         }
         self.optimizer = self.build_optimizer()
+        self.average = WeightAverage(self.parameters, config.ema) if config.ema else None
 
     def parallelize(self, model: NewsClassifier) -> list[nn.Module]:
         """Distribute the model over the ranks; returns the parts whose parameters this rank trains."""
@@ -97,7 +99,7 @@ class Strategy:
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over this rank's parameters, its moments already allocated: too little memory shows at the start."""
-        optimizer = build_optimizer(self.parameters.values(), self.config.weight_decay)
+        optimizer = build_optimizer(self.parts[0], self.parameters, self.config)
         make_moments(optimizer)
         return optimizer
 
@@ -108,7 +110,7 @@ class Strategy:
 
     def begin_step(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_factor"]
 
     def seed_dropout(self, step: int, first_row: int) -> None:
         """Make dropout a function of seed, step and row, so that it is the same on any number of ranks."""
@@ -155,6 +157,20 @@ class Strategy:
         finally:
             for part in self.parts:
                 part.train()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the weights are their moving average, if the run keeps one; nothing is trained or saved there."""
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    def _swap_average(self) -> None:
+        if self.average:
+            # Asked for its state, FSDP also frees weights that it has gathered, which would be the old ones.
+            self.average.swap(model_tensors(self.parts))
 
     def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
         """Logits without dropout, (batch, num_labels), on every rank.
@@ -208,7 +224,8 @@ class Strategy:
     def state_dict(self) -> StrategyState:
         """What this rank holds of model, optimizer and loss scale; every rank calls it."""
         tensors = self.saved_weights() | optimizer_tensors(self.local_parameters, self.local_optimizer)
-        return StrategyState(tensors, {"loss_scale": self.loss_scale.state_dict()})
+        average = self.average.tensors if self.average else {}
+        return StrategyState(tensors | average, {"loss_scale": self.loss_scale.state_dict()})
 
     def load_state_dict(self, saved: SavedState) -> None:
         """Read this rank's part of a state of any strategy, from any number of ranks."""
@@ -220,8 +237,10 @@ class Strategy:
         return full_model(self.parts, keep=self.holds_full_weights, stages=self.stage_group)
 
     def load_weights(self, saved: SavedState) -> None:
-        """Read only this rank's weights, for evaluation."""
+        """Read only this rank's weights and their average, for evaluation."""
         saved.read(self.saved_weights())
+        if self.average:
+            saved.read(self.average.tensors)
 
 
 def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

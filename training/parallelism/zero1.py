@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.model.optimizer import make_moments, parameter_groups
+from training.model.optimizer import adamw_settings, make_moments, parameter_groups
 from training.parallelism.ddp import DDPStrategy
 
 
@@ -25,10 +25,10 @@ class Zero1Strategy(DDPStrategy):
         # Imported here because it loads a dozen compiled optimizers that no other strategy needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        groups = parameter_groups(self.parameters.values(), self.config.weight_decay)
+        groups = parameter_groups(self.parts[0], self.parameters, self.config)
         # As views of one buffer per owner, the updated parameters are sent in one broadcast instead of one for each.
         optimizer = ZeroRedundancyOptimizer(
-            groups, torch.optim.AdamW, parameters_as_bucket_view=True, lr=0.0, fused=True
+            groups, torch.optim.AdamW, parameters_as_bucket_view=True, **adamw_settings(self.config)
         )
         make_moments(optimizer.optim)
         return optimizer

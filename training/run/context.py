@@ -54,7 +54,7 @@ class RunContext:
     precision: str  # of the training steps
     model_config: PreTrainedConfig
     num_parameters: int
-    num_trained: int
+    num_trained: int  # of them
     state: RunState
     storage: Storage
     phases: Phases

@@ -25,6 +25,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
     validation = f"{len(news.validation_index):,}" if len(news.validation_index) else "no"
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
+    below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {validation} validation, "
@@ -38,7 +39,8 @@ def describe_run(context: RunContext) -> dict[str, str]:
         "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
         "Steps": f"{context.plan.total_steps:,} = {config.epochs} epochs x {context.plan.steps_per_epoch:,}",
         "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
-        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up"),
+        + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up")
+        + below,
         "Run folder": str(config.run_dir),
     }
 

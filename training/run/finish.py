@@ -38,13 +38,19 @@ def finish_run(context: RunContext) -> Path:
 
     Without validation rows the last epoch takes the place of the best.
     """
-    config, tokens = context.config, context.news.tokens
+    config = context.config
     if context.console:
         context.console.rest_of_epochs(context.state.epochs)
     if config.compress != "none":
         context.say(f"Layout: {context.strategy.describe()}")
     # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
+    with context.strategy.averaged():
+        return _test_and_write(context, best)
+
+
+def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
+    config, tokens = context.config, context.news.tokens
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
@@ -156,6 +162,8 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
         notes.append(f"Weight of a training row by its label: {each}. The training loss is weighted, others are not.")
     if not context.state.epochs[-1].validation:
         notes.append("No rows were kept for validation, so the last epoch is the one that was tested and written.")
+    if context.config.ema:
+        notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
     if (last := context.state.epochs[-1].epoch) < context.config.epochs:
         notes.append(
             f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "

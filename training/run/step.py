@@ -119,6 +119,8 @@ def optimizer_step(
         strategy.local_optimizer.found_inf = (~norm.isfinite()).float()
         with phases("optimizer"):
             strategy.optimizer.step()
+            if strategy.average:
+                strategy.average.update(step, norm.isfinite())
         strategy.optimizer.zero_grad()
         scaler_skipped = scale.enabled and not math.isfinite(norm)
         scale.update(finite=not scaler_skipped)

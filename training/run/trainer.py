@@ -132,6 +132,7 @@ class Trainer:
         self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
+        parameters = list(model.network.parameters())
         self.context = RunContext(
             config=config,
             ranks=ranks,
@@ -150,8 +151,8 @@ class Trainer:
             ),
             precision=precision,
             model_config=model.config,
-            num_parameters=sum(parameter.numel() for parameter in model.network.parameters()),
-            num_trained=sum(parameter.numel() for parameter in model.network.parameters() if parameter.requires_grad),
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             state=RunState(),
             storage=storage,
             phases=phases,
@@ -163,6 +164,9 @@ class Trainer:
             say=say,
         )
         self.watchdog, self.subscribers = Watchdog(self.context), subscribers
+        if resumed and (before := resumed.state["config"]["epochs"]) != config.epochs:
+            total_steps = self.context.plan.total_steps
+            say(f"--epochs was {before}, is {config.epochs}: the schedule now ends at step {total_steps:,}")
         if resumed:
             with translate_errors(ranks, step=1):
                 self.restore(resumed)

@@ -14,18 +14,18 @@ from training.run.context import RunContext
 
 
 def validate(context: RunContext) -> EpochMetrics:
-    """Evaluate the current weights on the validation rows, if there are any.
+    """Evaluate the current weights, or with ``--ema`` their average, on the validation rows, if there are any.
 
     Raises:
         EvaluationStopped: a rank was asked to stop.
         TrainingFailure: the loss is not finite.
     """
-    state = context.state
+    state, averaged = context.state, context.strategy.averaged()
     epochs = state.step / context.plan.steps_per_epoch
     epoch = int(epochs) if epochs == int(epochs) else round(epochs, 3)
     if not len(context.news.validation_index):
         return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, {}, is_best=True)
-    with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1):
+    with context.phases("evaluate"), translate_errors(context.ranks, state.step + 1), averaged:
         validation, _ = evaluate(
             partial(context.strategy.logits, precision=context.precision),
             context.news.validation_rows,

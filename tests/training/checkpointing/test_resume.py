@@ -149,6 +149,7 @@ def _save_run(place: Path, *steps: int) -> str:
     saver, config = saver_into(place, ALONE), TrainConfig()
     saver.config = config.model_copy(update={"keep_last": 9})
     run = {"config": config.model_dump(mode="json"), "global_batch_size": config.batch_size, "data_key": "texts"}
+    run["epochs"] = []
     return [save_now(saver, step, STATE, **run) for step in steps][-1]
 
 

@@ -170,7 +170,7 @@ def test_a_bad_step_is_skipped_counted_and_its_row_named(tmp_path: Path, world_s
 def test_rolling_back_equals_a_run_without_the_bad_rows(tmp_path: Path, world_size: int) -> None:
     bench = Bench(tmp_path, bad=[4, 5, 6])
 
-    ended = bench.run(world_size, bad_steps=2)
+    ended = bench.run(world_size, bad_steps=2, ema=0.9)
 
     assert not ended.failure
     [event] = [event for event in bench.records("events.jsonl") if event["kind"] == "rolled_back"]
@@ -179,7 +179,8 @@ def test_rolling_back_equals_a_run_without_the_bad_rows(tmp_path: Path, world_si
     assert [record["step"] for record in steps] == list(range(1, LAST_STEP + 1))
     assert not any(record["bad"] for record in steps)
     assert [line["step"] for line in bench.records("bad_rows.jsonl")] == [4, 5, 6]
-    config = bench.config(batch_size=GLOBAL_BATCH // world_size)
+    config = bench.config(batch_size=GLOBAL_BATCH // world_size, ema=0.9)
+    assert any(name.startswith("average/") for name in ended.state)
     assert same(ended.state, run_on_ranks(world_size, train_without, config, bench.rows)[0])
 
 

@@ -88,7 +88,8 @@ def test_biases_and_layer_norms_have_no_weight_decay() -> None:
         if isinstance(module, nn.LayerNorm) or name == "bias"
     }
 
-    decayed, others = build_optimizer(model.parameters(), weight_decay=0.1).param_groups
+    config = TrainConfig(weight_decay=0.1)
+    decayed, others = build_optimizer(model, dict(model.named_parameters()), config).param_groups
 
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert set(others["params"]) == spared
@@ -96,12 +97,13 @@ def test_biases_and_layer_norms_have_no_weight_decay() -> None:
 
 
 def test_frozen_parameters_are_left_out() -> None:
-    model = nn.Linear(3, 2)
-    model.weight.requires_grad_(False)
+    model = NewsClassifier(pretrained_model="tiny", vocab_size=64)
+    model.requires_grad_(False).network.classifier.bias.requires_grad_(True)
 
-    groups = build_optimizer(model.parameters(), weight_decay=0.5).param_groups
+    groups = build_optimizer(model, dict(model.named_parameters()), TrainConfig()).param_groups
 
-    assert [parameter is model.bias for group in groups for parameter in group["params"]] == [True]
+    [parameter] = [parameter for group in groups for parameter in group["params"]]
+    assert parameter is model.network.classifier.bias
 
 
 @pytest.mark.parametrize(("scale_lr", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])

@@ -131,6 +131,15 @@ def test_every_stage_computes_what_one_process_computes_with_and_without_accumul
         _assert_equal(*ranks, alone[fields["gradient_accumulation"]])
 
 
+def test_layers_at_different_rates_train_as_on_one_process() -> None:
+    tuned = {"layer_decay": 0.5, "betas": (0.8, 0.98), "epsilon": 1e-6}
+    alone = _alone(tuned)
+    fields = [{"deepspeed_stage": stage, **tuned} for stage in (0, 1, 2, 3)]
+    for rank_0, rank_1 in zip(*run_on_ranks(2, _all_together, fields), strict=True):
+        assert _distance(rank_0["state"].model, alone["state"].model) < 1e-6
+        torch.testing.assert_close(rank_1["logits"], alone["logits"], rtol=1e-5, atol=1e-5)
+
+
 def test_offload_to_memory_changes_no_number() -> None:
     alone = _alone({"gradient_accumulation": 2})
     for ranks in zip(*run_on_ranks(2, _all_together, OFFLOADED), strict=True):

@@ -46,7 +46,7 @@ def _bad_step(strategy: Strategy, accumulation: int) -> StepResult:
 
 
 def _own(strategy: Strategy) -> Tensors:
-    """A copy of all that this rank holds: weights, moments, numbers of steps, the state of the compression."""
+    """A copy of all that this rank holds: weights, their average, moments, steps, the state of the compression."""
     tensors = strategy.state_dict().tensors
     return {name: getattr(tensor, "_local_tensor", tensor).clone() for name, tensor in tensors.items()}
 
@@ -59,7 +59,7 @@ def _differing(before: Tensors, after: Tensors) -> list[str]:
 def _meet_a_bad_step(fields: dict[str, Any]) -> tuple[float, list[str], list[str]]:
     """The bad step's gradient norm, what it changed, and what differs a step later from a run without it."""
     accumulation = fields.get("gradient_accumulation", 1)
-    met, spared = small_strategy(**fields), small_strategy(**fields)
+    met, spared = small_strategy(ema=0.9, **fields), small_strategy(ema=0.9, **fields)
     for strategy in (met, spared):
         take_steps(strategy, FIRST_STEPS, accumulation=accumulation)
     before = _own(met)

@@ -57,7 +57,7 @@ def _backward(model: NewsClassifier, step: int) -> tuple[torch.Tensor, torch.Ten
 
 def _train(model: NewsClassifier) -> tuple[Found, list[float]]:
     """Logits, loss and gradients of the first step and the weights after the last, unsharded; each step's norm."""
-    optimizer = build_optimizer(model.parameters(), weight_decay=0.01)
+    optimizer = build_optimizer(model, dict(model.named_parameters()), TrainConfig())
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     found: Found = {}

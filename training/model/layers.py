@@ -1,0 +1,65 @@
+"""Layers by their depth: what is not trained (``--freeze``), and how fast the rest learns (``--layer_decay``).
+
+The lower a layer of a pretrained encoder, the more general is what it knows, and the less it has to change for a new
+task. A parameter's depth follows from its name, which is the same in a pipeline stage and in a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from common.encoders import FAMILIES
+from common.errors import UserError
+from training.config import TrainConfig
+
+FAMILY_OF = {family.network_class: family for family in FAMILIES}
+
+
+def check_depths(network: nn.Module, config: TrainConfig) -> None:
+    """Check that the network has the layers that ``--freeze`` and ``--layer_decay`` speak of.
+
+    Raises:
+        UserError: its family is not known, or it has fewer blocks than should be frozen.
+    """
+    kind = type(network).__name__
+    for flag, off in (("freeze", "none"), ("layer_decay", 1)):
+        if (value := getattr(config, flag)) != off and kind not in FAMILY_OF:
+            raise UserError(
+                f"--{flag} {value}: which layers {kind} has is not known, only those of "
+                f"{', '.join(family.name for family in FAMILIES)} are; leave it out",
+                code="model-layers-unknown",
+            )
+    if config.freeze != "none" and config.frozen_depth > (num_blocks := network.config.num_hidden_layers):
+        raise UserError(
+            f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most these",
+            code="flag-value",
+        )
+
+
+def freeze_layers(network: nn.Module, config: TrainConfig) -> None:
+    """Take what ``--freeze`` names out of training, and so out of the backward pass; before a strategy is applied."""
+    if config.freeze == "none":
+        return
+    depth_of = _depths(network)
+    for name, parameter in network.named_parameters():
+        if depth_of(name) <= config.frozen_depth:
+            parameter.requires_grad_(False)
+
+
+def rate_factors(network: nn.Module, decay: float) -> Callable[[str], float]:
+    """By what the learning rate is multiplied, by the name of a parameter in the network.
+
+    1 in the head, ``decay`` in the highest block, and again times ``decay`` in each one below (Clark et al., "ELECTRA",
+    arXiv 2003.10555, appendix B; Bao et al., "BEiT", arXiv 2106.08254).
+    """
+    if decay == 1:
+        return lambda name: 1.0
+    depth_of, head = _depths(network), network.config.num_hidden_layers + 1
+    return lambda name: decay ** (head - depth_of(name))
+
+
+def _depths(network: nn.Module) -> Callable[[str], int]:
+    family, num_blocks = FAMILY_OF[type(network).__name__], network.config.num_hidden_layers
+    return lambda name: family.depth_of(name, num_blocks)
