@@ -122,7 +122,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--batch_size", "auto", "--balance", "auto"), r"^--batch_size auto and --balance auto: faster ranks"),
         (("--max_length", "7"), r"^--max_length 7: must be at least 8$"),
         (("--max_length", "9000"), r"^--max_length 9000: must be at most 8192$"),
-        (("--validation_fraction", "0"), r"^--validation_fraction 0: must be greater than 0$"),
+        (("--validation_fraction", "-0.1"), r"^--validation_fraction -0.1: must be at least 0$"),
         (("--warmup", "1.5"), r"^--warmup 1.5: must be a share below 1, or a whole number of steps$"),
         (("--epochs", "many"), r"^--epochs many: must be a whole number$"),
         (("--epochs", "1.5"), r"^--epochs 1.5: must be a whole number$"),
@@ -224,15 +224,9 @@ def test_run_folder_and_one_file_model_are_next_to_the_model_folder() -> None:
 
 def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     decisive = {
-        *(
-            "dataset",
-            "max_length",
-            "clean",
-            "validation_fraction",
-            "max_train_rows",
-            "model",
-            "learning_rate",
-        ),
+        *("dataset", "dataset_config", "dataset_revision", "train_split", "validation_split", "test_split"),
+        *("max_length", "clean", "validation_fraction", "max_train_rows", "duplicates"),
+        *("model", "model_revision", "learning_rate"),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
