@@ -74,8 +74,9 @@ def find_batch_size(
     most, share = (kept, 1.0) if kept else (most, MARGIN)
     try_rows = _trial_of(strategy, ranks, target)
     memory = _Memory(ranks)
-    limit = min(ranks.gather(min(limit, memory.limit)))
-    before, found, speed, rows = memory.peak(), None, 0.0, 1
+    # Every number that decides is the same on all ranks, so that all try the same sizes.
+    limit, before = map(min, zip(*ranks.gather((min(limit, memory.limit), memory.peak())), strict=True))
+    found, speed, rows = None, 0.0, 1
     with torch.random.fork_rng([] if on_cpu else [device]):
         while True:
             trial = try_rows(memory, rows)
