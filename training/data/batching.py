@@ -28,9 +28,9 @@ class MicroBatch:
     """One rank's padded part of a global batch.
 
     ``input_ids``, ``attention_mask``: int64, (rows, seq); the mask is None if nothing is padded. ``labels``: (rows,
-    ...), as the task takes them. ``weights``: float32, (rows,), each row's weight in the global mean, 0 for a dummy row. ``rows``: row
-    numbers in the training split, -1 for a dummy row. ``first_row``: position of the first row in the global batch.
-    ``num_tokens``: tokens without padding.
+    ...), as the task takes them. ``weights``: float32, (rows,), each row's weight in the global mean, 0 for a dummy
+    row. ``rows``: row numbers in the training split, -1 for a dummy row. ``first_row``: position of the first row in
+    the global batch. ``num_tokens``: tokens without padding.
     """
 
     input_ids: torch.Tensor

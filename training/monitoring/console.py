@@ -119,8 +119,9 @@ class Console:
         report: Path,
     ) -> None:
         """Print the results of the run and where its files are."""
+        main = next(iter(metrics_of(validation or test)), None)
         if validation:
-            main, metric = next(iter(metrics_of(validation).items()))
+            metric = metrics_of(validation)[main]
             facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
         else:
             facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another"}
