@@ -80,7 +80,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
 
     def read() -> tuple[str, str, int | None]:
         nonlocal loaded
-        # The texts of a large dataset fit into memory once per machine, not once per rank.
+        # Once per machine, not once per rank.
         if ranks.local_rank != 0:
             return "", "", None
         check_model_name(config.model, config.model_revision)
