@@ -17,6 +17,8 @@ from common.errors import UserError, first_line
 from common.rows import (
     Columns,
     Layout,
+    Lines,
+    Place,
     Reading,
     check_utf8,
     csv_records,
@@ -31,18 +33,7 @@ if TYPE_CHECKING:
 ROWS_PER_PART = 2048
 # For long documents: the memory of a run is a handful of parts.
 BYTES_PER_PART = 8 * 2**20
-# Else a quote that is never closed would make one record of the rest of a file, and missing line ends one line of all.
-LONGEST_RECORD = 32 * 2**20
 AG_NEWS_COLUMNS = ("class", "title", "description")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
-
-    offset: int = 0
-    lines: int = 0
-    rows: int = 0
 
 
 @dataclass(slots=True)
@@ -105,51 +96,6 @@ def _no_column(name: str, text_column: str, found: Sequence[str]) -> NoReturn:
     )
 
 
-class _Lines(Sequence[str]):
-    """A file's lines by their number, read when they are asked for; only those of the current record are held."""
-
-    def __init__(self, name: str, file: BinaryIO, place: Place) -> None:
-        self._name, self._file = name, file
-        self._held: dict[int, tuple[str, int]] = {}  # the line, and the byte at which it ends
-        self._first, self._next, self._offset = place.lines, place.lines, place.offset
-        self._begin = place.offset  # of what is held
-        file.seek(place.offset)
-
-    def __getitem__(self, number: int) -> str:  # type: ignore[override]
-        while number >= self._next:
-            if self._offset - self._begin > LONGEST_RECORD:
-                raise csv.Error(f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?")
-            raw = self._file.readline(LONGEST_RECORD)
-            if not raw:
-                raise IndexError(number)
-            if len(raw) == LONGEST_RECORD and not raw.endswith(b"\n"):
-                raise UserError(
-                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it text?",
-                    code="data-unreadable",
-                )
-            start = self._offset
-            for line in raw.splitlines(keepends=True):
-                self._offset += len(line)
-                data = line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
-                self._held[self._next] = (data.decode(errors="surrogateescape"), self._offset)
-                self._next += 1
-        return self._held[number][0]
-
-    def __len__(self) -> int:
-        raise NotImplementedError("not known before the file is read to its end")
-
-    def place_after(self, number: int) -> Place:
-        """Where the line after the first ``number`` lines begins; the lines before it are let go."""
-        while self._first < number:
-            self._begin = self._held.pop(self._first)[1]
-            self._first += 1
-        return Place(self._begin, number)
-
-    def end(self) -> Place:
-        """The end of the file, once it was reached."""
-        return Place(self._offset, self._next)
-
-
 class _Collecting(Reading):
     """Collects what cannot be used as rows of their own, in the order in which the lines are read."""
 
@@ -188,13 +134,13 @@ class _TextParts(PartReader):
     def _find_columns(self) -> None:
         raise NotImplementedError
 
-    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+    def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
         """Add the rows to a part one by one; yields the number of lines up to the end of each."""
         raise NotImplementedError
 
     def read(self, place: Place) -> Part:
         part = Part([], [], end=place)
-        lines = _Lines(self._name, self._file, place)
+        lines = Lines(self._name, self._file, place)
         for number in self._records(lines, place.lines, part):
             part.end = lines.place_after(number)
             if len(part.texts) >= self._part_rows or part.end.offset - place.offset >= BYTES_PER_PART:
@@ -225,7 +171,7 @@ class CsvParts(_TextParts):
     _layout: Layout
 
     def _find_columns(self) -> None:
-        lines, self._header_lines, line = _Lines(self._name, self._file, Place()), 0, ""
+        lines, self._header_lines, line = Lines(self._name, self._file, Place()), 0, ""
         try:
             while not line.strip():
                 line = lines[self._header_lines]
@@ -263,7 +209,7 @@ class CsvParts(_TextParts):
         rows = (next(csv.reader([line], delimiter=separator), []) for separator in ",;\t")
         _no_column(f"{self._name} line {self._header_lines}", self._text_column, max(rows, key=len))
 
-    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+    def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
         skipped = max(start, self._header_lines)
         collecting = _Collecting(self._text_column, part)
         width, places = len(self.columns), self._layout.places
@@ -306,7 +252,7 @@ class JsonLinesParts(_TextParts):
         if not self.columns and first.problems:
             raise UserError(first.problems[min(first.problems)], code="data-unreadable")
 
-    def _records(self, lines: _Lines, start: int, part: Part) -> Iterator[int]:
+    def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
         wanted = self._text_column.lower()
         number = start
         while True:

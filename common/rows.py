@@ -10,12 +10,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import io
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import UserError, first_line
 from common.problem_types import SINGLE_LABEL, Label, ProblemType, UnusableRow
@@ -32,9 +33,11 @@ _LONGEST_NAME = 30
 # A long document is one field; csv's own limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
+# Else a quote that is never closed would make one record of the rest of a file, and missing line ends one line of all.
+LONGEST_RECORD = 32 * 2**20
+
 # A row before its label is known to be a class: its position, its text or pair of texts, its label as found.
 FoundRow = tuple[str, Any, Any]
-UsableRow = tuple[Text, Label]
 # The positions of the columns of the text, of the label and, of pairs, of the second text.
 Places = tuple[tuple[int, ...], ...]
 
@@ -147,6 +150,60 @@ def check_utf8(text: str) -> None:
         raise ValueError('not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")') from error
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part begins: the bytes before it (for Parquet the rows), and the numbers of lines and rows before it."""
+
+    offset: int = 0
+    lines: int = 0
+    rows: int = 0
+
+
+class Lines(Sequence[str]):
+    """A file's lines by their number, read when they are asked for; only those of the current record are held."""
+
+    def __init__(self, name: str, file: BinaryIO, place: Place) -> None:
+        self._name, self._file = name, file
+        self._held: dict[int, tuple[str, int]] = {}  # the line, and the byte at which it ends
+        self._first, self._next, self._offset = place.lines, place.lines, place.offset
+        self._begin = place.offset  # of what is held
+        file.seek(place.offset)
+
+    def __getitem__(self, number: int) -> str:  # type: ignore[override]
+        while number >= self._next:
+            if self._offset - self._begin > LONGEST_RECORD:
+                raise csv.Error(f"a record of more than {LONGEST_RECORD // 2**20} MiB: is a quote not closed?")
+            raw = self._file.readline(LONGEST_RECORD)
+            if not raw:
+                raise IndexError(number)
+            if len(raw) == LONGEST_RECORD and not raw.endswith(b"\n"):
+                raise UserError(
+                    f"{self._name} line {self._next + 1}: longer than {LONGEST_RECORD // 2**20} MiB; is it text?",
+                    code="data-unreadable",
+                )
+            start = self._offset
+            for line in raw.splitlines(keepends=True):
+                self._offset += len(line)
+                data = line.removeprefix(b"\xef\xbb\xbf") if start == 0 and self._next == 0 else line
+                self._held[self._next] = (data.decode(errors="surrogateescape"), self._offset)
+                self._next += 1
+        return self._held[number][0]
+
+    def __len__(self) -> int:
+        raise NotImplementedError("not known before the file is read to its end")
+
+    def place_after(self, number: int) -> Place:
+        """Where the line after the first ``number`` lines begins; the lines before it are let go."""
+        while self._first < number:
+            self._begin = self._held.pop(self._first)[1]
+            self._first += 1
+        return Place(self._begin, number)
+
+    def end(self) -> Place:
+        """The end of the file, once it was reached."""
+        return Place(self._offset, self._next)
+
+
 class Reading:
     """Which columns are read, and what happens to unusable rows: the first one ends the reading, or all of them are
     left out and counted.
@@ -157,6 +214,7 @@ class Reading:
         flag: the flag that names the file, for error messages.
         remedy: what to do if the columns are missing.
         problem_type: what labels are.
+        new_texts: an empty list for the texts of a split, or what takes its place if they do not fit into memory.
     """
 
     def __init__(
@@ -167,12 +225,14 @@ class Reading:
         flag: str = "--dataset",
         remedy: str = "name yours with --text_column and --label_column",
         problem_type: ProblemType = SINGLE_LABEL,
+        new_texts: Callable[[], Any] = list,
     ) -> None:
         self.columns = columns
         self.skip = skip
         self.flag = flag
         self.remedy = remedy
         self.problem_type = problem_type
+        self.new_texts = new_texts
         self.unused: dict[str, None] = {}  # names of columns, in the order in which they were met
         self.count = 0
         self.named: list[str] = []
@@ -184,8 +244,10 @@ class Reading:
         if len(self.named) < MOST_NAMED:
             self.named.append(f"{where}: {why}")
 
-    def usable(self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = ()) -> list[UsableRow]:
-        """The usable rows.
+    def usable(
+        self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = ()
+    ) -> tuple[Sequence[Text], list[Label]]:
+        """The texts and the labels of the usable rows.
 
         Args:
             what: the file or split they are from.
@@ -195,15 +257,20 @@ class Reading:
         Raises:
             UserError: there are none, or more were left out than remain.
         """
-        before, usable = self.count, []
+        before, usable, found = self.count, self.new_texts(), []
+        names: dict[Label, Label] = {}
         for where, text, label in rows:
             try:
                 for each in text if isinstance(text, tuple) else (text,):
                     if not isinstance(each, str) or not each.strip():
                         raise UnusableRow(f"the text is {'empty' if isinstance(each, str) else 'not a string'}")
-                usable.append((text, self.problem_type.read_label(label, labels)))
+                read = self.problem_type.read_label(label, labels)
             except UnusableRow as error:
                 self.reject(where, str(error))
+            else:
+                usable.append(text)
+                # One name for all rows that have it.
+                found.append(names.setdefault(read, read) if isinstance(read, str) else read)
         left_out = self.count - before
         if left_out > len(usable):
             raise UserError(
@@ -213,7 +280,7 @@ class Reading:
             )
         if not usable:
             raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
-        return usable
+        return usable, found
 
     def find_columns(self, where: str, found: Sequence[str]) -> list[list[str]]:
         """The names of the columns of text, label and second text as written in this file."""
@@ -273,6 +340,21 @@ def text_lines(name: Path | str, data: bytes) -> list[str]:
     return [line.decode(errors="surrogateescape") for line in data.splitlines(keepends=True)]
 
 
+@contextlib.contextmanager
+def _open_lines(path: Path) -> Iterator[Lines]:
+    """A file's lines, read as they are asked for; UTF-16 is read whole."""
+    with path.open("rb") as file:
+        head = file.read(1000)
+        try:
+            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                yield Lines(str(path), io.BytesIO(utf8_bytes(head + file.read())), Place())
+                return
+            utf8_bytes(head)
+        except ValueError as error:
+            raise UserError(f"{path}: {error}", code="data-unreadable") from error
+        yield Lines(str(path), file, Place())
+
+
 def _check_encoding(text: str) -> None:
     try:
         check_utf8(text)
@@ -281,7 +363,11 @@ def _check_encoding(text: str) -> None:
 
 
 def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
-    lines = text_lines(path, path.read_bytes())
+    with _open_lines(path) as lines:
+        yield from _csv_rows(path, lines, reading, label_names)
+
+
+def _csv_rows(path: Path, lines: Lines, reading: Reading, label_names: Sequence[str]) -> Iterator[FoundRow]:
     first = next((i for i, line in enumerate(lines) if line.strip()), None)
     if first is None:
         return
@@ -293,8 +379,9 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
     num_fields = lines[first].count("\t") + 1
     if layout.places:
         first += 1
-    quotes = layout.separator != "\t" or not _quotes_are_text(lines, first, num_fields)
+    quotes = layout.separator != "\t" or not _quotes_are_text(path, first, num_fields)
     for line, fields in csv_records(path, lines, first, layout.separator, reading, quotes=quotes):
+        lines.place_after(line)
         if not fields:
             continue
         where = f"{path} line {line}"
@@ -307,20 +394,23 @@ def _read_csv(path: Path, reading: Reading, label_names: Sequence[str]) -> Itera
             yield where, text, label
 
 
-def _quotes_are_text(lines: Sequence[str], start: int, num_fields: int) -> bool:
+def _quotes_are_text(path: Path, start: int, num_fields: int) -> bool:
     """Whether the quotes in a TSV belong to its texts.
 
     Some programs put quotes around fields, as in CSV, others write texts as they are, quotes included. The file does
     not say which, so it is read both ways: the right one leaves fewer malformed records, or else joins no lines.
     """
-    if not any(line.startswith('"') or '\t"' in line for line in itertools.islice(lines, start, None)):
-        return False
+    with path.open("rb") as file:
+        if not any(line.startswith(b'"') or b'\t"' in line for line in file):
+            return False
 
     def misfit(*, quotes: bool) -> tuple[int, int]:
         reading, malformed, records = Reading(TEXT_AND_LABEL, skip=True), 0, 0
-        for _, fields in csv_records("", lines, start, "\t", reading, quotes=quotes):
-            records += bool(fields)
-            malformed += bool(fields) and len(fields) != num_fields
+        with _open_lines(path) as lines:
+            for line, fields in csv_records("", lines, start, "\t", reading, quotes=quotes):
+                lines.place_after(line)
+                records += bool(fields)
+                malformed += bool(fields) and len(fields) != num_fields
         return malformed + reading.count, -records
 
     return misfit(quotes=False) < misfit(quotes=True)
@@ -402,7 +492,13 @@ def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _read_json_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
-    for number, line in enumerate(text_lines(path, path.read_bytes()), start=1):
+    with _open_lines(path) as lines:
+        yield from _json_rows(path, lines, reading)
+
+
+def _json_rows(path: Path, lines: Lines, reading: Reading) -> Iterator[FoundRow]:
+    for number, line in enumerate(lines, start=1):
+        lines.place_after(number)
         if not line.strip():
             continue
         where = f"{path} line {number}"

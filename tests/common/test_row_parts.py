@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import common.rows
 from common import row_parts
 from common.errors import UserError
 from common.row_parts import ParquetParts, PartReader, Place, open_parts
@@ -59,7 +60,7 @@ def test_a_part_is_the_same_from_a_reader_that_begins_there(paths: dict[str, Pat
 
 
 def test_a_quote_that_is_never_closed_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "LONGEST_RECORD", 1000)
+    monkeypatch.setattr(common.rows, "LONGEST_RECORD", 1000)
     path = tmp_path / "rows.csv"
     path.write_text('text\n"never closed\n' + "".join(f"text {number}\n" for number in range(300)) + '"nor this\n')
     parts = all_parts(opened(path))
@@ -79,7 +80,7 @@ def test_long_documents_end_a_part_early(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_file_that_has_no_line_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_parts, "LONGEST_RECORD", 1000)
+    monkeypatch.setattr(common.rows, "LONGEST_RECORD", 1000)
     with pytest.raises(UserError, match="line 1: longer than"):
         open_parts("rows.jsonl", ".jsonl", io.BytesIO(b"x" * 5000), "text")
 

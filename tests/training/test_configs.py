@@ -67,12 +67,12 @@ def test_trains_for_two_steps(config: Path, tmp_path: Path, monkeypatch: pytest.
     shrunk = ["--dp_shard", str(parsed.dp_shard * ranks // asked)] if asked > ranks and parsed.dp_shard else []
     output = ["--output_dir", str(tmp_path / "out"), "--cache_dir", str(tmp_path / "cache")]
     if parsed.task == "pair":
-        rows = "\n".join(f"text {number};text {number // 2};{number % 2}" for number in range(90))
-        (tmp_path / "pairs.csv").write_text(f"text;text_pair;label\n{rows}")
+        lines = "\n".join(f"text {number};text {number // 2};{number % 2}" for number in range(90))
+        (tmp_path / "pairs.csv").write_text(f"text;text_pair;label\n{lines}")
         output += ["--dataset", str(tmp_path / "pairs.csv")]
     if parsed.task == "regression":  # the sample has names for labels
-        rows = "\n".join(f"{'good ' * (number % 5)}text {number};{number % 5}" for number in range(90))
-        (tmp_path / "numbers.csv").write_text(f"text;label\n{rows}")
+        lines = "\n".join(f"{'good ' * (number % 5)}text {number};{number % 5}" for number in range(90))
+        (tmp_path / "numbers.csv").write_text(f"text;label\n{lines}")
         output += ["--dataset", str(tmp_path / "numbers.csv")]
     folders = run_on_ranks(
         ranks, _train, ["--config", str(config), *SMALL, "--batch_size", str(rows), *shrunk, *output], seconds=500

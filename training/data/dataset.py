@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import ForeseenError, UserError, first_line
+from common.problem_types import Label
 from common.rows import (
     AG_NEWS_LABELS,
     FORMATS,
@@ -19,7 +21,6 @@ from common.rows import (
     Columns,
     FoundRow,
     Reading,
-    UsableRow,
     in_ag_news_layout,
     read_file,
     text_and_label,
@@ -27,6 +28,7 @@ from common.rows import (
 from common.text import Text
 from training.config import Selection
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.stored_texts import ChosenTexts, StoredTexts
 from training.tasks import Classification, Task
 
 AG_NEWS = "ag_news"
@@ -45,14 +47,16 @@ OFFLINE_HINT = "without a network use --dataset sample, or --dataset FOLDER with
 class Rows:
     """Texts as they were read, with the label of each as its task takes it. ``labels``: (rows, ...)."""
 
-    texts: list[Text]
+    texts: Sequence[Text]
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def take(self, index: np.ndarray) -> Rows:
-        return Rows([self.texts[i] for i in index], self.labels[index])
+        in_memory = isinstance(self.texts, list)
+        texts = [self.texts[i] for i in index] if in_memory else ChosenTexts(self.texts, index)
+        return Rows(texts, self.labels[index])
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,24 @@ def load_news(
     say: Callable[[str], None] = print,
     selection: Selection = Selection(),  # noqa: B008 - frozen
     task: type[Task] = Classification,
+    texts_in: Path | None = None,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
     ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
-    unless they are more than half.
+    unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
+    into memory.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
         HubUnavailable: the hub did not respond.
     """
     path = Path(dataset).expanduser()
-    reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type)
+    new_texts = list if texts_in is None else partial(_texts_on_disk, texts_in)
+    reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type, new_texts=new_texts)
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
-        reading = Reading(Columns(pair=columns.pair), skip=False, problem_type=task.problem_type)
+        reading = Reading(Columns(pair=columns.pair), skip=False, problem_type=task.problem_type, new_texts=new_texts)
         return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, selection, task)
     if dataset == AG_NEWS:
         return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, selection, task)
@@ -117,6 +124,13 @@ def load_news(
         "a hub name owner/data, or an existing folder or file",
         code="data-not-found",
     )
+
+
+def _texts_on_disk(folder: Path) -> StoredTexts:
+    try:
+        return StoredTexts.temporary(folder)
+    except OSError as error:
+        raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
 
 
 def _check_unused(dataset: str, selection: Selection, why: str, *flags: str) -> None:
@@ -157,7 +171,7 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
 def _read_folder(
     name: str, folder: Path, seed: int, reading: Reading, selection: Selection, task: type[Task]
 ) -> NewsData:
-    if (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists():
+    if is_saved_by_datasets(folder):
         return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading, selection, task)
     files = _split_files(folder)
     if selection.train_split == "train" and "train" not in files:
@@ -174,6 +188,10 @@ def _read_folder(
         label_names = [line.strip() for line in lines if line.strip()]
     splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items()}
     return _assemble(name, splits, None, seed, reading, task)
+
+
+def is_saved_by_datasets(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
 
 
 def _split_files(folder: Path) -> dict[str, Path]:
@@ -326,17 +344,17 @@ def _assemble(
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
 
-    def rows_of(usable: Sequence[UsableRow]) -> Rows:
-        return Rows([text for text, _ in usable], task.targets([label for _, label in usable], names))
+    def rows_of(texts: Sequence[Text], labels: Sequence[Label]) -> Rows:
+        return Rows(texts, task.targets(labels, names))
 
-    usable = reading.usable(*splits["train"])
-    names, notes = task.name_labels(name, [label for _, label in usable], label_names, reading.columns.label)
-    train, validation = rows_of(usable), None
+    texts, labels = reading.usable(*splits["train"])
+    names, notes = task.name_labels(name, labels, label_names, reading.columns.label)
+    train, validation = rows_of(texts, labels), None
     if "validation" in splits:
-        validation = rows_of(reading.usable(*splits["validation"], names))
+        validation = rows_of(*reading.usable(*splits["validation"], names))
         notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")
     if "test" in splits:
-        test = rows_of(reading.usable(*splits["test"], names))
+        test = rows_of(*reading.usable(*splits["test"], names))
     else:
         kept, held_out = split_rows(task.strata(train.labels), TEST_SHARE, seed)
         if len(held_out) == 0:

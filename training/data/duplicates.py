@@ -52,8 +52,8 @@ class Repeats:
         self._hashes = np.fromiter(map(hash, chain(*texts)), np.int64, firsts[-1])
         self._shingles = Shingles.of(chain(*texts), int(firsts[-1])) if near else None
 
-    def drop(self) -> tuple[np.ndarray, list[str]]:
-        """The training rows that are left without repetitions, ascending, and what was left out, in words.
+    def drop(self) -> dict[str, Any]:
+        """The training rows that repeat others (``dropped``), and how many there are in words (``lines``).
 
         Of those that repeat each other the first is kept, of those that repeat a test or validation row none.
         """
@@ -63,19 +63,25 @@ class Repeats:
         partners = self.partners(rest)
         kept = rest[partners < 0]
         if len(kept) == len(train):
-            return kept, []
+            return {"dropped": [], "lines": []}
         line = (
             f"{len(train) - len(kept):,} of {len(train):,} training rows are left out: {len(train) - len(rest):,} "
-            f"{self._repeat} the text of a test or validation row, {len(rest) - len(kept):,} that of an earlier training row"
+            f"{self._repeat} the text of a test or validation row, {len(rest) - len(kept):,} that of an earlier "
+            "training row"
         )
-        return kept, [line + self._conflicts(rest, partners)]
+        return {"dropped": np.delete(train, kept).tolist(), "lines": [line + self._conflicts(rest, partners)]}
 
-    def describe(self, train: np.ndarray, validation: np.ndarray, test: np.ndarray) -> list[str]:
-        """How many rows repeat a training row, in words; nothing if none do."""
+    def describe(self, train: np.ndarray, validation: np.ndarray) -> dict[str, Any]:
+        """How many rows repeat a training row in words (``lines``); nothing if none do.
+
+        ``validation``: the rows of the validation split if there is one, otherwise of the training split.
+        """
         lines = []
+        if "validation" in self.rows:
+            validation = self.rows["validation"][validation]
         counts = [
             f"{count:,} of {len(rows):,} {split} rows"
-            for split, rows in (("validation", validation), ("test", test))
+            for split, rows in (("validation", validation), ("test", self.rows["test"]))
             if (count := int((self.partners(rows, train) >= 0).sum()))
         ]
         if counts:
@@ -85,7 +91,7 @@ class Repeats:
         if count := int((partners >= 0).sum()):
             which = f"{count:,} of {len(train):,} training rows {self._repeat} the text of an earlier one"
             lines.append(which + self._conflicts(train, partners))
-        return lines
+        return {"lines": lines}
 
     @property
     def _repeat(self) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import yaml
 
 from common.errors import UserError, first_line
+from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from training.config import TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once
+from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.tokenized import (
     TokenizedNews,
     TokenizedRows,
@@ -25,6 +29,8 @@ from training.data.tokenized import (
     check_model_name,
     load_from,
     load_tokenizer,
+    make_tokenizer,
+    read_texts,
     read_tokens,
     write_tokens,
 )
@@ -46,9 +52,8 @@ class PreparedNews:
     """Tokens, and which rows are used for training and for validation.
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
-    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of a
-    pair; None if there are no pairs. ``texts`` and ``tokenizer`` are only on the first rank
-    of each machine.
+    ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
+    a pair; None if there are no pairs. ``texts`` and ``tokenizer`` are only on the first rank of each machine.
     """
 
     tokens: TokenizedNews
@@ -75,19 +80,36 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
 
     def read() -> tuple[str, str, int | None]:
         nonlocal loaded
-        # The texts of a large dataset fit into memory once per machine, not once per rank.
+        # Once per machine, not once per rank.
         if ranks.local_rank != 0:
             return "", "", None
         check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset} ...")
-        data = load_news(config.dataset, config.seed, config.bad_rows, config.columns, say, config.selection, TASKS[config.task])
+        source = source_file(cache_dir, config)
+        known = read_known(source)
+        data = read_texts(cache_dir, known["tokens"]) if known else None
+        if data is None:
+            known = {}
+            data = load_news(
+                config.dataset,
+                config.seed,
+                config.bad_rows,
+                config.columns,
+                say,
+                config.selection,
+                TASKS[config.task],
+                cache_dir,
+            )
         for note in data.notes:
             say(note[0].upper() + note[1:])
         is_chosen = config.clean != "auto"
         cleaning = config.clean if is_chosen else default_cleaning(config.dataset, data.label_names, config.train_split)
-        tokenizer = load_tokenizer(
-            config.model, data.train.texts, config.max_length, say, cleaning, config.model_revision
-        )
+        if "tokenizer" in known:
+            tokenizer = make_tokenizer(known["tokenizer"], config.max_length)
+        else:
+            tokenizer = load_tokenizer(
+                config.model, data.train.texts, config.max_length, say, cleaning, config.model_revision
+            )
         separator = tokenizer.sep_token_id if config.columns.pair else None
         if config.columns.pair and separator is None:
             raise UserError(
@@ -98,8 +120,20 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
-        key = cache_key(data, tokenizer_json, config.max_length, cleaning)
-        write_tokens(cache_dir, key, data, TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning), say)
+        digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        if known.get("tokenizer_sha256") == digest:
+            key = known["tokens"]
+        else:
+            key = cache_key(data, tokenizer_json, config.max_length, cleaning)
+            text_tokenizer = TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning)
+            write_tokens(cache_dir, key, data, text_tokenizer, say)
+            data = read_texts(cache_dir, key)
+            known = {"tokens": key, "tokenizer_sha256": digest}
+            # That of tiny would have to be learned from all texts again.
+            known |= {"tokenizer": tokenizer_json} if config.model == TINY else {}
+            if source:
+                write_json(source, known)
+        assert data is not None
         loaded = data, tokenizer
         return key, cleaning, separator
 
@@ -110,18 +144,24 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     tokens = read_tokens(cache_dir, key)
     texts, tokenizer = loaded or (None, None)
     # Rank 0 compares the texts, for all ranks.
-    repeats = Repeats(texts, near=config.duplicates.endswith("_near")) if ranks.is_first and texts else None
-    kept, repeated = None, []
-    if drops := config.duplicates.startswith("drop"):
-        kept, repeated = ranks.broadcast(ranks.run_on_all_ranks(lambda: repeats.drop() if repeats else None))
+    found: dict[str, Any] = {"dropped": [], "lines": []}
+    drops, near, file = *_asked(config.duplicates), repeats_file(cache_dir, key, config)
+    if drops:
+        drop = partial(remembered, file, lambda: Repeats(texts, near=near).drop())
+        found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
+    kept = np.delete(np.arange(len(tokens.train)), found["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
-    if repeats and not drops:
-        validation_rows = repeats.rows["validation"] if tokens.validation else validation
-        repeated = repeats.describe(train, validation_rows, repeats.rows["test"])
-    for line in repeated:
+    if ranks.is_first and not drops:
+        found = remembered(file, lambda: Repeats(texts, near=near).describe(train, validation))
+    for line in found["lines"]:
         say(line)
-    tokens = replace(tokens, notes=[*tokens.notes, *repeated])
+    tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator)
+
+
+def _asked(duplicates: str) -> tuple[bool, bool]:
+    """Whether duplicates are left out, and whether near ones count."""
+    return duplicates.startswith("drop"), duplicates.endswith("_near")
 
 
 def class_weights_of(
@@ -173,11 +213,10 @@ def _is_local(name: str) -> bool:
 
 
 def _split(
-    config: TrainConfig, tokens: TokenizedNews, world_size: int, kept: np.ndarray | None = None
+    config: TrainConfig, tokens: TokenizedNews, world_size: int, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``kept``: the training rows to choose from, ascending; None for all of them."""
+    """``chosen``: the training rows to choose from, ascending."""
     labels = TASKS[config.task].strata(tokens.train.labels)
-    chosen = np.arange(len(labels)) if kept is None else kept
     if len(chosen) == 0:
         raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
     if 0 < config.max_train_rows < len(chosen):
@@ -195,7 +234,8 @@ def _split(
     if len(validation) == 0 and config.validation_fraction:
         raise UserError(
             f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
-            "or validation rows of their own (validation.csv beside train.csv), or train without (--validation_fraction 0)",
+            "or validation rows of their own (validation.csv beside train.csv), or train on all rows with "
+            "--validation_fraction 0",
             code="rows-too-few",
         )
     if len(train) < world_size:

@@ -6,28 +6,35 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
-from common.files import write_whole
 from common.text import VERSION, Text, TextTokenizer, cleaner
 from training.config import TINY
+from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
+from training.data.stored_texts import StoredTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 TINY_VOCABULARY = 8192
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 CHUNK = 10_000
 PARTS = ("ids", "offsets", "labels")
 
@@ -172,9 +179,10 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: st
     digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
-        texts = (text if isinstance(text, str) else "\x01".join(text) for text in rows.texts)
-        digest.update("\x00".join(texts).encode("utf-8", "surrogatepass"))
-        digest.update(rows.labels.tobytes())
+        for start in range(0, len(rows), CHUNK):
+            texts = (text if isinstance(text, str) else "\x01".join(text) for text in rows.texts[start : start + CHUNK])
+            digest.update(("\x00" * bool(start) + "\x00".join(texts)).encode("utf-8", "surrogatepass"))
+        digest.update(np.ascontiguousarray(rows.labels).data)
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
 
 
@@ -188,69 +196,86 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
         say(f"The cached tokens {file} are damaged ({damage}): tokenising again")
     started = time.perf_counter()
     say(f"Tokenising {sum(map(len, data.splits.values())):,} texts ...")
-    tensors: dict[str, np.ndarray] = {}
-    cut: dict[str, int] = {}
-    for split, rows in data.splits.items():
-        encoded = encode_rows(tokenizer, rows)
-        tensors |= {f"{split}.{part}": getattr(encoded, part) for part in PARTS}
-        cut[split] = encoded.num_cut
-    about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "cut": cut}
-    about |= {"vocab_size": tokenizer.vocab_size, "sha256": _digest(tensors)}
+    arrays: dict[str, np.ndarray | GrowingArray] = {}
+    about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
+    about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, save(tensors, metadata={"about": json.dumps(about)}))
+        for split, rows in data.splits.items():
+            ids, texts = GrowingArray(folder, "int32"), StoredTexts.temporary(folder)
+            lengths, about["cut"][split] = [np.zeros(1, dtype=np.int64)], 0
+            for start, (part, part_lengths, num_cut) in zip(
+                range(0, len(rows), CHUNK), _encoded(tokenizer, rows), strict=True
+            ):
+                ids.extend(part)
+                lengths.append(part_lengths)
+                about["cut"][split] += num_cut
+                for text in rows.texts[start : start + CHUNK]:
+                    texts.append(text)
+            about["width"][split] = texts.width
+            arrays |= {f"{split}.ids": ids, f"{split}.offsets": np.cumsum(np.concatenate(lengths))}
+            arrays |= {f"{split}.labels": rows.labels}
+            arrays |= {f"{split}.texts": texts.bytes(folder), f"{split}.text_offsets": texts.offsets}
+        write_arrays(file, arrays, about)
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
     say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 
-def find_damage(path: Path) -> str | None:
-    try:
-        with safe_open(path, "numpy") as cached:
-            tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118
-            expected = json.loads((cached.metadata() or {})["about"])["sha256"]
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    return None if _digest(tensors) == expected else "they do not match their SHA-256"
-
-
-def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + np.ascontiguousarray(tensors[name]).data)
-    return digest.hexdigest()
+def _encoded(tokenizer: TextTokenizer, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """The ids of some rows, int32, one row after the other; their lengths; how many were cut."""
+    for start in range(0, len(rows), CHUNK):
+        found = tokenizer.encode(rows.texts[start : start + CHUNK])
+        ids = np.concatenate([np.array(encoded.ids, dtype=np.int32) for encoded in found])
+        lengths = np.array([len(encoded.ids) for encoded in found], dtype=np.int64)
+        yield ids, lengths, sum(encoded.truncated for encoded in found)
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
-    parts, lengths, num_cut = [], [], 0
-    for start in range(0, len(rows), CHUNK):
-        for encoded in tokenizer.encode(rows.texts[start : start + CHUNK]):
-            parts.append(np.array(encoded.ids, dtype=np.int32))
-            lengths.append(len(encoded.ids))
-            num_cut += encoded.truncated
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, num_cut)
+    parts, lengths, cut = zip(*_encoded(tokenizer, rows), strict=True)
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, sum(cut))
 
 
 def read_tokens(folder: Path, key: str) -> TokenizedNews:
-    with safe_open(_file(folder, key), "numpy") as cached:
-        about = json.loads(cached.metadata()["about"])
+    cached = ArrayFile.open(_file(folder, key))
+    about = cached.about
 
-        def rows(split: str) -> TokenizedRows:
-            tensors = {part: cached.get_tensor(f"{split}.{part}") for part in PARTS}
-            return TokenizedRows(**tensors, num_cut=about["cut"][split])
+    def rows(split: str) -> TokenizedRows:
+        return TokenizedRows(**{part: cached[f"{split}.{part}"] for part in PARTS}, num_cut=about["cut"][split])
 
-        validation = rows("validation") if "validation" in about["cut"] else None
-        return TokenizedNews(
-            key=key,
-            name=about["name"],
-            label_names=about["label_names"],
-            train=rows("train"),
-            test=rows("test"),
-            notes=about["notes"],
-            vocab_size=about["vocab_size"],
-            validation=validation,
-        )
+    validation = rows("validation") if "validation" in about["cut"] else None
+    return TokenizedNews(
+        key=key,
+        name=about["name"],
+        label_names=about["label_names"],
+        train=rows("train"),
+        test=rows("test"),
+        notes=about["notes"],
+        vocab_size=about["vocab_size"],
+        validation=validation,
+    )
+
+
+def read_texts(folder: Path, key: str) -> NewsData | None:
+    """The rows that were tokenized, with their texts, which stay in the file; None without an undamaged file."""
+    if find_damage(_file(folder, key)):
+        return None
+    cached = ArrayFile.open(_file(folder, key))
+    about, file = cached.about, cached.path.open("rb")
+
+    def rows(split: str) -> Rows:
+        begin, offsets = cached.places[f"{split}.texts"][2], cached[f"{split}.text_offsets"]
+        return Rows(StoredTexts(file, begin, offsets, about["width"][split]), cached[f"{split}.labels"])
+
+    splits = {split: rows(split) for split in about["cut"]}
+    return NewsData(
+        name=about["name"],
+        label_names=about["label_names"],
+        notes=about["notes"],
+        left_out=about["left_out"],
+        **splits,
+    )
 
 
 def _file(folder: Path, key: str) -> Path:
@@ -258,10 +283,9 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special = list(SPECIAL_TOKENS.values())
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     words = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
     pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
@@ -277,8 +301,15 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
         pair="[CLS] $A [SEP] $B [SEP]",
         special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
+    return make_tokenizer(tokenizer.to_str(), max_length)
+
+
+def make_tokenizer(tokenizer_json: str, max_length: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``tiny``."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **SPECIAL_TOKENS)
 
 
 def _frequent_pieces(words: Counter[str], size: int) -> list[str]:

@@ -41,7 +41,7 @@ class Classification(Task):
     def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
         """int64, (rows,)."""
         index = {name: i for i, name in enumerate(names)}
-        return np.array([index[str(label)] for label in labels], dtype=np.int64)
+        return np.fromiter((index[str(label)] for label in labels), np.int64, len(labels))
 
     @classmethod
     def strata(cls, targets: np.ndarray) -> np.ndarray:

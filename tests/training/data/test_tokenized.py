@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import subprocess
@@ -124,7 +125,8 @@ def test_a_damaged_cache_file_is_reported_and_written_again(
     tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
 ) -> None:
     key = write(tmp_path)
-    whole, (file,) = read_tokens(tmp_path, key), list(tmp_path.iterdir())
+    # A copy, because what is mapped changes with its file.
+    whole, (file,) = copy.deepcopy(read_tokens(tmp_path, key)), list(tmp_path.iterdir())
     content = file.read_bytes()
     file.write_bytes(spoil(content))
 

@@ -1,0 +1,144 @@
+"""Data larger than memory: texts and tokens stay in files, and a later start does not read all rows again."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from training.config import TrainConfig
+from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
+from training.data.dataset import load_news
+from training.data.prepare import PreparedNews, prepare_news
+from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts
+from training.parallelism.distributed import Ranks
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+TEXTS = ["A text", "", "Zürich 東京 \u200b", "half \ud83d a character", "line\nends\r\n", "x" * 100_000]
+
+
+def stored(folder: Path, texts: list[str] | list[tuple[str, str]]) -> StoredTexts:
+    found = StoredTexts.temporary(folder)
+    for text in texts:
+        found.append(text)
+    return found
+
+
+def test_stored_texts_are_those_that_were_stored(tmp_path: Path) -> None:
+    many = [*TEXTS, *map(str, range(TEXTS_PER_READ))]
+    pairs = list(zip(TEXTS, reversed(TEXTS), strict=True))
+
+    for texts in (many, pairs):
+        found = stored(tmp_path, texts)
+        assert len(found) == len(texts)
+        assert list(found) == texts
+        assert [found[i] for i in range(-2, 4)] == [texts[i] for i in range(-2, 4)]
+        assert found[1:5] == texts[1:5]
+        assert found[4:2] == []
+        with pytest.raises(IndexError):
+            found[len(texts)]
+    assert list(ChosenTexts(stored(tmp_path, many), np.array([3, 0]))) == [TEXTS[3], TEXTS[0]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_that_grow_in_a_file_are_read_back_and_by_the_library_of_the_format_too(tmp_path: Path) -> None:
+    growing = GrowingArray(tmp_path, "int32")
+    for start in range(0, 5000, 1000):
+        growing.extend(np.arange(start, start + 1000))
+    whole = {"labels": np.ones((3, 2), dtype=np.uint8), "offsets": np.arange(7)}
+
+    write_arrays(tmp_path / "arrays", {"ids": growing, **whole}, {"name": "some"})
+
+    found, expected = ArrayFile.open(tmp_path / "arrays"), {"ids": np.arange(5000), **whole}
+    assert find_damage(tmp_path / "arrays") is None
+    assert found.about == {"name": "some"}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(load_file(tmp_path / "arrays")[name], array)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_reading_needs_less_memory_than_the_texts(tmp_path: Path, suffix: str) -> None:
+    path, text = tmp_path / f"rows{suffix}", "a long text " * 200
+    line = {".csv": '"%s %d",%s\n', ".tsv": "%s %d\t%s\n", ".jsonl": '{"text": "%s %d", "label": "%s"}\n'}[suffix]
+    header = {".csv": "text,label\n", ".tsv": "text\tlabel\n", ".jsonl": ""}[suffix]
+    path.write_text(header + "".join(line % (text, i, "ab"[i % 2]) for i in range(4000)))
+    tracemalloc.start()
+
+    data = load_news(str(path), texts_in=tmp_path / "cache")
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(data.train), data.train.texts[0], data.train.texts[5]) == (3600, f"{text} 0", f"{text} 6")
+    assert peak < path.stat().st_size / 3
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Callable[..., PreparedNews]:
+    """`prepare(**fields)`: read and tokenize `rows.csv`, of which `write` changes the content."""
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"text {i:03},{'ab'[i % 2]}\n" for i in range(200)))
+
+    def start(**fields: object) -> PreparedNews:
+        same = {"dataset": str(tmp_path / "rows.csv"), "model": "tiny", "max_length": 16}
+        return prepare_news(TrainConfig(**same | fields, cache_dir=tmp_path / "cache"), ALONE, lambda line: None)
+
+    return start
+
+
+def texts_of(news: PreparedNews) -> list[str]:
+    assert news.texts is not None
+    return [*news.texts.train.texts, *news.texts.test.texts]
+
+
+def test_a_later_start_reads_the_rows_again_only_if_the_file_or_a_flag_has_changed(
+    tmp_path: Path, prepare: Callable[..., PreparedNews]
+) -> None:
+    path = tmp_path / "rows.csv"
+    first = prepare()
+    before = path.stat()
+    path.write_text(path.read_text().replace("text 007", "new! 007"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    again = prepare()
+    assert texts_of(again) == texts_of(first)
+    assert again.tokens.key == first.tokens.key
+    assert again.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
+    np.testing.assert_array_equal(again.tokens.train.ids, first.tokens.train.ids)
+    np.testing.assert_array_equal(again.train_index, first.train_index)
+    assert again.tokens.notes == first.tokens.notes
+
+    assert "new! 007" in texts_of(prepare(seed=3))
+    os.utime(path)
+    assert "new! 007" in texts_of(prepare())
+
+
+def test_a_later_start_reads_the_rows_again_if_the_cached_file_is_damaged_or_gone(
+    tmp_path: Path, prepare: Callable[..., PreparedNews]
+) -> None:
+    first = texts_of(prepare())
+    (cached,) = (tmp_path / "cache").glob("v*.safetensors")
+    cached.write_bytes(cached.read_bytes()[:-9])
+
+    assert texts_of(prepare()) == first
+    cached.unlink()
+    assert texts_of(prepare()) == first
+
+
+def test_what_repeats_is_looked_for_once(tmp_path: Path, prepare: Callable[..., PreparedNews]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(path.read_text() + "text 003,b\n" * 10)
+    first = prepare(duplicates="drop")
+    (kept,) = (tmp_path / "cache").glob("*-repeats-*.json")
+    kept.write_text('{"dropped": [0, 1], "lines": ["as kept"]}')
+
+    again = prepare(duplicates="drop")
+
+    assert (len(first.train_index), len(first.validation_index)) != (len(again.train_index), 0)
+    assert again.tokens.notes[-1] == "as kept"
+    assert not {0, 1} & {*again.train_index.tolist(), *again.validation_index.tolist()}

@@ -1,0 +1,67 @@
+"""What is known of local data from an earlier start, so that this one does not read all rows again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common.files import write_json
+from common.rows import FORMATS, SAMPLE_NEWS
+from common.text import VERSION
+from training.config import TrainConfig
+from training.data.dataset import SAMPLE, is_saved_by_datasets
+
+# Raise it whenever a file may be read as other rows than before.
+READING_VERSION = 1
+
+
+def source_file(folder: Path, config: TrainConfig) -> Path | None:
+    """Where it is kept what came of these files, if none of them changes, read with these flags; None for the hub."""
+    path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
+    if path.is_dir():
+        found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
+        files = [one for one in found if one.suffix in (*FORMATS, ".txt", ".arrow") and one.is_file()]
+    elif path.is_file():
+        files = [path]
+    else:
+        return None
+    states = sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
+    flags = [asdict(config.columns), asdict(config.selection), config.task, config.seed, config.bad_rows]
+    flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
+    return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
+
+
+def repeats_file(folder: Path, key: str, config: TrainConfig) -> Path:
+    """Where it is kept which rows of these texts repeat others, if the same ones are trained and validated on."""
+    rows = [READING_VERSION, config.duplicates, config.validation_fraction, config.max_train_rows, config.seed]
+    return folder / f"{key}-repeats-{_digest(rows)}.json"
+
+
+def remembered(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the file holds; without it what ``find`` returns, which it then holds."""
+    if known := read_known(path):
+        return known
+    found = find()
+    with contextlib.suppress(OSError):  # it will be found again
+        write_json(path, found)
+    return found
+
+
+def read_known(path: Path | None) -> dict[str, Any]:
+    """What such a file holds; nothing if it is not there or cannot be read."""
+    if path is None:
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:24]
