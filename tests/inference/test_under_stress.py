@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from inference.app import create_app
+from inference.engines.answering import OneLabelAnswering
 from inference.http.request_log import JsonLines
 from inference.settings import Settings
 from tests.inference.servers import Server, ThreadedServer, metric, serving, stand_in_server
@@ -96,6 +97,7 @@ def test_an_error_nobody_expected_is_a_500_whose_id_is_in_the_log(
     def with_too_few_labels(path: Path, engine: str) -> StandInModel:
         model = StandInModel(path)
         model.labels = model.labels[:2]
+        model.answering = OneLabelAnswering(model.labels)
         return model
 
     server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder), with_too_few_labels))

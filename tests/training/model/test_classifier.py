@@ -30,6 +30,7 @@ from training.model.dropout import RowDropout
 from training.parallelism.activation_checkpointing import apply_activation_checkpointing
 from training.parallelism.registry import STRATEGIES
 from training.run.step import optimizer_step
+from training.tasks import Classification
 
 TOLERANCE = 1e-6  # fp32, weights of the usual size
 EXACT = 1e-10  # fp64, where only another computation could differ by more
@@ -318,7 +319,7 @@ def other_classifier(family: str) -> NewsClassifier:
     config.num_labels = 4
     classifier = NewsClassifier.__new__(NewsClassifier)
     torch.nn.Module.__init__(classifier)
-    classifier._adopt(AutoModelForSequenceClassification.from_config(config), list("abcd"))
+    classifier._adopt(AutoModelForSequenceClassification.from_config(config), Classification(list("abcd")))
     return classifier
 
 
