@@ -30,6 +30,7 @@ from training.parallelism.registry import STRATEGIES
 from training.planning.layouts import Layout
 from training.planning.models import COMMON_KEYS, OWN_KEYS, ModelShape
 from training.run.step import optimizer_step
+from training.tasks import Classification
 
 AT_UPDATE = "the optimizer begins"
 
@@ -47,7 +48,7 @@ def model_of(shape: ModelShape) -> NewsClassifier:
     model = NewsClassifier.__new__(NewsClassifier)
     nn.Module.__init__(model)
     network = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(shape.family, **config))
-    model._adopt(network, [str(label) for label in range(shape.num_labels)])
+    model._adopt(network, Classification([str(label) for label in range(shape.num_labels)]))
     return model
 
 

@@ -20,13 +20,13 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.processes import Layout, last_line, run_ranks
 from benchmarks.variants import VARIANTS, epoch_rank, matmul_rank
-from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, Workload, make_workload
+from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SIZES, VOCABULARY, Workload, make_workload
 from common.errors import TrainingFailure, positive
 from training.config import TINY
 from training.data.dataset import SAMPLE
 from training.model.precision import cpu_has_bf16
 from training.monitoring.events import METRICS_FILE
-from training.tasks import Classification, MultiLabelClassification
+from training.tasks import CausalLanguageModel, Classification, MultiLabelClassification
 
 MODULE = "benchmarks.training_throughput"
 MATMUL = "matmul-"
@@ -36,6 +36,11 @@ STARTUP_TIMEOUT = 600  # seconds
 TITLES = {"minilm": "MiniLM", "base": "Base"}
 SCALED = {"1x1": "2x1"}  # on the first layout only our own variants run, for comparison with the second
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
+LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
+LANGUAGE_MODEL = f"""A sample is a text here. A batch has {GLOBAL_BATCH} texts, or, where texts are joined, about as
+many tokens in blocks of {MAX_LENGTH}. The head over {VOCABULARY:,} tokens counts as work.
+
+"""
 INTRODUCTION = f"""
 The rounds are in the JSON file next to it. Every variant trains the same rows from the same random weights of
 the same DistilBERT (dropout 0.1) with a global batch of {GLOBAL_BATCH}, fp32 unless it says bf16, fused AdamW, a peak
@@ -190,16 +195,19 @@ def render(section: dict[str, Any]) -> str:
         header = ["command", "seconds to the first optimizer step", "rounds", "number"]
         return f"## Start-up\n\n{harness.fact_list(section['facts'])}\n{note}\n{harness.markdown_table(header, [row])}"
     rounds, blocks = section["rounds"], SIZES[section["size"]]
+    family, width, note = "DistilBERT", blocks.hidden_dim, ""
+    if section.get("task") == CausalLanguageModel.name:
+        family, width, note = "Llama", blocks.hidden_dim * 2 // 3, LANGUAGE_MODEL
     jobs = [(name, layout) for layout in section["layouts"] for name in section["variants"]]
     facts = section["facts"] | {
-        "Model": f"DistilBERT, {blocks.n_layers} blocks of {blocks.dim} ({blocks.hidden_dim}), {blocks.n_heads} heads",
+        "Model": f"{family}, {blocks.n_layers} blocks of {blocks.dim} ({width}), {blocks.n_heads} heads",
         "Rows": f"{section['rows']:,} of {section['tokens'] / section['rows']:.1f} tokens each on average",
         "Rounds": str(len(rounds)),
     }
     task = section.get("task", Classification.name)
     task = "" if task == Classification.name else f", {task}"
     return (
-        f"## {TITLES[section['size']]} size, {section['dataset']}{task}\n\n{harness.fact_list(facts)}\n"
+        f"## {TITLES[section['size']]} size, {section['dataset']}{task}\n\n{harness.fact_list(facts)}\n{note}"
         f"{harness.table(_columns(section), [job for job in jobs if ' '.join(job) in rounds[0]])}"
         f"{_matrix_rates(section)}{_scaling(section)}"
     )
@@ -226,8 +234,12 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
     def work_done(job: tuple[str, str]) -> float:
         # Ours computes the last block only for the first token of each row, so its number of rows counts.
         cells, squares = (int(median(values(job, field))) for field in ("cells", "squares"))
+        if is_language_model:
+            return SIZES[section["size"]].training_work(cells, squares, vocabulary=VOCABULARY)
         return SIZES[section["size"]].training_work(cells, squares, section["rows"] if VARIANTS[job[0]].is_ours else 0)
 
+    is_language_model = section.get("task") == CausalLanguageModel.name
+    packed = {"× Trainer, joined": against("trainer-packed")} if is_language_model else {}
     return {
         "variant": lambda job: VARIANTS[job[0]].title,
         "processes × threads": lambda job: job[1].replace("x", " × "),
@@ -236,6 +248,7 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         "× plain": against("plain"),
         "× Trainer": against("trainer"),
         "× Trainer, length grouping": against("trainer-grouped"),
+        **packed,
         "padding": lambda job: f"{1 - section['tokens'] / median(values(job, 'cells')):.1%}",
         "GFLOP/s, nominal": lambda job: share_of_peak(job, section["nominal_work"]),
         "GFLOP/s, done": lambda job: share_of_peak(job, work_done(job)),
@@ -278,9 +291,9 @@ def _parse() -> Namespace:
     parser.add_argument("--dataset", default=SAMPLE, help="a folder in AG News' layout (default: the built-in sample)")
     parser.add_argument(
         "--task",
-        choices=(Classification.name, MultiLabelClassification.name),
+        choices=(Classification.name, MultiLabelClassification.name, CausalLanguageModel.name),
         default=Classification.name,
-        help="with multi_label, each row has its one label (default: classification)",
+        help="with multi_label, each row has its one label; with causal_lm its text alone (default: classification)",
     )
     parser.add_argument("--rows", type=positive, default=1600, help="of the timed epoch (default: 1600)")
     parser.add_argument(
@@ -294,7 +307,8 @@ def _parse() -> Namespace:
     )
     parser.add_argument("--startup", action="store_true", help="measure only the time to the first step")
     options = parser.parse_args()
-    default = [name for name in DEFAULT_VARIANTS if VARIANTS[name].precision != "bf16" or cpu_has_bf16()]
+    chosen = LANGUAGE_MODEL_VARIANTS if options.task == CausalLanguageModel.name else DEFAULT_VARIANTS
+    default = [name for name in chosen if VARIANTS[name].precision != "bf16" or cpu_has_bf16()]
     options.variants = options.variants or default
     return options
 

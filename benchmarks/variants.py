@@ -15,8 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import (
+    DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
     DistilBertForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -27,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.workload import GLOBAL_BATCH, MAX_LENGTH, SEED, Workload, read_workload
 from training.config import TrainConfig
 from training.data.batching import DataShard, LengthBucketSampler, pad, rank_share
-from training.data.tokenized import TokenizedRows
+from training.data.tokenized import Blocks, TokenizedRows
 from training.model.architectures import mask_of
 from training.model.classifier import NewsClassifier
 from training.model.optimizer import learning_rate_at
@@ -129,15 +132,28 @@ def plain(workload: Workload, rows: TokenizedRows, ranks: Ranks) -> Epoch:
     return epoch
 
 
-def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str = "random") -> Epoch:
-    """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison needs otherwise."""
+def trainer(
+    workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str = "random", *, packed: bool = False
+) -> Epoch:
+    """``transformers.Trainer`` with dynamic padding, at its defaults except where the comparison needs otherwise.
+
+    ``packed``: of a language model, rows are blocks instead of texts, as its example script makes them.
+    """
+    batch = GLOBAL_BATCH
+    if packed:
+        rows, batch = _packed(rows)
     texts = [rows.ids[start:stop].tolist() for start, stop in zip(rows.offsets, rows.offsets[1:], strict=False)]
     dataset = [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
         for ids, label in zip(texts, _targets(workload, rows).tolist(), strict=True)
     ]
     epoch = Epoch()
-    collate = DataCollatorWithPadding(PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(workload.folder / "tokenizer")
+    collate = DataCollatorWithPadding(tokenizer)
+    if workload.is_language_model:
+        dataset = [{"input_ids": one["input_ids"], "attention_mask": one["attention_mask"]} for one in dataset]
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
     def counted(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = collate(examples)
@@ -147,7 +163,7 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
     arguments = TrainingArguments(
         output_dir=str(workload.folder / "trainer"),
         use_cpu=True,
-        per_device_train_batch_size=GLOBAL_BATCH // ranks.world_size,
+        per_device_train_batch_size=batch // ranks.world_size,
         num_train_epochs=1,
         learning_rate=LEARNING_RATE,
         warmup_steps=WARMUP,
@@ -156,7 +172,7 @@ def trainer(workload: Workload, rows: TokenizedRows, ranks: Ranks, sampling: str
         optim="adamw_torch_fused",
         train_sampling_strategy=sampling,
         # Otherwise it multiplies a classifier's loss and gradients by the number of ranks, before clipping.
-        average_tokens_across_devices=False,
+        average_tokens_across_devices=workload.is_language_model,
         dataloader_pin_memory=False,
         eval_strategy="no",
         save_strategy="no",
@@ -178,14 +194,16 @@ def ours(workload: Workload, rows: TokenizedRows, ranks: Ranks, precision: str =
     config = TrainConfig(
         task=workload.task, batch_size=GLOBAL_BATCH // ranks.world_size, clip_norm=CLIP_NORM, seed=SEED
     )
-    strategy = DDPStrategy(model, config, ranks, precision)
-    sampler = LengthBucketSampler(rows.lengths, GLOBAL_BATCH, SEED)
+    strategy, batch_size = DDPStrategy(model, config, ranks, precision), GLOBAL_BATCH
+    if workload.is_language_model:
+        rows, batch_size = _packed(rows)
+    sampler = LengthBucketSampler(rows.lengths, batch_size, SEED)
     # As the trainer does after every step: the ranks agree on the loss, which costs them an all-reduce.
     log = StepLog(ranks)
     epoch = Epoch()
     epoch.start()
     for step, batch in enumerate(sampler, start=1):
-        micro_batches = rank_share(rows, batch, DataShard(ranks.rank, ranks.world_size))
+        micro_batches = rank_share(rows, batch, DataShard(ranks.rank, ranks.world_size), task=model.task)
         epoch.count(micro_batches[0].input_ids)
         learning_rate = _rate(step, len(sampler))
         result = optimizer_step(strategy, micro_batches, step, learning_rate)
@@ -213,8 +231,16 @@ def _targets(workload: Workload, rows: TokenizedRows) -> np.ndarray:
     return rows.labels.astype(np.float32) if workload.task == MultiLabelClassification.name else rows.labels
 
 
-def _network(workload: Workload) -> DistilBertForSequenceClassification:
-    model = DistilBertForSequenceClassification.from_pretrained(workload.model_folder, dtype=torch.float32)
+def _packed(rows: TokenizedRows) -> tuple[TokenizedRows, int]:
+    """The texts as blocks, and how many of them have as many tokens as a global batch of texts."""
+    offsets = Blocks(MAX_LENGTH, end=None).offsets(len(rows.ids))
+    size = round(GLOBAL_BATCH * rows.lengths.mean() / MAX_LENGTH / 2) * 2  # for two ranks
+    return TokenizedRows(rows.ids, offsets, np.zeros(len(offsets) - 1, np.int64), 0), size
+
+
+def _network(workload: Workload) -> PreTrainedModel:
+    kind = LlamaForCausalLM if workload.is_language_model else DistilBertForSequenceClassification
+    model = kind.from_pretrained(workload.model_folder, dtype=torch.float32)
     return model.train()
 
 
@@ -240,6 +266,9 @@ VARIANTS = {
     ),
     "trainer-rebalanced": Variant(
         "`transformers.Trainer`, batch rebalancing", lambda *given: trainer(*given, sampling="batch_rebalance")
+    ),
+    "trainer-packed": Variant(
+        "`transformers.Trainer`, texts joined in blocks", lambda *given: trainer(*given, packed=True)
     ),
     "ours": Variant("**ours**", ours, is_ours=True),
     "ours-bf16": Variant("**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True),

@@ -11,6 +11,8 @@ import torch
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import report
 from common.errors import UserError
+from common.rows import Columns
 from common.text import TextTokenizer
 from training.config import TINY
 from training.data.dataset import NewsData, load_news
@@ -40,9 +43,12 @@ class Size:
     n_layers: int
     n_heads: int
 
-    def training_work(self, tokens: int, squares: int, rows: int = 0) -> float:
-        """Floating-point operations of the blocks' matrix products, forward and backward; see ``forward_work``."""
-        return 3.0 * self.forward_work(tokens, squares, rows)
+    def training_work(self, tokens: int, squares: int, rows: int = 0, vocabulary: int = 0) -> float:
+        """Floating-point operations of the blocks' matrix products, forward and backward; see ``forward_work``.
+
+        ``vocabulary``: of a language model, whose head multiplies too.
+        """
+        return 3.0 * (self.forward_work(tokens, squares, rows) + 2.0 * tokens * self.dim * vocabulary)
 
     def forward_work(self, tokens: int, squares: int, rows: int = 0) -> float:
         """Floating-point operations of the blocks' matrix products in a forward pass.
@@ -90,7 +96,12 @@ class Workload:
     def nominal_work(self) -> float:
         """Operations of the real tokens, with every block computed in full."""
         lengths = self.timed.lengths
-        return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()))
+        head = VOCABULARY if self.is_language_model else 0
+        return SIZES[self.size].training_work(int(lengths.sum()), int((lengths**2).sum()), vocabulary=head)
+
+    @property
+    def is_language_model(self) -> bool:
+        return TASKS[self.task].is_language_model
 
 
 def make_workload(
@@ -103,12 +114,14 @@ def make_workload(
         dataset: as for training: ``sample`` or a folder in AG News' layout.
         tokenizer: a folder, a ``tokenizer.json``, or ``tiny`` for one trained on the dataset.
         num_rows: rows of the timed epoch; fewer, in full batches, if the dataset has fewer.
-        task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset.
+        task: a key of ``TASKS``; with multi_label, each row has its one label of the dataset; of a language model, a
+            row is a text, which its end token ends.
 
     Raises:
         UserError: no such data or tokenizer, or too few rows.
     """
-    data = load_news(dataset, task=TASKS[task])
+    columns = Columns(label="") if TASKS[task].is_language_model else Columns()
+    data = load_news(dataset, columns=columns, task=TASKS[task])
     found = read_tokenizer(tokenizer, data.train.texts)
     if len(found) > VOCABULARY:
         message = f"--tokenizer {tokenizer}: {len(found)} entries, but the models have {VOCABULARY}"
@@ -127,7 +140,10 @@ def make_workload(
     key = cache_key(chosen, written, MAX_LENGTH)
     write_tokens(folder, key, chosen, TextTokenizer.from_json(written, MAX_LENGTH), lambda text: None)
     found.save_pretrained(folder / "tokenizer")
-    write_weights(folder / "model", size, len(data.label_names), TASKS[task].problem_type.name)
+    if TASKS[task].is_language_model:
+        write_language_model(folder / "model", size)
+    else:
+        write_weights(folder / "model", size, len(data.label_names), TASKS[task].problem_type.name)
     (folder / "workload.json").write_text(json.dumps({"size": size, "key": key, "task": task}))
     return read_workload(folder)
 
@@ -174,3 +190,20 @@ def write_weights(folder: Path, size: str, num_labels: int, problem_type: str | 
     transformers_logging.disable_progress_bar()
     torch.manual_seed(SEED)
     DistilBertForSequenceClassification(config).save_pretrained(folder)
+
+
+def write_language_model(folder: Path, size: str) -> None:
+    """Write a Llama of that size with random weights, always the same ones."""
+    blocks = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=blocks.dim,
+        # Of three matrices instead of two, so that a block multiplies as much as DistilBERT's.
+        intermediate_size=blocks.hidden_dim * 2 // 3,
+        num_hidden_layers=blocks.n_layers,
+        num_attention_heads=blocks.n_heads,
+        max_position_embeddings=512,
+    )
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).save_pretrained(folder)

@@ -250,6 +250,8 @@ LLAMA = EncoderFamily(
     output_norm="post_attention_layernorm",
     norm_epsilon="rms_norm_eps",
 )
+# Not among the families below, because it does not classify.
+LLAMA_LANGUAGE_MODEL = replace(LLAMA, network_class="LlamaForCausalLM", classifier="lm_head")
 
 FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT, LLAMA)
 

@@ -176,7 +176,11 @@ def without_code(config: dict[str, Any]) -> dict[str, Any]:
 
 def _labels(path: Path, config: dict[str, Any]) -> list[str]:
     if "id2label" not in config:
-        if not any("Classification" in str(name) for name in config.get("architectures") or []):
+        kinds = [str(name) for name in config.get("architectures") or []]
+        if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in kinds):
+            remedy = f"train it to classify: python -m training.train_single --model {path.parent}"
+            raise ModelLoadError(path.parent, "a language model, which gives texts no labels", remedy)
+        if not any("Classification" in name for name in kinds):
             remedy = f"train it: python -m training.train_single --model {path.parent}"
             raise ModelLoadError(path.parent, "an encoder without classes", remedy)
         # transformers leaves its own default names out, and two is its default number of labels.

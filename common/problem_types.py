@@ -113,7 +113,16 @@ class Regression(ProblemType):
         return scores.astype("float64")
 
 
-SINGLE_LABEL, MULTI_LABEL, REGRESSION = SingleLabel(), MultiLabel(), Regression()
+class PlainText(ProblemType):
+    """Rows without a label, for language models. No model folder has this type."""
+
+    name = "plain_text"
+
+    def read_label(self, cell: Any, known: Collection[str] = ()) -> str:
+        return ""
+
+
+SINGLE_LABEL, MULTI_LABEL, REGRESSION, PLAIN_TEXT = SingleLabel(), MultiLabel(), Regression(), PlainText()
 PROBLEM_TYPES = {kind.name: kind for kind in (SINGLE_LABEL, MULTI_LABEL, REGRESSION)}
 
 

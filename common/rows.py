@@ -25,6 +25,8 @@ from common.text import Text
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
 AG_NEWS_LABELS = ["World", "Sports", "Business", "Sci/Tech"]
 FORMATS = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+# Each line of such a file is a text; it has no labels.
+PLAIN_TEXT_FORMAT = ".txt"
 SEPARATORS = ",;\t"
 MOST_NAMED = 10
 _MOST_COLUMNS_NAMED = 20
@@ -44,7 +46,8 @@ Places = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that hold the text, the label and, of pairs of texts, the second text.
+    """The names of the columns that hold the text, the label and, of pairs of texts, the second text; of texts without
+    labels only the first.
 
     A text may be in several columns, whose names are separated by commas, such as ``title,body``: they are joined.
     """
@@ -55,7 +58,7 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.text, self.label, self.pair) if self.pair else (self.text, self.label)
+        return tuple(filter(None, (self.text, self.label, self.pair)))
 
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
         """The columns that each of :attr:`names` stands for; a single column may have a comma in its name."""
@@ -116,7 +119,7 @@ def find_layout(first_line: str, columns: Columns) -> Layout:
             used = set(itertools.chain(*places))
             return Layout(separator, places, tuple(field.strip() for i, field in enumerate(fields) if i not in used))
     for separator, fields in rows.items():
-        if columns == Columns() and len(fields) > 1 and fields[0].strip().isdecimal():
+        if columns in (Columns(), Columns(label="")) and len(fields) > 1 and fields[0].strip().isdecimal():
             return Layout(separator, None)
     check_utf8(first_line)
     raise ValueError(columns.missing(max(rows.values(), key=len)))
@@ -282,6 +285,11 @@ class Reading:
             raise UserError(f"{self.flag} {what}: holds no rows", code="data-empty")
         return usable, found
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """How the names of readable files end."""
+        return FORMATS if self.columns.label else (*FORMATS, PLAIN_TEXT_FORMAT)
+
     def find_columns(self, where: str, found: Sequence[str]) -> list[list[str]]:
         """The names of the columns of text, label and second text as written in this file."""
         try:
@@ -305,7 +313,7 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
     """The rows of a file, one by one.
 
     Args:
-        path: ends in one of :data:`FORMATS`.
+        path: ends in one of :attr:`Reading.formats`.
         reading: which columns are read, and what happens to unusable rows.
         label_names: what the class numbers of AG News' layout mean.
 
@@ -313,13 +321,15 @@ def read_file(path: Path, reading: Reading, label_names: Sequence[str] | None = 
         UserError: the file cannot be read.
     """
     suffix = path.suffix.lower()
-    if suffix not in FORMATS:
+    if suffix not in reading.formats:
         raise UserError(
-            f'{reading.flag} {path}: must end in {", ".join(FORMATS)}; save a spreadsheet as "CSV UTF-8"',
+            f'{reading.flag} {path}: must end in {", ".join(reading.formats)}; save a spreadsheet as "CSV UTF-8"',
             code="data-format",
         )
     try:
-        if suffix in (".csv", ".tsv"):
+        if suffix == PLAIN_TEXT_FORMAT:
+            yield from _read_lines(path, reading)
+        elif suffix in (".csv", ".tsv"):
             yield from _read_csv(path, reading, label_names or AG_NEWS_LABELS)
         else:
             yield from (_read_parquet if suffix == ".parquet" else _read_json_lines)(path, reading)
@@ -465,7 +475,7 @@ def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
     """What a row's cells make: those of the text, of the label and, of pairs, of the second text."""
-    text, label, *pair = map(_joined, cells)
+    text, label, *pair = [*map(_joined, cells), None][: max(2, len(cells))]  # no label: None
     return ((text, *pair) if pair else text), label
 
 
@@ -489,6 +499,20 @@ def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
     if not 1 <= int(label) <= len(names):
         raise UnusableRow(f"label {label} is out of range 1 to {len(names)}")
     return " ".join(part for part in fields[1:] if part), names[int(label) - 1]
+
+
+def _read_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:
+    with _open_lines(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            lines.place_after(number)
+            if not line.strip():
+                continue
+            try:
+                _check_encoding(line)
+            except UnusableRow as error:
+                reading.reject(f"{path} line {number}", str(error))
+            else:
+                yield f"{path} line {number}", line.rstrip("\r\n"), None
 
 
 def _read_json_lines(path: Path, reading: Reading) -> Iterator[FoundRow]:

@@ -23,6 +23,7 @@ from common.rows import Columns
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
+LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
@@ -64,7 +65,11 @@ METRICS_OF_TASKS = {
     "pair": ("accuracy", "macro_f1", "loss"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "spearman", "loss"),
+    "masked_lm": ("perplexity", "token_accuracy", "loss"),
+    "causal_lm": ("perplexity", "token_accuracy", "loss"),
 }
+LANGUAGE_MODELS = ("masked_lm", "causal_lm")
+LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in LANGUAGE_MODELS)
 
 # The tasks that each of these flags is for.
 FLAGS_OF_TASKS = {
@@ -72,6 +77,11 @@ FLAGS_OF_TASKS = {
     "sampling": ("classification", "pair"),
     "label_smoothing": ("classification", "pair"),
     "pair_column": ("pair", "multi_label", "regression"),
+    "label_column": LABELLED,
+    "duplicates": LABELLED,
+    "network": LABELLED,
+    "loss": LABELLED,
+    "metric": LABELLED,
 }
 
 
@@ -135,10 +145,10 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    task: Literal["classification", "pair", "multi_label", "regression"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number")
+    task: Literal["classification", "pair", "multi_label", "regression", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
     loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
     metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
-    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label")
+    dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label; for language models also .txt, each line a text")
     dataset_config: str = _field("", "data", "which configuration (subset) of a dataset on the hub, such as sst2 of nyu-mll/glue; unset = its default")
     dataset_revision: str = _field("", "data", "branch, tag or commit of a dataset on the hub; unset = its main branch")
     train_split: str = _field("train", "data", "split to train on, or in a folder the file of that name", min_length=1)
@@ -147,14 +157,14 @@ class TrainConfig(BaseModel):
     text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive; of several, such as title,body, the texts are joined", min_length=1, on_resume="any")
     label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
     pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
-    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many", ge=8, le=8192)
+    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; of language models tokens per block, into which all texts are joined", ge=8, le=8192)
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data brings validation rows", ge=0, lt=0.9)
     duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, in which 80% of all word triples are common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder; tiny = a small, randomly initialized DistilBERT that needs no download")
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama) that needs no download")
     model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
@@ -166,7 +176,7 @@ class TrainConfig(BaseModel):
 
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; unset = the first of the task")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
@@ -367,9 +377,13 @@ class TrainConfig(BaseModel):
             )
 
     @property
+    def is_language_model(self) -> bool:
+        return self.task in LANGUAGE_MODELS
+
+    @property
     def columns(self) -> Columns:
         pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
-        return Columns(self.text_column, self.label_column, pair)
+        return Columns(self.text_column, "" if self.is_language_model else self.label_column, pair)
 
     @property
     def selection(self) -> Selection:
@@ -461,9 +475,11 @@ def _build_parser(description: str) -> OneLineParser:
 def _argument_form(field: FieldInfo) -> dict[str, Any]:
     if field.annotation is bool:
         return {"nargs": "?", "const": "true", "metavar": "true|false"}
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    choices = "|".join(get_args(field.annotation) if get_origin(field.annotation) is Literal else ())
+    if len(choices) > LONGEST_CHOICES:  # the help text names them
+        return {"metavar": "NAME"}
     return {
-        "metavar": "|".join(choices)
+        "metavar": choices
         or {
             int: "N",
             BATCH_SIZE: "N|auto",

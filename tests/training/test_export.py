@@ -55,7 +55,9 @@ def write_tiny(
     tokenizer = load_tokenizer("tiny", load_news("sample").train.texts[:200], MAX_LENGTH)
     model = NewsClassifier(len(label_names), "tiny", label_names, vocab_size=len(tokenizer))
     if size:
-        model._adopt(AutoModelForSequenceClassification.from_config(DistilBertConfig(**size)), label_names)
+        model._adopt(
+            AutoModelForSequenceClassification.from_config(DistilBertConfig(**size)), Classification(label_names)
+        )
     for parameter in model.parameters():  # answers that differ from text to text
         parameter.data.mul_(3)
     labels = np.arange(40) % len(label_names)

@@ -12,15 +12,16 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification
 
 from common.errors import UserError, first_line
 from common.files import nearest_folder, replace_folder, write_json, writing_whole
 from common.model_folder import CLEANING_KEY, WEIGHTS_FILE
 from training.parallelism.distributed import Ranks
 from training.publishing.model_card import model_card
+from training.tasks import Classification, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -77,11 +78,13 @@ def write_model(
     model_folder: Path,
     checkpoint_file: Path,
     settings: Mapping[str, Any],
+    task: type[Task] = Classification,
 ) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
 
-    ``weights`` is the whole state dict on the CPU. ``metrics`` becomes ``metrics.json``. ``settings`` go into
-    config.json, so that serving cleans and answers texts as training did.
+    The file is for serving, so a language model has none. ``weights`` is the whole state dict on the CPU. ``metrics``
+    becomes ``metrics.json``. ``settings`` go into config.json, so that serving cleans and answers texts as training
+    did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -98,12 +101,15 @@ def write_model(
         else:
             # The network is only needed for its names and its configuration; on the meta device it takes no memory.
             with torch.device("meta"):  # the trained one may lie in parts on many ranks
-                network = AutoModelForSequenceClassification.from_config(architecture)
+                network = getattr(transformers, task.auto_class).from_config(architecture)
             network.config.update(settings)
             network.save_pretrained(aside, state_dict=whole)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")
+    if task.is_language_model:
+        replace_folder(aside, model_folder)
+        return
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]
     # The .pt file is complete in itself: architecture and tokenizer are inside, as JSON.
     one_file = {

@@ -89,12 +89,13 @@ def load_news(
     selection: Selection = Selection(),  # noqa: B008 - frozen
     task: type[Task] = Classification,
     texts_in: Path | None = None,
+    validation_fraction: float = 0.0,
 ) -> NewsData:
     """Read a dataset by name (``ag_news``, ``sample``, ``owner/data`` on the hub) or path (a folder or a file).
 
     ``seed`` decides which rows become the test set if the data has none. ``bad_rows="skip"`` leaves out unusable rows,
     unless they are more than half. ``texts_in``: a folder for a temporary file of the texts, so that they need not fit
-    into memory.
+    into memory. ``validation_fraction``: of the texts of a language model that are set aside, if the data brings none.
 
     Raises:
         UserError: no such data, or an unusable row (with file and line).
@@ -102,23 +103,32 @@ def load_news(
     """
     path = Path(dataset).expanduser()
     new_texts = list if texts_in is None else partial(_texts_on_disk, texts_in)
-    reading = Reading(columns, skip=bad_rows == "skip", problem_type=task.problem_type, new_texts=new_texts)
+    labelled = "" if task.is_language_model else " and --label_column"
+    reading = Reading(
+        columns,
+        skip=bad_rows == "skip",
+        remedy=f"name yours with --text_column{labelled}",
+        problem_type=task.problem_type,
+        new_texts=new_texts,
+    )
+    assemble = partial(_assemble, seed=seed, task=task, validation_fraction=validation_fraction)
     if dataset == SAMPLE:
         _check_unused(dataset, selection, "it is built in", *SPLIT_FLAGS, *HUB_FLAGS)
-        reading = Reading(Columns(pair=columns.pair), skip=False, problem_type=task.problem_type, new_texts=new_texts)
-        return _read_folder(SAMPLE, SAMPLE_NEWS, seed, reading, selection, task)
+        named = Columns(label=Columns().label if columns.label else "", pair=columns.pair)
+        reading = Reading(named, skip=False, problem_type=task.problem_type, new_texts=new_texts)
+        return _read_folder(SAMPLE, SAMPLE_NEWS, reading, selection, assemble)
     if dataset == AG_NEWS:
-        return _read_hub(AG_NEWS_ON_THE_HUB, seed, reading, say, selection, task)
+        return _read_hub(AG_NEWS_ON_THE_HUB, reading, say, selection, assemble)
     if path.is_dir():
         _check_unused(dataset, selection, "only datasets on the hub have it", *HUB_FLAGS)
-        return _read_folder(str(path), path, seed, reading, selection, task)
+        return _read_folder(str(path), path, reading, selection, assemble)
     if path.is_file():
         _check_unused(dataset, selection, "it is a single file", *SPLIT_FLAGS, *HUB_FLAGS)
-        return _assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, seed, reading, task)
+        return assemble(str(path), {"train": (str(path), read_file(path, reading))}, None, reading)
     if looks_local(dataset):
         raise UserError(f"--dataset {dataset}: no such file or folder", code="data-not-found")
     if "/" in dataset:
-        return _read_hub(dataset, seed, reading, say, selection, task)
+        return _read_hub(dataset, reading, say, selection, assemble)
     raise UserError(
         f"--dataset {dataset}: no such dataset{did_you_mean(dataset, (AG_NEWS, SAMPLE))}; use ag_news, sample, "
         "a hub name owner/data, or an existing folder or file",
@@ -169,14 +179,14 @@ def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tup
 
 
 def _read_folder(
-    name: str, folder: Path, seed: int, reading: Reading, selection: Selection, task: type[Task]
+    name: str, folder: Path, reading: Reading, selection: Selection, assemble: Callable[..., NewsData]
 ) -> NewsData:
     if is_saved_by_datasets(folder):
-        return _from_datasets(name, _saved_splits(name, folder, reading), seed, reading, selection, task)
-    files = _split_files(folder)
+        return _from_datasets(name, _saved_splits(name, folder, reading), reading, selection, assemble)
+    files = _split_files(folder, reading.formats)
     if selection.train_split == "train" and "train" not in files:
         raise UserError(
-            f"--dataset {name}: the folder holds no train.csv, train.jsonl or train.parquet; name another file "
+            f"--dataset {name}: the folder holds no train.csv, train.jsonl{' or train.parquet' if reading.columns.label else ', train.parquet or train.txt'}; name another file "
             "with --train_split, without its suffix",
             code="data-not-found",
         )
@@ -187,16 +197,16 @@ def _read_folder(
         lines = classes.read_text(encoding="utf-8", errors="replace").splitlines()
         label_names = [line.strip() for line in lines if line.strip()]
     splits = {split: (str(path), read_file(path, reading, label_names)) for split, path in found.items()}
-    return _assemble(name, splits, None, seed, reading, task)
+    return assemble(name, splits, None, reading)
 
 
 def is_saved_by_datasets(folder: Path) -> bool:
     return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
 
 
-def _split_files(folder: Path) -> dict[str, Path]:
+def _split_files(folder: Path, formats: Sequence[str] = FORMATS) -> dict[str, Path]:
     """A folder's files of rows by their names without suffix; of several with one name, that of the first format."""
-    found = (path for suffix in reversed(FORMATS) for path in sorted(folder.glob(f"*{suffix}")) if path.is_file())
+    found = (path for suffix in reversed(formats) for path in sorted(folder.glob(f"*{suffix}")) if path.is_file())
     return {path.stem: path for path in found}
 
 
@@ -261,7 +271,11 @@ def _shards(folder: Path, reading: Reading) -> list[Any]:
 
 
 def _read_hub(
-    name: str, seed: int, reading: Reading, say: Callable[[str], None], selection: Selection, task: type[Task]
+    name: str,
+    reading: Reading,
+    say: Callable[[str], None],
+    selection: Selection,
+    assemble: Callable[..., NewsData],
 ) -> NewsData:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
@@ -283,7 +297,7 @@ def _read_hub(
         raise UserError(
             f"--dataset {name}: the hub could not be read ({first_line(error)}); {OFFLINE_HINT}", code="hub-unreachable"
         ) from error
-    return _from_datasets(name, found, seed, reading, selection, task)
+    return _from_datasets(name, found, reading, selection, assemble)
 
 
 def _check_configuration(name: str, selection: Selection) -> None:
@@ -309,16 +323,18 @@ def _check_configuration(name: str, selection: Selection) -> None:
 
 
 def _from_datasets(
-    name: str, found: Any, seed: int, reading: Reading, selection: Selection, task: type[Task]
+    name: str, found: Any, reading: Reading, selection: Selection, assemble: Callable[..., NewsData]
 ) -> NewsData:
     splits = found if isinstance(found, dict) else {"train": found}
     used = _splits_used(name, splits, selection)
     features = splits[used["train"]].features
     columns = reading.find_columns(f"--dataset {name}", list(features))
-    (label_column,) = columns[1]
-    feature = features[label_column]
-    # A column of class numbers, or of lists of them.
-    label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+    label_names = None
+    if reading.columns.label:
+        (label_column,) = columns[1]
+        feature = features[label_column]
+        # A column of class numbers, or of lists of them.
+        label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
     def named(label: Any) -> Any:
         if isinstance(label, list):
@@ -327,20 +343,25 @@ def _from_datasets(
 
     def rows(split: str) -> Iterator[FoundRow]:
         cells = [zip(*(splits[split][column] for column in joined), strict=True) for joined in columns]
-        for i, (text, (label,), *pair) in enumerate(zip(*cells, strict=True)):
-            yield f"{name} {split} row {i}", *text_and_label(text, [named(label)], *pair)
+        for i, (text, *others) in enumerate(zip(*cells, strict=True)):
+            if others:
+                (label,), *pair = others
+                others = [[named(label)], *pair]
+            yield f"{name} {split} row {i}", *text_and_label(text, *others)
 
     found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items()}
-    return _assemble(name, found_splits, label_names, seed, reading, task)
+    return assemble(name, found_splits, label_names, reading)
 
 
 def _assemble(
     name: str,
     splits: Mapping[str, tuple[str, Iterable[FoundRow]]],
     label_names: Sequence[str] | None,
-    seed: int,
     reading: Reading,
+    *,
+    seed: int,
     task: type[Task],
+    validation_fraction: float,
 ) -> NewsData:
     """``splits``: the rows of train, and of validation and test if present, under their file names."""
 
@@ -367,4 +388,9 @@ def _assemble(
             f"no test rows in the data: {len(held_out)} of the {len(train)} rows were set aside as the test set"
         )
         train, test = train.take(kept), train.take(held_out)
+    if task.is_language_model and validation is None and validation_fraction:
+        # Set aside here, as whole texts: a text that is cut into blocks could be in two splits.
+        kept, held_out = split_rows(task.strata(train.labels), validation_fraction, seed)
+        if len(held_out):
+            train, validation = train.take(kept), train.take(held_out)
     return NewsData(name, names, train, test, [*notes, *reading.notes], reading.count, validation)

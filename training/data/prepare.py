@@ -23,6 +23,7 @@ from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.tokenized import (
+    Blocks,
     TokenizedNews,
     TokenizedRows,
     cache_key,
@@ -39,12 +40,13 @@ from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
 from training.parallelism.distributed import Ranks
-from training.tasks import TASKS
+from training.tasks import TASKS, LanguageModel, MaskedLanguageModel, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_TO_TRY = 4
+UNCUT = 2**31 - 1  # tokens
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PreparedNews:
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
-    a pair; None if there are no pairs. ``texts`` and ``tokenizer`` are only on the first rank of each machine.
+    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the first rank of each machine.
     """
 
     tokens: TokenizedNews
@@ -63,6 +65,7 @@ class PreparedNews:
     texts: NewsData | None
     tokenizer: PreTrainedTokenizerBase | None
     separator: int | None
+    vocabulary: Vocabulary | None
 
     @property
     def validation_rows(self) -> TokenizedRows:
@@ -77,12 +80,13 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     """
     cache_dir = config.cache_dir.expanduser()
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
+    task = TASKS[config.task]
 
-    def read() -> tuple[str, str, int | None]:
+    def read() -> tuple[str, str, int | None, Vocabulary | None]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", "", None
+            return "", "", None, None
         check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset} ...")
         source = source_file(cache_dir, config)
@@ -97,8 +101,9 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 config.columns,
                 say,
                 config.selection,
-                TASKS[config.task],
+                task,
                 cache_dir,
+                config.validation_fraction,
             )
         for note in data.notes:
             say(note[0].upper() + note[1:])
@@ -117,6 +122,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 "as BERT",
                 code="pairs-not-read",
             )
+        vocabulary, blocks = None, None
+        if issubclass(task, LanguageModel):
+            vocabulary = _vocabulary_of(tokenizer)
+            task.check_vocabulary(config.model, vocabulary)
+            blocks = Blocks(config.max_length, vocabulary.end)
         tokenizer_json = tokenizer.backend_tokenizer.to_str()
         # The key covers everything that the tokens depend on, so a cached file never has to be checked against its
         # source.
@@ -124,9 +134,10 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
-            key = cache_key(data, tokenizer_json, config.max_length, cleaning)
-            text_tokenizer = TextTokenizer.from_json(tokenizer_json, config.max_length, cleaning)
-            write_tokens(cache_dir, key, data, text_tokenizer, say)
+            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks)
+            length = UNCUT if blocks else config.max_length
+            text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning)
+            write_tokens(cache_dir, key, data, text_tokenizer, say, blocks)
             data = read_texts(cache_dir, key)
             known = {"tokens": key, "tokenizer_sha256": digest}
             # That of tiny would have to be learned from all texts again.
@@ -135,11 +146,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 write_json(source, known)
         assert data is not None
         loaded = data, tokenizer
-        return key, cleaning, separator
+        return key, cleaning, separator, vocabulary
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator, vocabulary = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
     texts, tokenizer = loaded or (None, None)
@@ -151,12 +162,18 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
     kept = np.delete(np.arange(len(tokens.train)), found["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
-    if ranks.is_first and not drops:
+    if ranks.is_first and not drops and not task.is_language_model:
         found = remembered(file, lambda: Repeats(texts, near=near).describe(train, validation))
     for line in found["lines"]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator)
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary)
+
+
+def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    special = tuple(sorted(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}))
+    return Vocabulary(len(tokenizer), special, tokenizer.mask_token_id, end)
 
 
 def _asked(duplicates: str) -> tuple[bool, bool]:
@@ -280,6 +297,8 @@ def prepare_model(
                 f"{model.max_positions} tokens",
                 code="max-length",
             )
+        if isinstance(model.task, MaskedLanguageModel):
+            model.task.vocabulary = news.vocabulary
         if news.separator is not None:
             setattr(model.config, PAIR_KEY, news.separator)
         check_depths(model.network, config)

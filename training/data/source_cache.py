@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import write_json
-from common.rows import FORMATS, SAMPLE_NEWS
+from common.rows import FORMATS, PLAIN_TEXT_FORMAT, SAMPLE_NEWS
 from common.text import VERSION
 from training.config import TrainConfig
 from training.data.dataset import SAMPLE, is_saved_by_datasets
@@ -25,13 +25,15 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
     path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
     if path.is_dir():
         found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
-        files = [one for one in found if one.suffix in (*FORMATS, ".txt", ".arrow") and one.is_file()]
+        files = [one for one in found if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()]
     elif path.is_file():
         files = [path]
     else:
         return None
     states = sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
     flags = [asdict(config.columns), asdict(config.selection), config.task, config.seed, config.bad_rows]
+    if config.is_language_model:
+        flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
 

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
-from common.text import VERSION, Text, TextTokenizer, cleaner
+from common.text import VERSION, Encoded, Text, TextTokenizer, cleaner
 from training.config import TINY
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
@@ -173,10 +173,13 @@ def _why_not_loaded(model: str, error: Exception) -> str:
     )
 
 
-def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news") -> str:
-    """A name for exactly these texts, labels, tokenizer, length and cleaning."""
+def cache_key(
+    data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news", blocks: Blocks | None = None
+) -> str:
+    """A name for exactly these texts, labels, tokenizer, length, cleaning and blocks."""
     digest = hashlib.sha256()
-    digest.update(json.dumps([data.name, data.label_names, data.notes, max_length, cleaning]).encode())
+    about = [data.name, data.label_names, data.notes, max_length, cleaning, *(asdict(blocks).values() if blocks else ())]
+    digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
         for start in range(0, len(rows), CHUNK):
@@ -186,8 +189,36 @@ def cache_key(data: NewsData, tokenizer_json: str, max_length: int, cleaning: st
     return f"v{VERSION}-{digest.hexdigest()[:24]}"
 
 
-def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenizer, say: Callable[[str], None]) -> None:
-    """Tokenize ``data`` into ``folder`` unless a complete file with that key exists."""
+@dataclass(frozen=True)
+class Blocks:
+    """How texts become blocks: of how many tokens, and the id that ends each text, None to add none."""
+
+    size: int
+    end: int | None
+
+    def joined(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
+        """The ids of each text, ended."""
+        for one in encoded:
+            yield one.ids if self.end is None or one.ids[-1:] == [self.end] else [*one.ids, self.end]
+
+    def offsets(self, num_tokens: int) -> np.ndarray:
+        """Where blocks begin and end among so many tokens; from a single token that is left nothing can be learned."""
+        edges = np.arange(0, num_tokens, self.size)
+        return np.append(edges, num_tokens) if num_tokens - edges[-1] > 1 or len(edges) == 1 else edges
+
+
+def write_tokens(
+    folder: Path,
+    key: str,
+    data: NewsData,
+    tokenizer: TextTokenizer,
+    say: Callable[[str], None],
+    blocks: Blocks | None = None,
+) -> None:
+    """Tokenize ``data`` into ``folder`` unless a complete file with that key exists.
+
+    With ``blocks``, a row is a block of the texts of a split, one after the other, instead of a text.
+    """
     file = _file(folder, key)
     if file.exists():
         damage = find_damage(file)
@@ -205,7 +236,7 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
             ids, texts = GrowingArray(folder, "int32"), StoredTexts.temporary(folder)
             lengths, about["cut"][split] = [np.zeros(1, dtype=np.int64)], 0
             for start, (part, part_lengths, num_cut) in zip(
-                range(0, len(rows), CHUNK), _encoded(tokenizer, rows), strict=True
+                range(0, len(rows), CHUNK), _encoded(tokenizer, rows, blocks), strict=True
             ):
                 ids.extend(part)
                 lengths.append(part_lengths)
@@ -213,8 +244,11 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
                 for text in rows.texts[start : start + CHUNK]:
                     texts.append(text)
             about["width"][split] = texts.width
-            arrays |= {f"{split}.ids": ids, f"{split}.offsets": np.cumsum(np.concatenate(lengths))}
-            arrays |= {f"{split}.labels": rows.labels}
+            offsets, labels = np.cumsum(np.concatenate(lengths)), rows.labels
+            if blocks:
+                offsets = blocks.offsets(int(offsets[-1]))
+                labels = np.zeros(len(offsets) - 1, labels.dtype)
+            arrays |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": labels}
             arrays |= {f"{split}.texts": texts.bytes(folder), f"{split}.text_offsets": texts.offsets}
         write_arrays(file, arrays, about)
     except OSError as error:
@@ -222,12 +256,15 @@ def write_tokens(folder: Path, key: str, data: NewsData, tokenizer: TextTokenize
     say(f"Tokenised in {time.perf_counter() - started:.1f}s, kept in {file}")
 
 
-def _encoded(tokenizer: TextTokenizer, rows: Rows) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def _encoded(
+    tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """The ids of some rows, int32, one row after the other; their lengths; how many were cut."""
     for start in range(0, len(rows), CHUNK):
         found = tokenizer.encode(rows.texts[start : start + CHUNK])
-        ids = np.concatenate([np.array(encoded.ids, dtype=np.int32) for encoded in found])
-        lengths = np.array([len(encoded.ids) for encoded in found], dtype=np.int64)
+        texts = list(blocks.joined(found)) if blocks else [encoded.ids for encoded in found]
+        ids = np.concatenate([np.array(text, dtype=np.int32) for text in texts])
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
         yield ids, lengths, sum(encoded.truncated for encoded in found)
 
 

@@ -27,8 +27,9 @@ from training.parallelism.distributed import Ranks
 from training.run.quiet import quiet_libraries
 from training.tasks import TASK_OF_PROBLEM, Task
 
-ROWS_PER_BATCH = 64
 ROUNDS_BETWEEN_ASKING = 4
+# The seed of what a task draws for an evaluation: the same in each.
+EVALUATION = (5,)
 
 
 class EvaluationStopped(Exception):
@@ -36,7 +37,7 @@ class EvaluationStopped(Exception):
 
 
 def evaluate(
-    logits_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    logits_of: Callable[..., torch.Tensor],
     rows: TokenizedRows,
     ranks: Ranks,
     task: Task,
@@ -51,14 +52,16 @@ def evaluate(
     The batches do not depend on the number of ranks. They are dealt out one by one, and every row counts once.
 
     Args:
-        logits_of: ids and mask, (batch, seq) on this rank's device, to logits, (batch, classes).
+        logits_of: from ids and mask, (batch, seq) on this rank's device, to what the function ``finish``, its third
+            argument, makes of the scores of the batch: (batch, :attr:`Task.num_scores`).
         index: which rows of the split; by default all.
         chosen: the evaluation on which was chosen what this one uses, such as thresholds; None to choose here.
         on_batch: called with the number of rows of each batch that this rank finishes.
         stops: whether to give up; called every few batches by all ranks together, with the same answer on all.
 
     Returns:
-        On every rank, the task's metrics and the logits, float32 (rows, labels), in the order of ``index``.
+        On every rank, the task's metrics and the scores, float32 (rows, :attr:`Task.num_scores`), in the order of
+        ``index``.
 
     Raises:
         EvaluationStopped: ``stops`` returned true.
@@ -66,7 +69,7 @@ def evaluate(
     index = np.arange(len(rows)) if index is None else index
     # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
-    batches = [order[start : start + ROWS_PER_BATCH] for start in range(0, len(order), ROWS_PER_BATCH)]
+    batches = [order[start : start + task.rows_at_once] for start in range(0, len(order), task.rows_at_once)]
     results = []
     for number, first in enumerate(range(0, len(batches), data_shard.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
@@ -77,12 +80,14 @@ def evaluate(
         own = index[batch]
         input_ids, attention_mask = pad(rows, own, int(rows.lengths[own].max()))
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
-        part = logits_of(input_ids.to(ranks.device), mask).float().cpu().numpy()
+        input_ids, targets = task.ask(input_ids, attention_mask, torch.from_numpy(rows.labels[own]), own, EVALUATION)
+        finish = partial(task.summary, targets=targets.to(ranks.device))
+        part = logits_of(input_ids.to(ranks.device), mask, finish=finish).float().cpu().numpy()
         if has_batch:
             results.append(part)
             on_batch(len(batch))
     # Put every row's logits back where the row was, on every rank.
-    logits = np.zeros((len(index), len(task.label_names)), dtype=np.float32)
+    logits = np.zeros((len(index), task.num_scores), dtype=np.float32)
     for number, parts in ranks.gather((data_shard.rank, results if data_shard.is_replica_leader else [])):
         for batch, part in zip(batches[number :: data_shard.size], parts, strict=False):
             logits[batch] = part
@@ -134,7 +139,7 @@ def evaluate_saved(
     with counting as count, torch.inference_mode():
         data_shard = DataShard(ranks.rank, ranks.world_size)
         metrics, _ = evaluate(
-            model,
+            lambda input_ids, mask, finish: finish(model(input_ids, mask)),
             tokens,
             ranks,
             model.task,

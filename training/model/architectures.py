@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from common.encoders import BERT, DISTILBERT, LLAMA, EncoderFamily
+from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
 from common.text import PAIR_KEY
 from training.model.dropout import RowDropout
 
@@ -74,6 +74,14 @@ class Architecture:
 
     def read_one_token(self, network: PreTrainedModel) -> None:
         """Make the last block compute only the token that the head reads, if that saves work."""
+
+    def scores_shape(self, config: PreTrainedConfig, rows: int, length: int) -> tuple[int, ...]:
+        """The shape of what :meth:`classify` returns for rows of this many tokens."""
+        return rows, config.num_labels
+
+    def head_work(self, network: PreTrainedModel) -> float:
+        """Matrix work of the head, relative to a block that computes every token."""
+        return 0.0  # it works on one token per row
 
     def run_blocks(
         self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
@@ -166,8 +174,27 @@ class Llama(Architecture):
         return network.score(network.model.norm(last))
 
 
+class LlamaLanguageModel(Llama):
+    """Llama with a head over the vocabulary, which reads every token."""
+
+    family = LLAMA_LANGUAGE_MODEL
+
+    def classify(
+        self, network: PreTrainedModel, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return network.lm_head(network.model.norm(hidden))
+
+    def scores_shape(self, config: PreTrainedConfig, rows: int, length: int) -> tuple[int, ...]:
+        return rows, length, config.vocab_size
+
+    def head_work(self, network: PreTrainedModel) -> float:
+        block = find_blocks(network)[0]
+        return network.lm_head.weight.numel() / sum(parameter.numel() for parameter in block.parameters())
+
+
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.family.network_class: architecture for architecture in (DistilBert(), Bert(), Llama())
+    architecture.family.network_class: architecture
+    for architecture in (DistilBert(), Bert(), Llama(), LlamaLanguageModel())
 }
 
 

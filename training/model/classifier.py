@@ -1,4 +1,4 @@
-"""NewsClassifier: an encoder from the hub with a classification head, and a fast forward pass through it.
+"""NewsClassifier: a network from the hub with the head of its task, and a fast forward pass through it.
 
 Three things make it cheaper than calling the same network directly, with the same logits and gradients: the last block
 computes a single token if the architecture is known (see ``architectures.py``), there is no attention mask if no row is
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     DistilBertConfig,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -33,7 +35,7 @@ from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, segments_of
 from training.model.dropout import use_row_dropout
-from training.tasks import TASK_OF_PROBLEM, Classification, Task
+from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, Task
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
 PROBE_PADDING = 8
@@ -69,14 +71,15 @@ class NewsClassifier(nn.Module):
         task: type[Task] = Classification,
     ) -> None:
         super().__init__()
-        names = list(label_names or (LABEL_MAP.get(i, str(i)) for i in range(num_labels)))
-        about: dict[str, Any] = {
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: i for i, name in enumerate(names)},
-        }
-        if task is not Classification:  # which is what transformers assumes
-            about["problem_type"] = task.problem_type.name
-        self._adopt(_load_network(pretrained_model, num_labels, about, vocab_size, revision or None), task(names))
+        if label_names is None:
+            label_names = [LABEL_MAP.get(i, str(i)) for i in range(num_labels)]
+        names, about = list(label_names), {}
+        if not task.is_language_model:
+            about |= {"num_labels": num_labels, "id2label": dict(enumerate(names))}
+            about["label2id"] = {name: i for i, name in enumerate(names)}
+            if task is not Classification:  # which is what transformers assumes
+                about["problem_type"] = task.problem_type.name
+        self._adopt(_load_network(pretrained_model, task, about, vocab_size, revision or None), task(names))
         if not as_stored:
             widen(self)
 
@@ -120,7 +123,7 @@ class NewsClassifier(nn.Module):
             self.architecture.read_one_token(network)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits of a batch: (batch, seq) -> (batch, num_labels).
+        """Logits of a batch: (batch, seq) -> (batch, num_labels), of a language model (batch, seq, vocabulary).
 
         The mask is 1 for a token and 0 for padding at the end of a row; None if nothing is padded.
         """
@@ -132,6 +135,8 @@ class NewsClassifier(nn.Module):
         if isinstance(self.network, PreTrainedModel):
             segments = segments_of(self.network, input_ids) if getattr(self.config, "type_vocab_size", 1) > 1 else None
             types = {} if segments is None else {"token_type_ids": segments}
+            if self.task.is_language_model and hasattr(self.config, "use_cache"):
+                types["use_cache"] = False  # keys and values would be kept for a next token, which nobody asks for
             return self.network(input_ids=input_ids, attention_mask=attention_mask, **types).logits
         return self.network(input_ids, attention_mask)
 
@@ -198,6 +203,12 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
             alone = model(input_ids, mask)
             with torch.no_grad():
                 padded = model(F.pad(input_ids, (0, PROBE_PADDING)), F.pad(mask, (0, PROBE_PADDING)))
+                if model.task.is_language_model:
+                    padded = padded[:, : input_ids.shape[1]]
+                if isinstance(model.task, CausalLanguageModel):
+                    _check_causal(model, flag, input_ids, alone)
+    except UserError:
+        raise
     except Exception as error:  # the network's own code
         raise UserError(
             f"{flag}: a text cannot be classified with it ({first_line(error)})", code="model-unreadable"
@@ -220,6 +231,19 @@ def try_unknown_family(model: NewsClassifier, flag: str, input_ids: torch.Tensor
     return list(unused)
 
 
+def _check_causal(model: NewsClassifier, flag: str, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+    """Refuse a network that sees the token which it should predict, such as an encoder with a decoder's head."""
+    changed = input_ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % model.config.vocab_size
+    before, after = scores[:, :-1], model(changed, torch.ones_like(changed))[:, :-1]
+    if (after - before).abs().max() > PROBE_TOLERANCE * before.abs().max():
+        raise UserError(
+            f"{flag} and --task causal_lm: {model.config.model_type} reads the tokens that it should predict; use a "
+            "decoder such as Llama or GPT-2, or --task masked_lm",
+            code="model-not-causal",
+        )
+
+
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
     """The parameters that a tensor was computed from: those a backward pass would reach, without its cost."""
     # Walk the autograd graph back from the output; its leaves are AccumulateGrad nodes, one for each parameter.
@@ -236,8 +260,21 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 
 def _load_network(
-    name: str, num_labels: int, about: dict[str, Any], vocab_size: int, revision: str | None
+    name: str, task: type[Task], about: dict[str, Any], vocab_size: int, revision: str | None
 ) -> PreTrainedModel:
+    auto = getattr(transformers, task.auto_class)
+    if name == TINY and task is CausalLanguageModel:
+        special = {f"{which}_token_id": id for which, id in zip(("pad", "bos", "eos"), (0, 2, 3), strict=True)}
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=8192,
+            **special,  # as in SPECIAL_TOKENS
+        )
+        return auto.from_config(config)
     if name == TINY:
         config = DistilBertConfig(
             vocab_size=vocab_size,
@@ -245,16 +282,15 @@ def _load_network(
             hidden_dim=512,
             n_layers=4,
             n_heads=4,
-            num_labels=num_labels,
             **about,
         )
-        return AutoModelForSequenceClassification.from_config(config)
+        return auto.from_config(config)
     path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     generator, dtype = torch.get_rng_state(), stored_dtype(path, revision)
-    network, fresh = _read_network(path, dtype, num_labels, about, revision)
+    network, fresh = _read_network(auto, path, dtype, about, revision)
     if (now := stored_dtype(path, revision)) != dtype:  # loading has downloaded the model, or a newer version of it
         torch.set_rng_state(generator)
-        network, fresh = _read_network(path, now, num_labels, about, revision)
+        network, fresh = _read_network(auto, path, now, about, revision)
     if network.dtype != torch.float32:
         # The head is new. Draw it again as a model stored in fp32 would have drawn it.
         torch.set_rng_state(generator)
@@ -263,12 +299,11 @@ def _load_network(
 
 
 def _read_network(
-    path: str, dtype: torch.dtype, num_labels: int, about: dict[str, Any], revision: str | None
+    auto: Any, path: str, dtype: torch.dtype, about: dict[str, Any], revision: str | None
 ) -> tuple[PreTrainedModel, list[str]]:
     """A network, and the names of the weights that its file lacks or has in another shape."""
-    network, found = AutoModelForSequenceClassification.from_pretrained(
+    network, found = auto.from_pretrained(
         path,
-        num_labels=num_labels,
         ignore_mismatched_sizes=True,
         dtype=dtype,
         use_safetensors=True,

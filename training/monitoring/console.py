@@ -115,7 +115,7 @@ class Console:
         validation: Mapping[str, Any],
         test: Mapping[str, Any],
         model_folder: Path,
-        checkpoint_file: Path,
+        checkpoint_file: Path | None,
         report: Path,
     ) -> None:
         """Print the results of the run and where its files are."""
@@ -133,8 +133,12 @@ class Console:
                 low, high = map(format_percent, wilson_interval(test[name], test["rows"]))
                 value += f" (95% interval {low} to {high})"
             facts[title] = value
-        facts |= {"Model folder": str(model_folder), "One file": str(checkpoint_file), "Report": str(report)}
+        facts |= {"Model folder": str(model_folder)}
+        facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
+        facts |= {"Report": str(report)}
         facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
+        if not checkpoint_file:  # a language model: it is not served, but it can be trained further
+            facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
         self._facts(f"Done in {format_time(seconds)}", facts)
 
     def _facts(self, title: str, facts: Mapping[str, str]) -> None:
@@ -256,4 +260,5 @@ def _figures(metrics: StepMetrics) -> list[str]:
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.samples_per_second:,.1f} samples/s",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
+        *([] if metrics.mfu is None else [f"MFU {format_percent(metrics.mfu, digits=1)}"]),
     ]

@@ -173,7 +173,7 @@ class EventStream:
             case StepDone(step):
                 self.write("first_step", step=step)
             case StepMetrics():
-                self.write("step", **vars(event))  # flat, and asdict would copy it deeply each step
+                self.write("step", **event.known())  # flat, and asdict would copy it deeply each step
             case RunStarted(step, total_steps):
                 process = {"world_size": self._ranks.world_size, "host": platform.node(), "pid": os.getpid()}
                 self.write("start", step=step, total_steps=total_steps, **process)
@@ -244,7 +244,7 @@ class MetricsFile(Subscriber):
         """Append what belongs to the curves."""
         match event:
             case StepMetrics():
-                self._lines.write({"kind": "step", **vars(event)})
+                self._lines.write({"kind": "step", **event.known()})
             case EpochMetrics():
                 self._lines.write({"kind": "epoch", **asdict(event)})
             case RunTested(step, test):

@@ -90,6 +90,10 @@ class Exporter(Subscriber):
             "scaling_efficiency",
             "Rows per second over what as many ranks would make at --one_rank_rate; NaN without it.",
         )
+        self._mfu = None
+        if config.is_language_model:
+            text = "Operations that the tokens of the last steps need, over what the devices could do, 0 to 1."
+            self._mfu = gauge("mfu", text)
         self._validation = {"loss": gauge("validation_loss", "Loss on the validation rows after the last epoch.")}
         for name in METRICS_OF_TASKS[config.task]:
             if name != "loss":
@@ -171,6 +175,8 @@ class Exporter(Subscriber):
                     self._learning_rate.set(last.learning_rate)
                     self._samples_rate.set(last.samples_per_second)
                     self._tokens_rate.set(last.tokens_per_second)
+                    if self._mfu and last.mfu is not None:
+                        self._mfu.set(last.mfu)
                     if self._ideal_rate:
                         self._efficiency.set(last.samples_per_second / self._ideal_rate)
                     self._last_step.set_to_current_time()

@@ -11,7 +11,8 @@ class StepMetrics:
     """One optimizer step that all ranks agree on.
 
     ``seconds``: since the run's start, time before a resume included; ``rows``: of the global batch; ``skipped``: the
-    weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it.
+    weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it;
+    ``mfu``: of a language model the utilization of the devices, 0 to 1.
     """
 
     step: int
@@ -25,6 +26,11 @@ class StepMetrics:
     rows: int = 0
     skipped: bool = False
     bad: bool = False
+    mfu: float | None = None
+
+    def known(self) -> dict[str, Any]:
+        """The fields that have a value."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def step_seconds(self) -> float:
@@ -72,8 +78,10 @@ METRICS = {
     "mae": Metric("mean absolute error", is_share=False),
     "r2": Metric("R²", is_share=False),
     "spearman": Metric("Spearman correlation", is_share=False),
+    "perplexity": Metric("perplexity", is_share=False),
+    "token_accuracy": Metric("tokens right"),
 }
-SMALLER_IS_BETTER = ("loss", "rmse", "mae")
+SMALLER_IS_BETTER = ("loss", "rmse", "mae", "perplexity")
 
 
 def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, Metric]:

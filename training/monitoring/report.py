@@ -130,10 +130,12 @@ def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
             "calibration_error": "how far confidence is from accuracy",
             "micro_f1": "over all labels and texts",
             "exact_match": "share of the texts",
-            "rmse": f"of {test['labels'][0]}, {test['rows']:,} texts",
-            "mae": f"of {test['labels'][0]}",
+            "rmse": f"of {', '.join(test['labels'])}, {test['rows']:,} texts",
+            "mae": f"of {', '.join(test['labels'])}",
             "r2": "share of the variance explained",
             "spearman": "correlation of the ranks",
+            "perplexity": f"over {test.get('tokens', 0):,} tokens",
+            "token_accuracy": "of those that are predicted",
         }
         if "accuracy" in test:
             low, high = map(format_percent, wilson_interval(test["accuracy"], test["rows"]))
@@ -152,6 +154,8 @@ def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
         tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
+    if used := [record["mfu"] for record in curves.steps if "mfu" in record]:
+        tiles.append(("MFU", format_percent(statistics.median(used), digits=1), "median share of the devices' peak"))
     return tiles
 
 

@@ -264,7 +264,7 @@ class Trackers(Subscriber):
     def receive(self, event: Event) -> None:
         match event:
             case StepMetrics():
-                figures = vars(event)
+                figures = event.known()
                 self._put("train", figures, figures.keys() - {"step", "seconds"}, event.step)
             case EpochMetrics(step=step, validation=validation) if validation:
                 self._put("validation", validation, ("loss", *metrics_of(validation)), step)

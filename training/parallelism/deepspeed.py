@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
@@ -127,11 +127,17 @@ class DeepSpeedStrategy(Strategy):
                 self.engine.zero_grad()
         return norm, self.precision == "fp16" and bool(self.engine.optimizer.overflow)
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        precision: str,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+    ) -> torch.Tensor:
         self.engine.eval()
         try:
             with torch.no_grad():
-                return self.engine(input_ids, attention_mask)
+                return finish(self.engine(input_ids, attention_mask))
         finally:
             self.engine.train()
 

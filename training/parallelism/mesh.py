@@ -7,7 +7,7 @@ one mesh cannot be distributed over another), and a split after compilation woul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 
@@ -62,11 +62,18 @@ class MeshStrategy(Strategy):
         losses = self.task.loss(logits, batch.labels, self.config.label_smoothing)
         return loss_share(losses, batch.weights) * self.loss_factor, losses
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        precision: str,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+    ) -> torch.Tensor:
         if not self.pipeline:
-            return super().logits(input_ids, attention_mask, precision)
+            return super().logits(input_ids, attention_mask, precision, finish)
         with self.evaluating():
-            return self.pipeline.logits(*self.padded(input_ids, attention_mask), precision)
+            ids, mask = self.padded(input_ids, attention_mask)
+            return self.pipeline.logits(ids, mask, precision, finish, self.task.num_scores)
 
     def _parallelize_part(self, part: nn.Module, model: NewsClassifier) -> None:
         config, dims = self.config, self.dims

@@ -148,7 +148,9 @@ class Pipeline:
         # With the shapes given, torch does not need a trial run to find them, which would advance the dropout masks.
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(rows, length), device="meta", requires_grad=True)
-        logits = torch.empty(rows, self.config.num_labels, device="meta", requires_grad=True)
+        logits = torch.empty(
+            stage.architecture.scores_shape(self.config, rows, length), device="meta", requires_grad=True
+        )
         return PipelineStage(
             stage,
             stage.index,
@@ -162,8 +164,16 @@ class Pipeline:
     def _hidden_shape(self, rows: int, length: int) -> tuple[int, int, int]:
         return rows, length // self.sequence_parts, self.config.hidden_size
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits of a batch of any shape with the stages in eval mode, on every rank: (batch, num_labels).
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        precision: str,
+        finish: Callable[[torch.Tensor], torch.Tensor],
+        num_scores: int,
+    ) -> torch.Tensor:
+        """``finish`` of the logits of a batch of any shape with the stages in eval mode, on every rank: (batch,
+        num_scores).
 
         Called under ``torch.no_grad``, by every rank of the pipeline with the same batch.
         """
@@ -180,8 +190,8 @@ class Pipeline:
             states = here[index](states, attention_mask=attention_mask)
             if index < last and index + 1 not in here:
                 dist.send(states.contiguous(), group=self.group, group_dst=self.rank_of[index + 1])
-        if last not in here:
-            states = torch.empty(len(input_ids), self.config.num_labels, device=input_ids.device)
+        # The last stage finishes the logits, because those of a language model are too large to be sent around.
+        states = finish(states) if last in here else torch.empty(len(input_ids), num_scores, device=input_ids.device)
         dist.broadcast(states, group=self.group, group_src=self.rank_of[last])
         return states
 

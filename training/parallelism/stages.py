@@ -85,8 +85,10 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
             f"{where}: {num_stages} stages, and the model has {len(model.blocks)} blocks",
             code="uneven-split",
         )
-    # Looking up embeddings costs next to nothing, and the head works on one token per row.
-    costs = [1.0] * (len(model.blocks) - 1) + [model.architecture.last_block_work]
+    _check_not_tied(model, where)
+    # Looking up embeddings costs next to nothing.
+    last = model.architecture.last_block_work + model.architecture.head_work(model.network)
+    costs = [1.0] * (len(model.blocks) - 1) + [last]
     runs = balanced_split(costs, num_stages)
     if not any(parameter.requires_grad for parameter in model.blocks[runs[0].stop - 1].parameters()):
         raise UserError(
@@ -95,6 +97,15 @@ def split_stages(model: NewsClassifier, indices: Sequence[int], num_stages: int,
             code="flags-conflict",
         )
     return [Stage(model, runs[index], index, num_stages) for index in indices]
+
+
+def _check_not_tied(model: NewsClassifier, where: str) -> None:
+    if model.task.is_language_model and model.config.tie_word_embeddings:
+        raise UserError(
+            f"{where}: the head of this language model is also its embedding table (tie_word_embeddings), and the "
+            "first and the last stage cannot share one; use --strategy zero3",
+            code="model-not-splittable",
+        )
 
 
 def balanced_split(costs: Sequence[float], num_stages: int) -> list[range]:

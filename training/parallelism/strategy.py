@@ -7,7 +7,7 @@ model is distributed over the ranks; checkpoints and evaluation then work on the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -172,13 +172,19 @@ class Strategy:
             # Asked for its state, FSDP also frees weights that it has gathered, which would be the old ones.
             self.average.swap(model_tensors(self.parts))
 
-    def logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, precision: str) -> torch.Tensor:
-        """Logits without dropout, (batch, num_labels), on every rank.
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        precision: str,
+        finish: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+    ) -> torch.Tensor:
+        """``finish`` of the logits without dropout: (batch, :attr:`Task.num_scores`), on every rank.
 
         All ranks call it equally often; ranks of the same replica give the same batch.
         """
         with self.evaluating(), autocast(precision, self.ranks.device):
-            return self.parts[0](*self.padded(input_ids, attention_mask))
+            return finish(self.parts[0](*self.padded(input_ids, attention_mask)))
 
     def padded(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None

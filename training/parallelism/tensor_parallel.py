@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from common.encoders import BERT, DISTILBERT, LLAMA, EncoderFamily
+from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
 from common.errors import UserError
 from training.model.architectures import architecture_of, find_blocks
 from training.model.classifier import NewsClassifier, widen, widen_outside
@@ -40,7 +40,7 @@ WHOLE = Replicate()
 ALONG_SEQUENCE = Shard(1)  # of (batch, seq, hidden)
 
 
-FAMILIES = {family.network_class: family for family in (DISTILBERT, BERT, LLAMA)}
+FAMILIES = {family.network_class: family for family in (DISTILBERT, BERT, LLAMA, LLAMA_LANGUAGE_MODEL)}
 
 
 def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -102,6 +102,12 @@ def _family_of(network: nn.Module, ranks: int) -> EncoderFamily:
             code="model-not-splittable",
         )
     config = network.config
+    if FAMILIES[name] is LLAMA_LANGUAGE_MODEL and config.tie_word_embeddings:
+        raise UserError(
+            f"--tp {ranks}: the head of this language model is also its embedding table (tie_word_embeddings), which "
+            "is not split; use --strategy zero3",
+            code="model-not-splittable",
+        )
     counts = {
         "attention heads": config.num_attention_heads,
         "heads of keys and values": getattr(config, "num_key_value_heads", config.num_attention_heads),
@@ -157,5 +163,11 @@ def _plan_of_ends(names: EncoderFamily, layout: Placement) -> Plan:
         }
     if names.pooler:
         return plan | {names.pooler: ColwiseParallel(), names.classifier: RowwiseParallel()}
+    if names is LLAMA_LANGUAGE_MODEL:
+        # As large as the embeddings, so it is split like them, by words; each rank gets the scores of all words.
+        return plan | {
+            names.final_norm: WholeParameters(WHOLE),
+            names.classifier: ColwiseParallel(output_layouts=WHOLE),
+        }
     # A head without a pooler is a single matrix with one row per class: to split it would cost a collective.
     return plan | {names.final_norm: WholeParameters(WHOLE), names.classifier: WholeParameters(WHOLE)}

@@ -209,7 +209,7 @@ def tokens_of_run(shape: ModelShape, cluster: Cluster, seq_len: int, days: float
 
 def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str | None:
     """The command that trains with a layout, the same on each node; ``$HEAD`` is the first node's name."""
-    if not shape.source or not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
+    if cautions(shape, layout):
         return None
     per_node = min(layout.ranks, cluster.gpus_per_node)
     launcher = f"torchrun --nproc_per_node={per_node} training/train_ddp.py"
@@ -225,7 +225,8 @@ def launch_command(shape: ModelShape, layout: Layout, cluster: Cluster) -> str |
 
 def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
     """The trainer's flags for a layout, without those that would repeat a default."""
-    flags: dict[str, object] = {"model": shape.source, "strategy": layout.strategy}
+    flags: dict[str, object] = {"task": "causal_lm"} if shape.num_labels is None else {}
+    flags |= {"model": shape.source, "strategy": layout.strategy}
     if layout.strategy in ("tp", "pp", "3d"):
         flags["dp"] = layout.dp
     if layout.strategy in ("zero2", "zero3", "3d") and layout.dp_replicate > 1:
@@ -250,7 +251,7 @@ def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
 
 
 def cautions(shape: ModelShape, layout: Layout) -> list[str]:
-    """Why there is no launch command, or how what it trains differs from the plan."""
+    """Why there is no launch command; nothing if there is one."""
     if not shape.source:
         return [
             f"No command: only the dimensions of {shape.name} are known. Give --model a folder that holds a "
@@ -258,6 +259,6 @@ def cautions(shape: ModelShape, layout: Layout) -> list[str]:
         ]
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
-    if shape.num_labels is None:
-        return ["The command trains a classifier on these blocks; the plan counts a language model's head too."]
+    if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):
+        return ["No command: the trainer splits no language model whose head is its embedding table; take zero3."]
     return []

@@ -22,8 +22,13 @@ _KINDS = {
     "pair": "A classifier of pairs of texts",
     "multi_label": "A classifier that gives a text every label that applies",
     "regression": "A model that gives a text a number",
+    "masked_lm": "A masked language model",
+    "causal_lm": "A causal language model",
 }
+# What the hub calls tasks that do not classify.
+_HUB_TASKS = {"masked_lm": "fill-mask", "causal_lm": "text-generation"}
 _HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
+_HUB_METRICS |= {"perplexity": "perplexity", "token_accuracy": "accuracy"}
 _NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1"}
 # The data whose language and kind are known here.
 _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")
@@ -37,7 +42,10 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
     else:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
-    kind, labels = _KINDS[metrics.get("task", "classification")], ", ".join(test["labels"])
+    kind = _KINDS[metrics.get("task", "classification")]
+    reads = f"Labels: {', '.join(test['labels'])}. Texts are cut at {metrics['max_length']} tokens."
+    if not test["labels"]:
+        reads = f"It was trained on blocks of {metrics['max_length']} tokens."
     return f"""---
 {_front_matter(metrics, name).to_yaml()}
 ---
@@ -46,13 +54,13 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 {kind}: `{base}` fine-tuned on `{dataset}` with DistriNews.
 
-Labels: {labels}. Texts are cut at {metrics["max_length"]} tokens.
+{reads}
 
-{_use(name, cleaning)}
+{_use(name, cleaning, _hub_task(metrics))}
 
 ## Test results
 
-{test["rows"]:,} test rows, read once, {tested}:
+{test["rows"]:,} test {"rows" if test["labels"] else "blocks"}, read once, {tested}:
 {figures}.
 {_classes(test)}
 ## Limits
@@ -71,7 +79,16 @@ def _classes(test: dict[str, Any]) -> str:
     return "\n".join(["", "| class | precision | recall | F1 | rows |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
-def _use(name: str, cleaning: str) -> str:
+def _hub_task(metrics: dict[str, Any]) -> str:
+    return _HUB_TASKS.get(metrics.get("task", ""), _TASK)
+
+
+def _use(name: str, cleaning: str, task: str) -> str:
+    if task != _TASK:
+        return f"""```python
+from transformers import pipeline
+pipeline("{task}", model="{name}")
+```"""
     load = f'classify = pipeline("text-classification", model="{name}")'
     text = '"Oil prices climb to a record as refineries close"'
     if cleaning == "none":
@@ -109,8 +126,8 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
         language="en" if dataset in _ENGLISH_NEWS else None,
         license=_LICENSES.get(base),
         library_name="transformers",
-        pipeline_tag=_TASK,
-        tags=["news", _TASK, TAG],
+        pipeline_tag=_hub_task(metrics),
+        tags=["news", _hub_task(metrics), TAG],
         base_model=base if is_on_the_hub(base) else None,
         datasets=[dataset] if is_on_the_hub(dataset) else None,
         metrics=[_HUB_METRICS[name] for name in list(metrics_of(metrics["test"]))[:2]],
@@ -125,7 +142,7 @@ def _front_matter(metrics: dict[str, Any], name: str) -> ModelCardData:
 def _result(metrics: dict[str, Any], kind: str, name: str, value: float) -> EvalResult:
     dataset = metrics["dataset"]
     return EvalResult(
-        task_type=_TASK,
+        task_type=_hub_task(metrics),
         dataset_type=public_name(dataset),
         dataset_name=public_name(dataset),
         dataset_config=metrics.get("dataset_config") or None,

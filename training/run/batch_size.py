@@ -25,6 +25,7 @@ from training.data.batching import MicroBatch
 from training.parallelism.distributed import Ranks
 from training.parallelism.strategy import Strategy
 from training.run.step import forward_backward
+from training.tasks import Task
 
 MARGIN = 0.9  # of the memory: fragmentation, validation and other processes take some, too
 MOST_ROWS = 256  # beyond, GPUs gain little and fine-tuning gets too few steps
@@ -142,7 +143,8 @@ def _trial_of(
 
     def try_rows(memory: _Memory, rows: int) -> tuple[float, float] | None:
         memory.restart()
-        batch, seconds = _full_batch(rows, strategy.config.max_length, target).to(ranks.device), math.inf
+        batch = _full_batch(rows, strategy.config.max_length, target, strategy.task).to(ranks.device)
+        seconds = math.inf
         try:
             # Twice: the second pass adds to the gradients of the first, as accumulation does, and is warmed up.
             for _ in range(2):
@@ -163,13 +165,14 @@ def _trial_of(
     return try_rows
 
 
-def _full_batch(rows: int, length: int, target: np.ndarray) -> MicroBatch:
+def _full_batch(rows: int, length: int, target: np.ndarray, task: Task) -> MicroBatch:
     """Rows of the greatest length, one of which is padded, so that the mask takes its memory too."""
     mask = torch.ones(rows, length, dtype=torch.int64)
     mask[0, -1] = 0
     weights = torch.full((rows,), 1 / rows)
     labels = torch.from_numpy(np.repeat(target, rows, axis=0))
-    return MicroBatch(torch.ones_like(mask), mask, labels, weights, np.full(rows, -1), 0, rows * length)
+    ids, labels = task.ask(torch.ones_like(mask), mask, labels, np.zeros(rows, np.int64), seed=(0,))
+    return MicroBatch(ids, mask, labels, weights, np.full(rows, -1), 0, rows * length)
 
 
 class _Memory:

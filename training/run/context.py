@@ -27,7 +27,8 @@ class StepPlan:
 
     ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
     ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;
-    ``frozen_hash``: of the weights that checkpoints leave out because they are not trained, None if they hold all.
+    ``frozen_hash``: of the weights that checkpoints leave out because they are not trained, None if they hold all;
+    ``ideal_seconds``: that the devices would need for a token of a language model at their peak, otherwise None.
     """
 
     global_batch_size: int
@@ -37,6 +38,7 @@ class StepPlan:
     peak_learning_rate: float
     class_weights: np.ndarray | None
     frozen_hash: str | None
+    ideal_seconds: float | None
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ def describe_run(context: RunContext) -> dict[str, str]:
     who = f"share{'s' * (shares > 1)}"
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
     below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
+    rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
         "Data": f"{tokens.name}: {len(news.train_index):,} training, {validation} validation, "
-        f"{len(tokens.test):,} test rows",
-        "Labels": ", ".join(tokens.label_names),
-        "Texts cut": f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {config.max_length} tokens",
+        f"{len(tokens.test):,} test {rows}",
+        **_reads(context),
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",
         "Layout": context.strategy.describe(),
         "Device": describe_device(ranks),
@@ -43,6 +43,15 @@ def describe_run(context: RunContext) -> dict[str, str]:
         + below,
         "Run folder": str(config.run_dir),
     }
+
+
+def _reads(context: RunContext) -> dict[str, str]:
+    """What the model reads and answers; of a language model the blocks say it all."""
+    tokens, length = context.news.tokens, context.config.max_length
+    if context.config.is_language_model:
+        return {}
+    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {length} tokens"
+    return {"Labels": ", ".join(tokens.label_names), "Texts cut": cut}
 
 
 def _trained(context: RunContext) -> str:

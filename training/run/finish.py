@@ -50,7 +50,7 @@ def finish_run(context: RunContext) -> Path:
 
 
 def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
-    config, tokens = context.config, context.news.tokens
+    config, tokens, task = context.config, context.news.tokens, context.strategy.task
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
     console, data_shard = context.console, context.strategy.data_shard
@@ -60,7 +60,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
             partial(context.strategy.logits, precision=context.strategy.test_precision),
             tokens.test,
             context.ranks,
-            context.strategy.task,
+            task,
             data_shard,
             chosen=best.validation,
             on_batch=lambda rows: count(rows * data_shard.size),
@@ -76,7 +76,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
             "task": config.task,
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
-            "label_column": config.label_column,
+            **({} if task.is_language_model else {"label_column": config.label_column}),
             **asdict(config.selection),
             **({"pair_column": config.columns.pair} if config.columns.pair else {}),
             "base_model": recorded_name(config.model),
@@ -97,10 +97,12 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
                 metrics,
                 config.output_dir,
                 config.checkpoint_file,
-                {CLEANING_KEY: config.clean, **context.strategy.task.settings(best.validation)},
+                {CLEANING_KEY: config.clean, **task.settings(best.validation)},
+                type(task),
             )
-            answers = list(context.strategy.task.describe(logits, tokens.test.labels, best.validation))
-            _write_predictions(context, answers)
+            answers = list(task.describe(logits, tokens.test.labels, best.validation))
+            if not task.is_language_model:
+                _write_predictions(context, answers)
             report = write_report(config.run_dir, _report_data(context, test, answers))
         except OSError as error:
             raise TrainingFailure(
@@ -114,7 +116,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
             validation=best.validation,
             test=test,
             model_folder=config.output_dir,
-            checkpoint_file=config.checkpoint_file,
+            checkpoint_file=None if task.is_language_model else config.checkpoint_file,
             report=report,
         )
     # The other ranks wait: if they left first, a launcher could take the run for finished.
@@ -153,6 +155,8 @@ def _load_best(context: RunContext) -> EpochMetrics:
 def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer]) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
+    if context.config.is_language_model:
+        cut = f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
     notes = [*tokens.notes, cut]
     if context.strategy.test_precision != "fp32":
         notes.append(f"The test ran in {context.strategy.test_precision}, in which sharded weights are gathered.")
@@ -182,7 +186,7 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
         test=test,
         wrong_texts=[
             WrongText(in_one_line(text), answer, context.strategy.task.certainty)
-            for text, answer in zip(context.news.texts.test.texts, answers, strict=True)
+            for text, answer in zip(context.news.texts.test.texts, answers, strict=not context.config.is_language_model)
             if answer.surprise
         ],
         notes=notes,

@@ -73,6 +73,8 @@ def train_step(
             max_length=config.max_length,
             speeds=balance.speeds,
             class_weights=plan.class_weights,
+            task=strategy.task,
+            seed=(config.seed, 4, step),
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 
@@ -183,8 +185,9 @@ class SyncedSteps:
 class StepLog:
     """Collects steps and turns them into metrics with one read from the device and one all-reduce."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, ideal_seconds: float | None = None) -> None:
         self.ranks = ranks
+        self.ideal_seconds = ideal_seconds  # see StepPlan
         self.records: list[StepRecord] = []
         self.since = time.perf_counter()
         self.step_seconds = 0.0  # mean of the steps last synchronized
@@ -237,6 +240,7 @@ class StepLog:
                     rows=len(record.batch),
                     skipped=record.step in bad or skipped,
                     bad=record.step in bad,
+                    mfu=None if self.ideal_seconds is None else tokens_per_second * self.ideal_seconds,
                 )
             )
         return SyncedSteps(metrics, dict(zip(flags, flag_sums, strict=True)), bad)

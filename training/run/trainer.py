@@ -64,6 +64,7 @@ from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.subscribers import make_subscribers
+from training.run.utilization import flops_per_token, peak_flops
 from training.run.validation import validate
 
 # A run stops within two seconds of a signal; the other second is for steps that take longer than the last ones did.
@@ -116,6 +117,9 @@ class Trainer:
         model = prepare_model(config, ranks, news, say, own)
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
+        ideal_seconds = None
+        if config.is_language_model:
+            ideal_seconds = flops_per_token(model, config.max_length) / peak_flops(ranks, precision)
         with translate_errors(ranks, step=1):
             strategy = ranks.run_on_all_ranks(lambda: STRATEGIES[config.strategy](model, config, ranks, precision))
             config, rows_that_fit = settle_batch_size(
@@ -148,6 +152,7 @@ class Trainer:
                 else scaled_learning_rate(config, strategy.data_shard.size),
                 class_weights=class_weights,
                 frozen_hash=frozen,
+                ideal_seconds=ideal_seconds,
             ),
             precision=precision,
             model_config=model.config,
@@ -234,7 +239,7 @@ class Trainer:
     def _train(self, validation_pending: bool) -> bool:
         """Run the steps that are left, after a pending validation; returns whether all of it was done."""
         context, state, plan = self.context, self.context.state, self.context.plan
-        self.step_log, self.bad_steps = StepLog(context.ranks), BadSteps(context)
+        self.step_log, self.bad_steps = StepLog(context.ranks, plan.ideal_seconds), BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
         patience = context.config.early_stopping
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from training.tasks.classification import Classification
+from training.tasks.language_model import CausalLanguageModel, LanguageModel, MaskedLanguageModel, Vocabulary
 from training.tasks.multi_label import MultiLabelClassification
 from training.tasks.pair import PairClassification
 from training.tasks.regression import Regression
@@ -11,9 +12,13 @@ from training.tasks.task import Task
 __all__ = [
     *("TASKS", "TASK_OF_PROBLEM", "Task"),
     *("Classification", "MultiLabelClassification", "PairClassification", "Regression"),
+    "CausalLanguageModel",
+    "LanguageModel",
+    "MaskedLanguageModel",
+    "Vocabulary",
 ]
 
 _TASKS = (PairClassification, Classification, MultiLabelClassification, Regression)
-TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (*_TASKS, MaskedLanguageModel, CausalLanguageModel)}
 # A model's answers to pairs of texts are those of classification.
 TASK_OF_PROBLEM: dict[str, type[Task]] = {task.problem_type.name: task for task in _TASKS}

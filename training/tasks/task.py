@@ -36,18 +36,51 @@ class Task:
         name: what ``--task`` calls it.
         problem_type: what the model folder calls it.
         certainty: the heading of :attr:`TestAnswer.certainty`.
+        auto_class: the class of transformers that loads its networks.
+        is_language_model: its rows are blocks of plain text, without labels.
+        rows_at_once: that an evaluation computes in one batch.
         label_names: the name of each output of the model.
     """
 
     name: ClassVar[str]
     problem_type: ClassVar[ProblemType]
     certainty: ClassVar[str] = "confidence"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    is_language_model: ClassVar[bool] = False
+    rows_at_once: ClassVar[int] = 64
 
     def __init__(self, label_names: Sequence[str]) -> None:
         self.label_names = list(label_names)
         # The user's, instead of the task's loss, and in addition to its metrics.
         self.own_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.own_metric: Callable[[np.ndarray, np.ndarray], Mapping[str, float]] | None = None
+
+    @property
+    def num_scores(self) -> int:
+        """How many numbers per row :meth:`summary` returns."""
+        return len(self.label_names)
+
+    def predicted(self, lengths: np.ndarray) -> np.ndarray:
+        """How much each row counts in the mean loss of a batch, (rows,): what it predicts, by its number of tokens."""
+        return np.ones(len(lengths))
+
+    def ask(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor,
+        rows: np.ndarray,
+        seed: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids that the model gets, and the targets of the loss, from padded rows and what :meth:`targets` gave.
+
+        ``rows``: their numbers, which together with ``seed`` decide what is drawn.
+        """
+        return input_ids, labels
+
+    def summary(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """What an evaluation keeps of a batch's scores, before it leaves the device: (rows, :attr:`num_scores`)."""
+        return scores
 
     def loss(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
         """The loss that a row is trained with: (rows, labels) to (rows,)."""

@@ -338,7 +338,7 @@ def test_a_family_that_reads_padding_is_refused_before_training() -> None:
     ids, _ = batch_of([6])
 
     with pytest.raises(UserError, match=r"^--model acme/x: xlnet reads padding, which changes a row's logits by"):
-        try_unknown_family(other_classifier("xlnet"), "acme/x", ids)
+        try_unknown_family(other_classifier("xlnet"), "--model acme/x", ids)
 
 
 @pytest.mark.parametrize("family", ["mpnet", "big_bird"])

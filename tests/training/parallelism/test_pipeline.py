@@ -85,7 +85,7 @@ def _piped(family: str, count: int, schedule: str) -> Found:
         for stage in stages:
             stage.eval()
         with torch.no_grad():
-            logits = pipe.logits(*small_batch()[:2], precision="fp32")
+            logits = pipe.logits(*small_batch()[:2], "fp32", lambda scores: scores, num_scores=3)
         for stage in stages:
             stage.train()
     pipeline.get_schedule_class = make

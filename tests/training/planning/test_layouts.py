@@ -195,8 +195,18 @@ def test_the_trainer_takes_the_lengths_that_the_planner_says() -> None:
             parse_config(("--max_length", str(length)), environment={})
 
 
-def test_a_language_models_head_is_planned_but_not_trained() -> None:
-    layout = Layout("tp", tp=4)
+def test_the_command_trains_a_language_model_if_one_was_planned() -> None:
+    layout = Layout("3d", dp_shard=2, tp=2, pp=2, micro_batch=4, accumulation=8)
 
-    assert "classifier" in " ".join(cautions(LLAMA, layout))
-    assert not cautions(BERT, layout)
+    words = shlex.split(launch_command(LLAMA, layout, CLUSTER))
+    assert words[words.index("--task") + 1] == "causal_lm"
+    assert parse_config(words[words.index("--task") :], environment={}).task == "causal_lm"
+    assert "--task" not in launch_command(BERT, layout, CLUSTER)
+
+
+def test_a_head_that_is_the_embedding_table_is_planned_but_not_split() -> None:
+    tied, split = replace(LLAMA, tied_embeddings=True), Layout("tp", tp=2)
+
+    assert launch_command(tied, split, CLUSTER) is None
+    assert "whose head is its embedding table" in " ".join(cautions(tied, split))
+    assert launch_command(tied, Layout("zero3", dp_shard=2), CLUSTER)

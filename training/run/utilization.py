@@ -1,0 +1,53 @@
+"""How much of the machine a language model's training uses: MFU, model FLOPs utilization.
+
+The operations that the model's tokens need, over those that the devices could do in the same time (Chowdhery et al.,
+"PaLM", arXiv 2204.02311, appendix B). What is computed twice, such as checkpointed activations, counts once.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from training.model.classifier import NewsClassifier
+from training.model.precision import DTYPES
+from training.parallelism.distributed import Ranks
+from training.planning.hardware import GPUS
+
+# Of a device whose data sheet is not known, the best product of square matrices of this size counts as the peak.
+MATRIX, TRIES = 1024, 5
+
+
+def flops_per_token(model: NewsClassifier, length: int) -> float:
+    """Operations per token, forward and backward, in blocks of ``length`` tokens."""
+    # Each weight of a matrix is multiplied once forward and twice backward; a lookup multiplies nothing.
+    embeddings = model.network.get_input_embeddings().weight
+    head = model.network.get_output_embeddings()
+    weights = sum(p.numel() for p in model.network.parameters() if p.dim() > 1 and p is not embeddings)
+    if head is not None and head.weight is embeddings:
+        weights += embeddings.numel()
+    config = model.config
+    return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * length
+
+
+def peak_flops(ranks: Ranks, precision: str) -> float:
+    """Operations per second of all ranks' devices together; a collective call."""
+    return sum(ranks.gather(_peak_of(ranks.device, precision)))
+
+
+def _peak_of(device: torch.device, precision: str) -> float:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).lower()
+        for gpu in GPUS.values():
+            if gpu.name.split("-")[0] in name and precision in gpu.peak_flops:
+                return gpu.peak_flops[precision]
+    left, right = (torch.randn(MATRIX, MATRIX, device=device, dtype=DTYPES[precision]) for _ in range(2))
+    best = float("inf")
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * MATRIX**3 / best

@@ -1,0 +1,183 @@
+"""Language models: a model of plain text, which predicts the next token (causal) or tokens that were hidden (masked).
+
+Rows have no labels. Texts follow each other, with the tokenizer's end token in between, and are cut into blocks of
+``max_length`` tokens; a block is a row for everything else, so nothing is ever padded but the last block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.errors import UserError
+from common.problem_types import PLAIN_TEXT, Label
+from training.tasks.task import Task, TestAnswer
+
+# The target of a token that is not predicted, as cross-entropy calls it.
+IGNORED = -100
+# Of all tokens this share is predicted; of these 80% are hidden by the mask token and 10% by another token, and 10% are
+# left as they are (Devlin et al., "BERT", arXiv 1810.04805, section 3.1).
+MASKED_SHARE = 0.15
+HIDDEN, REPLACED = 0.8, 0.1
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a language model needs to know of its tokenizer; ids are None if it has no such token.
+
+    ``special``: ids that are never hidden, such as the one between texts.
+    """
+
+    size: int
+    special: tuple[int, ...]
+    mask: int | None
+    end: int | None
+
+
+class LanguageModel(Task):
+    """What both kinds share. Scores are (rows, tokens, vocabulary), targets int64 (rows, tokens)."""
+
+    problem_type = PLAIN_TEXT
+    is_language_model = True
+    rows_at_once = 8  # of the scores of more rows, an evaluation would take gigabytes
+    num_scores = 3
+
+    @classmethod
+    def name_labels(
+        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
+    ) -> tuple[list[str], list[str]]:
+        return [], []
+
+    @classmethod
+    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+        """There are none: a row's targets are its own tokens, see :meth:`ask`."""
+        return np.zeros(len(labels), np.int64)
+
+    @classmethod
+    def strata(cls, targets: np.ndarray) -> np.ndarray:
+        return targets
+
+    @classmethod
+    def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
+        """Refuse a tokenizer that lacks a token which this task needs.
+
+        Raises:
+            UserError: it does.
+        """
+
+    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """The mean cross-entropy over the tokens that are predicted."""
+        losses = self._token_losses(scores, targets)
+        return losses.sum(dim=1) / (targets != IGNORED).sum(dim=1).clamp(min=1)
+
+    def summary(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of each row's predicted tokens the sum of the losses, how many are right, and how many there are."""
+        scores, is_predicted = scores[:, : targets.shape[1]], targets != IGNORED  # a strategy may have padded more
+        right = (scores.argmax(dim=2) == targets) & is_predicted
+        losses = self._token_losses(scores, targets).sum(dim=1)
+        return torch.stack([losses, right.sum(dim=1).float(), is_predicted.sum(dim=1).float()], dim=1)
+
+    def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy, (rows, tokens); 0 for a token that is not predicted."""
+        flat = F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=IGNORED)
+        return flat.view_as(targets)
+
+    def metrics(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """``scores``: what :meth:`summary` returned. The perplexity is e to the mean loss of a predicted token."""
+        loss, right, count = scores.sum(axis=0, dtype=np.float64)
+        mean = float(loss / count)
+        return {
+            "rows": len(scores),
+            "tokens": int(count),
+            "loss": mean,
+            "perplexity": math.exp(min(mean, 700.0)),  # more would be no float
+            "token_accuracy": float(right / count),
+            "labels": [],
+        }
+
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+        return iter(())
+
+
+class CausalLanguageModel(LanguageModel):
+    """Each token is predicted from those before it."""
+
+    name = "causal_lm"
+    auto_class = "AutoModelForCausalLM"
+
+    @classmethod
+    def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
+        if vocabulary.end is None:
+            raise UserError(
+                f"--model {model} and --task causal_lm: its tokenizer has no token for the end of a text (eos_token)",
+                code="token-missing",
+            )
+
+    def predicted(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths - 1
+
+    def ask(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor,
+        rows: np.ndarray,
+        seed: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        following = torch.full_like(input_ids, IGNORED)
+        following[:, :-1] = input_ids[:, 1:]
+        if attention_mask is not None:
+            following[:, :-1].masked_fill_(attention_mask[:, 1:] == 0, IGNORED)
+        return input_ids, following
+
+
+class MaskedLanguageModel(LanguageModel):
+    """Hidden tokens are predicted from all others."""
+
+    name = "masked_lm"
+    auto_class = "AutoModelForMaskedLM"
+    vocabulary: Vocabulary
+
+    @classmethod
+    def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
+        if vocabulary.mask is None:
+            raise UserError(
+                f"--model {model} and --task masked_lm: its tokenizer has no mask token; use an encoder such as BERT, "
+                "or --task causal_lm",
+                code="token-missing",
+            )
+
+    def predicted(self, lengths: np.ndarray) -> np.ndarray:
+        # Of the length alone, so that every rank knows the weight of every row without drawing its mask.
+        return np.maximum(1, np.round(MASKED_SHARE * lengths).astype(np.int64))
+
+    def ask(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor,
+        rows: np.ndarray,
+        seed: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, targets = input_ids.numpy().copy(), np.full(input_ids.shape, IGNORED)
+        lengths = [ids.shape[1]] * len(ids) if attention_mask is None else attention_mask.sum(dim=1).tolist()
+        for row, (number, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+            # The row's own numbers, so that they are the same on whichever rank it is.
+            generator = np.random.default_rng([*seed, number])
+            order = generator.random(length) + np.isin(ids[row, :length], self.vocabulary.special)  # these come last
+            count = int(self.predicted(np.array(length)))
+            chosen = np.argpartition(order, count - 1)[:count]
+            targets[row, chosen] = ids[row, chosen]
+            draw = generator.random(count)
+            ids[row, chosen[draw < HIDDEN]] = self.vocabulary.mask
+            replaced = chosen[(draw >= HIDDEN) & (draw < HIDDEN + REPLACED)]
+            ids[row, replaced] = generator.integers(0, self.vocabulary.size, len(replaced))
+        return torch.from_numpy(ids), torch.from_numpy(targets)
