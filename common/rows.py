@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError, first_line
-from common.problem_types import SINGLE_LABEL, Label, ProblemType, UnusableRow
+from common.problem_types import MULTI_LABEL, SINGLE_LABEL, Label, ProblemType, UnusableRow
 from common.text import Text
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
@@ -49,7 +49,8 @@ class Columns:
     """The names of the columns that hold the text, the label and, of pairs of texts, the second text; of texts without
     labels only the first.
 
-    A text may be in several columns, whose names are separated by commas, such as ``title,body``: they are joined.
+    A text may be in several columns, whose names are separated by commas, such as ``title,body``: they are joined. So
+    may the labels of a text: then each column is named as a label, and says with 0 or 1 whether it applies.
     """
 
     text: str = "text"
@@ -63,7 +64,7 @@ class Columns:
     def _parts(self, found: Sequence[str]) -> list[list[str]]:
         """The columns that each of :attr:`names` stands for; a single column may have a comma in its name."""
         names = [name.strip().lower() for name in found]
-        is_one = [name == self.label or name.strip().lower() in names for name in self.names]
+        is_one = [name.strip().lower() in names for name in self.names]
         return [
             [name.strip()] if one else [part.strip() for part in name.split(",")]
             for name, one in zip(self.names, is_one, strict=True)
@@ -267,7 +268,7 @@ class Reading:
                 for each in text if isinstance(text, tuple) else (text,):
                     if not isinstance(each, str) or not each.strip():
                         raise UnusableRow(f"the text is {'empty' if isinstance(each, str) else 'not a string'}")
-                read = self.problem_type.read_label(label, labels)
+                read = self.problem_type.read_label(self.label_of(label), labels)
             except UnusableRow as error:
                 self.reject(where, str(error))
             else:
@@ -289,6 +290,23 @@ class Reading:
     def formats(self) -> tuple[str, ...]:
         """How the names of readable files end."""
         return FORMATS if self.columns.label else (*FORMATS, PLAIN_TEXT_FORMAT)
+
+    def label_of(self, found: Any) -> Any:
+        """A label as one cell would give it; of several columns, the names of those that say 1.
+
+        Raises:
+            UserError: several columns make no label of this kind.
+            UnusableRow: a column says neither 0 nor 1.
+        """
+        if not isinstance(found, tuple):
+            return found
+        if self.problem_type is not MULTI_LABEL:
+            raise UserError(
+                f"--label_column {self.columns.label}: only --task multi_label reads several columns of 0 and 1",
+                code="flags-conflict",
+            )
+        names = [name.strip() for name in self.columns.label.split(",")]
+        return [name for name, cell in zip(names, found, strict=True) if _applies(name, cell)]
 
     def find_columns(self, where: str, found: Sequence[str]) -> list[list[str]]:
         """The names of the columns of text, label and second text as written in this file."""
@@ -474,9 +492,17 @@ def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
 
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
-    """What a row's cells make: those of the text, of the label and, of pairs, of the second text."""
-    text, label, *pair = [*map(_joined, cells), None][: max(2, len(cells))]  # no label: None
-    return ((text, *pair) if pair else text), label
+    """What a row's cells make: those of the text, of the label (None without) and, of pairs, of the second text."""
+    text, *pair = [_joined(columns) for columns in (*cells[:1], *cells[2:])]
+    labels = cells[1] if len(cells) > 1 else [None]
+    return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
+
+
+def _applies(name: str, cell: Any) -> bool:
+    said = str(cell).strip().lower()
+    if said not in (yes_and_no := {"1": True, "0": False, "true": True, "false": False, "1.0": True, "0.0": False}):
+        raise UnusableRow(f"{cell!r} in the column {name} must be 0 or 1")
+    return yes_and_no[said]
 
 
 def _joined(cells: Sequence[Any]) -> Any:
@@ -681,4 +707,4 @@ def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> I
         if not isinstance(text, str):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")
         if text.strip():
-            yield where, text, label
+            yield where, text, reading.label_of(label)

@@ -155,7 +155,7 @@ class TrainConfig(BaseModel):
     validation_split: str = _field("", "data", "split to validate on; unset = validation, valid, val or dev if the data has it, otherwise training rows are kept for it")
     test_split: str = _field("", "data", "split to test on; unset = test if the data has it, otherwise training rows are set aside")
     text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive; of several, such as title,body, the texts are joined", min_length=1, on_resume="any")
-    label_column: str = _field("label", "data", "column of the label", min_length=1, on_resume="any")
+    label_column: str = _field("label", "data", "column of the label; for multi_label also several with 0 or 1, such as billing,login, each named as a label", min_length=1, on_resume="any")
     pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
     max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; of language models tokens per block, into which all texts are joined", ge=8, le=8192)
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")

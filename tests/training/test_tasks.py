@@ -284,3 +284,35 @@ def test_flags_that_a_task_has_no_use_for_are_refused(
 ) -> None:
     assert train_here(*flags) == 2
     assert message in capfd.readouterr().err
+
+
+def test_columns_of_0_and_1_give_the_labels_that_a_list_would(
+    folders: dict[str, Path], alone: dict[str, Path], train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        rows = map(json.loads, (folders["multi_label"] / f"{split}.jsonl").read_text().splitlines())
+        lines = [f"{row['text']};{';'.join(str(int(word in row['label'])) for word in WORDS)}" for row in rows]
+        (tmp_path / "data" / f"{split}.csv").write_text("\n".join([f"text;{';'.join(WORDS)}", *lines]))
+
+    flags = ("--task", "multi_label", "--dataset", tmp_path / "data", "--label_column", ",".join(WORDS))
+    assert train_here(*flags, "--output_dir", tmp_path / "model", "--save_every", 4, "--batch_size", 8) == 0
+
+    assert _losses(metrics_of, tmp_path / "model") == _losses(metrics_of, alone["multi_label"])
+
+
+@pytest.mark.parametrize(
+    ("task", "cell", "message"),
+    [
+        ("multi_label", "2", "data.csv line 2: '2' in the column sea must be 0 or 1"),
+        ("classification", "1", "--label_column sea,sun: only --task multi_label reads several columns of 0 and 1"),
+    ],
+)
+def test_columns_that_are_no_labels_are_refused(
+    task: str, cell: str, message: str, train_here: Train, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "data.csv").write_text(f"text,sea,sun\nhello,{cell},0\n")
+
+    flags = ("--task", task, "--dataset", tmp_path / "data.csv", "--label_column", "sea,sun", "--model", "tiny")
+    assert train_here(*flags, "--output_dir", tmp_path / "model") == 2
+    assert message in capfd.readouterr().err

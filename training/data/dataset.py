@@ -330,9 +330,8 @@ def _from_datasets(
     features = splits[used["train"]].features
     columns = reading.find_columns(f"--dataset {name}", list(features))
     label_names = None
-    if reading.columns.label:
-        (label_column,) = columns[1]
-        feature = features[label_column]
+    if reading.columns.label and len(columns[1]) == 1:
+        feature = features[columns[1][0]]
         # A column of class numbers, or of lists of them.
         label_names = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
 
@@ -345,8 +344,8 @@ def _from_datasets(
         cells = [zip(*(splits[split][column] for column in joined), strict=True) for joined in columns]
         for i, (text, *others) in enumerate(zip(*cells, strict=True)):
             if others:
-                (label,), *pair = others
-                others = [[named(label)], *pair]
+                labels, *pair = others
+                others = [[named(label) for label in labels], *pair]
             yield f"{name} {split} row {i}", *text_and_label(text, *others)
 
     found_splits = {use: (f"{name} {split}", rows(split)) for use, split in used.items()}

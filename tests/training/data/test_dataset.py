@@ -524,7 +524,7 @@ def test_a_file_of_another_kind_and_a_name_of_nothing_are_refused(tmp_path: Path
         load_news("ag_mews")
 
 
-@pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./data", "~/no such", "owner/news.parquet"])
+@pytest.mark.parametrize("name", ["data/my.csv", "my.tsv", "a/b/c", "./my_data", "~/no such", "owner/news.parquet"])
 def test_a_missing_file_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(UserError, match=rf"^--dataset {re.escape(name)}: no such file or folder$"):
         load_news(name)
