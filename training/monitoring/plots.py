@@ -183,17 +183,19 @@ def _loss(curves: Curves, theme: Theme) -> Figure:
 
 
 def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure:
-    """The first metric of the task, and the second one."""
+    """The first metric of the task, and the second one if it is of the same kind."""
     (main, metric), (other, second), *_ = metrics_of(curves.validated[-1]["validation"]).items()
     figure, axes = _curve_axes(metric.title[0].upper() + metric.title[1:], "epoch")
     epochs = [record["epoch"] for record in curves.validated]
-    values, others = curves.validation(main), curves.validation(other)
+    shown = values = curves.validation(main)
     axes.plot(epochs, values, "o-", color=theme.first, label="validation")
-    axes.plot(epochs, others, "s--", color=theme.second, label=second.title, linewidth=1.2)
-    shown = [*values, *others]
+    if metric.is_share == second.is_share:
+        others = curves.validation(other)
+        axes.plot(epochs, others, "s--", color=theme.second, label=second.title, linewidth=1.2)
+        shown = [*values, *others]
     if test:
         axes.axhline(test[main], color=theme.muted, linestyle=":", label="test, best epoch")
-        shown.append(test[main])
+        shown = [*shown, test[main]]
     low, high = np.nanmin(shown), np.nanmax(shown)
     margin = max(0.01 * max(1.0, abs(high)), 0.15 * (high - low))
     axes.set_ylim(low - margin, high + margin)
