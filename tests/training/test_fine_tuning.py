@@ -53,7 +53,7 @@ def test_a_tuned_run_resumes_exactly_and_writes_the_average_of_what_it_trained(
     assert all(tensor.equal(averages[name]) for name, tensor in written.items() if name not in frozen)
     assert not any(tensor.equal(at_end.model[name]) for name, tensor in averages.items())
     assert all(written[name].equal(at_start.model[name]) for name in frozen)
-    assert re.search(r"Model .*\d M parameters, 0\.40 M of them trained = ", banner)
+    assert re.search(r"Model .*\d M parameters, 0\.4\d M of them trained = ", banner)
     assert "times 0.7 from each block to the one below" in banner
     assert "the moving average of the weights, --ema 0.9" in (tmp_path / "whole.run" / "report.html").read_text()
 

@@ -41,6 +41,7 @@ def test_two_ranks_train_as_one_does(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_class_weights_resumes_with_those_that_it_began_with(
     rare: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

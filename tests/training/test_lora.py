@@ -125,6 +125,7 @@ def test_adapters_are_a_function_of_the_seed() -> None:
     assert not adapters(1, drawn_before=0).equal(adapters(2, drawn_before=0))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_never_stopped_from_checkpoints_without_the_encoder(
     train_here: Train, metrics_of: Metrics, checkpoint_state: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_without_validation_all_rows_are_trained_on_and_the_last_epoch_is_writte
     assert read_saved_model(output).metadata["best_epoch"] == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_without_validation_ends_with_the_same_weights(train_here: Train, tmp_path: Path) -> None:
     for name in ("whole", "resumed"):
         flags = (*ALL_ROWS, "--save_every", 2, "--keep_last", 9, "--output_dir", tmp_path / name)

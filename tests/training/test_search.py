@@ -96,6 +96,7 @@ def _rows(folder: Path) -> dict[int, dict[str, str]]:
         return {int(row["trial"]): row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_a_search_may_be_asked_for_more_trials_and_its_best_is_that_of_the_best_validated_epoch(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_rows_that_are_all_in_the_test_set_leave_nothing_to_train_on(repeated: P
         prepare(repeated, duplicates="drop")
 
 
+@pytest.mark.slow
 def test_two_ranks_drop_the_same_rows_as_one(
     repeated: Path, launch: Callable[..., object], metrics_of: Callable[..., list[dict[str, float]]], tmp_path: Path
 ) -> None:

@@ -72,7 +72,8 @@ def test_a_run_stopped_while_data_is_prepared_leaves_nothing_behind(
 
     monkeypatch.setattr(prepare, "load_news", loads)
 
-    code = train_here(*FLAGS, "--output_dir", tmp_path / "model")
+    # A cache of its own: what another test has read is not read again.
+    code = train_here(*FLAGS, "--output_dir", tmp_path / "model", "--cache_dir", tmp_path / "cache")
 
     assert code == 75
     assert "Stopped before the first step, nothing to save." in capfd.readouterr().out

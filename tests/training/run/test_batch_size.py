@@ -78,6 +78,7 @@ def test_the_size_leaves_twenty_steps_in_an_epoch(train_rows: int, data_ranks: i
     assert most_rows(train_rows, data_ranks, accumulation=1) == expected
 
 
+@pytest.mark.slow
 def test_a_run_trains_as_with_the_number_that_it_finds_and_keeps_it_when_it_resumes(
     train_here: Train,
     metrics_of: Callable[..., list[dict[str, Any]]],
