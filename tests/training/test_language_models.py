@@ -184,6 +184,18 @@ def test_report_and_card_show_the_perplexity(task: str, alone: dict[str, Path]) 
     assert not alone[task].with_name(f"{task}.run").joinpath("predictions.csv").exists()
 
 
+def test_adapters_of_a_causal_model_leave_its_head_as_it_is_and_are_merged_when_it_is_written(
+    alone: dict[str, Path], text: Path, train_here: Train, tmp_path: Path
+) -> None:
+    flags = (*_flags("causal_lm", text, tmp_path / "model"), "--model", alone["causal_lm"], "--lora", 4)
+    assert train_here(*flags, "--batch_size", 8) == 0
+
+    before, after = (load_file(model / "model.safetensors") for model in (alone["causal_lm"], tmp_path / "model"))
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".layers." in name and name.endswith("_proj.weight")}
+
+
 def test_blocks_hold_all_tokens_but_a_last_single_one() -> None:
     blocks = Blocks(4, end=3)
 

@@ -40,8 +40,9 @@ def check_lora(config: TrainConfig) -> None:
 def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
     """Freeze the model, in place, but for its head, and put adapters beside the linear layers of all blocks.
 
-    The adapters are a function of the seed. Module names change: the weight of a layer is then its
-    ``base_layer.weight``. What does not require a gradient before does not get one.
+    A language model's head is frozen too, since it is not new. The adapters are a function of the seed. Module names
+    change: the weight of a layer is then its ``base_layer.weight``. What does not require a gradient before does not
+    get one.
 
     Raises:
         UserError: the blocks have no linear layers, or the network is the user's own.
@@ -78,7 +79,7 @@ def add_adapters(model: NewsClassifier, config: TrainConfig) -> None:
     head = tuple(f"{name}." for name in (model.architecture.head if model.architecture else ()))
     for name, parameter in network.named_parameters():
         in_head = not name.startswith(f"{network.base_model_prefix}.") or name.startswith(head)
-        if name in trained and in_head:
+        if name in trained and in_head and not model.task.is_language_model:
             parameter.requires_grad_(True)
 
 
