@@ -90,7 +90,7 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
     columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
-    if options.rows is None and str(path) != dataset:
+    if options.rows is None and path == SAMPLE_NEWS:
         console.print(f"Measuring on the sample news ({len(rows.texts)} rows); --rows takes your own test set.")
     return rows
 
