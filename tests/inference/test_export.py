@@ -116,7 +116,9 @@ def test_the_rows_of_training_are_used_if_they_are_still_there(
 ) -> None:
     monkeypatch.chdir(rows_file.parent)
     about = json.loads((folder_copy / "metrics.json").read_text())
-    (folder_copy / "metrics.json").write_text(json.dumps(about | {"dataset": f"./{rows_file.name}"}))  # as training does
+    (folder_copy / "metrics.json").write_text(
+        json.dumps(about | {"dataset": f"./{rows_file.name}"})
+    )  # as training does
     export.main([str(folder_copy), "--engine", "onnx", "--limit", "5", "--max_drop", "100"])
     assert "Measuring on the sample news" not in capfd.readouterr().out
     accuracy = json.loads((folder_copy / "onnx" / "manifest.json").read_text())["accuracy"]
