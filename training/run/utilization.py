@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import nn
 
 from training.model.classifier import NewsClassifier
 from training.model.precision import DTYPES
@@ -21,12 +22,12 @@ MATRIX, TRIES = 1024, 5
 
 def flops_per_token(model: NewsClassifier, length: int) -> float:
     """Operations per token, forward and backward, in blocks of ``length`` tokens."""
-    # Each weight of a matrix is multiplied once forward and twice backward; a lookup multiplies nothing.
-    embeddings = model.network.get_input_embeddings().weight
-    head = model.network.get_output_embeddings()
-    weights = sum(p.numel() for p in model.network.parameters() if p.dim() > 1 and p is not embeddings)
-    if head is not None and head.weight is embeddings:
-        weights += embeddings.numel()
+    # Each weight of a matrix is multiplied once forward and twice backward; a lookup multiplies nothing, unless the head
+    # is the table.
+    network, head = model.network, model.network.get_output_embeddings()
+    tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {weight for weight in network.parameters() if weight.dim() > 1} - tables | {head.weight}
+    weights = sum(weight.numel() for weight in multiplied)
     config = model.config
     return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * length
 
