@@ -22,8 +22,8 @@ MATRIX, TRIES = 1024, 5
 
 def flops_per_token(model: NewsClassifier, length: int) -> float:
     """Operations per token, forward and backward, in blocks of ``length`` tokens."""
-    # Each weight of a matrix is multiplied once forward and twice backward; a lookup multiplies nothing, unless the head
-    # is the table.
+    # Each weight of a matrix is multiplied once forward and twice backward. A lookup multiplies nothing, unless the
+    # head is the same table.
     network, head = model.network, model.network.get_output_embeddings()
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}
     multiplied = {weight for weight in network.parameters() if weight.dim() > 1} - tables | {head.weight}
