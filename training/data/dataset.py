@@ -185,8 +185,9 @@ def _read_folder(
         return _from_datasets(name, _saved_splits(name, folder, reading), reading, selection, assemble)
     files = _split_files(folder, reading.formats)
     if selection.train_split == "train" and "train" not in files:
+        more = " or train.parquet" if reading.columns.label else ", train.parquet or train.txt"
         raise UserError(
-            f"--dataset {name}: the folder holds no train.csv, train.jsonl{' or train.parquet' if reading.columns.label else ', train.parquet or train.txt'}; name another file "
+            f"--dataset {name}: the folder holds no train.csv, train.jsonl{more}; name another file "
             "with --train_split, without its suffix",
             code="data-not-found",
         )

@@ -55,7 +55,8 @@ class PreparedNews:
 
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
-    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the first rank of each machine.
+    a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
+    first rank of each machine.
     """
 
     tokens: TokenizedNews

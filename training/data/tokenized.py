@@ -178,7 +178,8 @@ def cache_key(
 ) -> str:
     """A name for exactly these texts, labels, tokenizer, length, cleaning and blocks."""
     digest = hashlib.sha256()
-    about = [data.name, data.label_names, data.notes, max_length, cleaning, *(asdict(blocks).values() if blocks else ())]
+    joined = asdict(blocks).values() if blocks else ()
+    about = [data.name, data.label_names, data.notes, max_length, cleaning, *joined]
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
