@@ -82,4 +82,6 @@ def test_trains_for_two_steps(config: Path, tmp_path: Path, monkeypatch: pytest.
     records = [json.loads(line) for line in (tmp_path / "out.run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "step"]
     assert len(losses) == 2
-    assert all(0.3 < loss < 3 for loss in losses)
+    # A language model chooses among thousands of tokens.
+    low, high = (6, 10) if parsed.is_language_model else (0.3, 3)
+    assert all(low < loss < high for loss in losses)
