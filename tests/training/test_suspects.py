@@ -1,0 +1,156 @@
+"""Rows with a doubtful label: found by the run itself, listed, left out or weighed less."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.parallelism.saved_states import WholeState
+from training.parallelism.distributed import Ranks
+from training.run.suspects import TENSOR, Suspects
+from training.tasks import Classification
+
+Train = Callable[..., int]
+Metrics = Callable[..., list[dict[str, Any]]]
+WRONG = (3, 17, 40)
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+
+
+@pytest.fixture
+def mislabelled(tmp_path: Path) -> Path:
+    """A folder of data that is easy to learn, in which three rows have the wrong label."""
+    folder = tmp_path / "mislabelled"
+    folder.mkdir()
+    for split, count in (("train", 64), ("validation", 8), ("test", 8)):
+        rows = []
+        for i in range(count):
+            is_storm = i % 2 == 0
+            label = "storm" if is_storm != (split == "train" and i in WRONG) else "calm"
+            rows.append(f"{'a storm breaks' if is_storm else 'the sea sleeps'} {i};{label}")
+        (folder / f"{split}.csv").write_text("text;label\n" + "\n".join(rows))
+    return folder
+
+
+FLAGS = ("--epochs", 4, "--learning_rate", "5e-3", "--save_every", 5, "--keep_last", 9)
+
+
+def _listed(run: Path) -> list[dict[str, str]]:
+    with (run / "suspects.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _losses(metrics_of: Metrics, run: Path) -> list[float]:
+    return [record["loss"] for record in metrics_of(run)]
+
+
+def test_a_run_lists_the_rows_with_a_wrong_label_first_and_says_so_in_its_report(
+    mislabelled: Path, train_here: Train, tmp_path: Path
+) -> None:
+    flags = ("--dataset", mislabelled, *FLAGS, "--batch_size", 8, "--output_dir", tmp_path / "model")
+    assert train_here(*flags) == 0
+
+    listed = _listed(tmp_path / "model.run")
+    assert {int(row["row"]) for row in listed[:3]} == set(WRONG)
+    assert {row["flagged"] for row in listed[:3]} == {"yes"}
+    assert {(row["label"], row["proposed"]) for row in listed[:3]} == {("storm", "calm"), ("calm", "storm")}
+    assert listed[0]["text"] in (tmp_path / "model.run" / "report.html").read_text()
+
+
+def test_looking_for_suspects_changes_no_loss(
+    mislabelled: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    for action in ("none", "list"):
+        flags = ("--dataset", mislabelled, "--batch_size", 8, "--suspects", action)
+        assert train_here(*flags, "--output_dir", tmp_path / action) == 0
+
+    assert _losses(metrics_of, tmp_path / "none.run") == _losses(metrics_of, tmp_path / "list.run")
+    assert not (tmp_path / "none.run" / "suspects.csv").exists()
+
+
+@pytest.mark.parametrize("action", ["drop", "reweight"])
+def test_suspects_are_the_same_on_two_ranks_and_after_a_resume(
+    action: str,
+    mislabelled: Path,
+    train_here: Train,
+    launch: Callable[..., Any],
+    metrics_of: Metrics,
+    tmp_path: Path,
+) -> None:
+    flags = ("--dataset", mislabelled, *FLAGS, "--suspects", action)
+    assert train_here(*flags, "--batch_size", 8, "--output_dir", tmp_path / "one") == 0
+    one = _losses(metrics_of, tmp_path / "one.run")
+    listed = _listed(tmp_path / "one.run")
+
+    # Within the third epoch, when rows are already left out.
+    shutil.copytree(tmp_path / "one.run", tmp_path / "resumed.run")
+    checkpoint = tmp_path / "resumed.run" / "checkpoints" / "step_00000020"
+    assert train_here(*flags, "--batch_size", 8, "--output_dir", tmp_path / "resumed", "--resume", checkpoint) == 0
+    two = launch(2, *flags, "--batch_size", 4, "--output_dir", tmp_path / "two")
+
+    assert two.process.returncode == 0, two.err
+    assert _losses(metrics_of, tmp_path / "resumed.run") == one
+    assert _listed(tmp_path / "resumed.run") == listed
+    assert _losses(metrics_of, tmp_path / "two.run") == pytest.approx(one, rel=1e-4)
+    assert [row["row"] for row in _listed(tmp_path / "two.run") if row["flagged"] == "yes"] == [
+        row["row"] for row in listed if row["flagged"] == "yes"
+    ]
+
+
+def test_the_accuracy_of_an_epoch_is_that_of_its_steps(
+    mislabelled: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    assert train_here("--dataset", mislabelled, "--batch_size", 12, "--output_dir", tmp_path / "model") == 0
+
+    steps = metrics_of(tmp_path / "model.run")
+    for epoch in metrics_of(tmp_path / "model.run", "epoch"):
+        right = [(step["accuracy"] * step["rows"], step["rows"]) for step in steps if step["epoch"] == epoch["epoch"]]
+        assert epoch["train_accuracy"] == pytest.approx(sum(r for r, _ in right) / sum(n for _, n in right))
+
+
+def test_a_step_checks_each_label() -> None:
+    scores = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, -1.0]])
+
+    checks = Classification(["a", "b", "c"]).check_labels(scores, torch.tensor([0, 2]))
+
+    assert checks[:, 0].tolist() == pytest.approx(
+        [float(scores[0].log_softmax(0)[0]), float(scores[1].log_softmax(0)[2])]
+    )
+    assert checks[:, 1].tolist() == [2, 1]
+    assert checks[:, 2].tolist() == [1, 0]
+
+
+def test_what_is_known_of_the_rows_survives_a_checkpoint() -> None:
+    index, labels = np.array([2, 5, 9]), np.array([0, 1, 1])
+    before, after = Suspects(index, labels, "drop"), Suspects(index, labels, "drop")
+    before.add(1, np.array([5, -1, 2]), np.array([[-0.1, 0, 1], [0, 0, 0], [-0.05, 1, 1]]))
+    before.add(2, np.array([9]), np.array([[-4.0, 0, 0]]))
+    before.merge(ALONE)
+    before.end_epoch()
+    after.read(WholeState({TENSOR: before.tensor.clone()}, {}))
+
+    for suspects in (before, after):
+        assert suspects.remaining(np.array([9, 2, 5])).tolist() == [2, 5]
+        [row] = suspects.ranking()
+        assert (row.row, row.label, row.proposed, row.is_flagged) == (9, 1, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--suspects", "drop", "--epochs", 1), "--suspects drop and --epochs 1: it begins with the second epoch"),
+        (("--suspects", "reweight", "--task", "regression"), "--suspects reweight and --task regression: only for"),
+    ],
+)
+def test_suspects_are_refused_where_they_cannot_work(
+    flags: tuple[object, ...], message: str, train_here: Train, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(*flags) == 2
+
+    assert message in capfd.readouterr().err
