@@ -47,10 +47,10 @@ def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
     # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
     with context.strategy.averaged():
-        return _test_and_write(context, best)
+        return _test_and_write(context, best, suspects)
 
 
-def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
+def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
     config, tokens, task = context.config, context.news.tokens, context.strategy.task
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.

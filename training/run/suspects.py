@@ -1,10 +1,15 @@
-"""Suspects: training rows whose label the run itself disbelieves.
+"""Suspects: training rows whose label the run itself disbelieves. Two witnesses are asked,
+neither with a pass over the rows of its own.
 
-Every training step finds out how probable the model finds the label of each of its rows, so this needs no pass of its
-own. Averaged over the epochs, a wrong label stays improbable, because the other rows teach the model something else.
-That is the area under the margin (Pleiss et al., arXiv 2001.10528) with log-probabilities instead of margins; the
-threshold is that of confident learning (Northcutt et al., arXiv 1911.00068). ``benchmarks/label_errors.py`` measures
-what they find.
+The steps: each finds out how probable the model finds the label of each of its rows. Averaged over the epochs, a wrong
+label stays improbable, because the other rows teach the model something else. That is the area under the margin (Pleiss
+et al., arXiv 2001.10528) with log-probabilities instead of margins; the threshold is that of confident learning
+(Northcutt et al., arXiv 1911.00068).
+
+The words: a naive Bayes classifier that has not seen the row, and so cannot have memorised its label as the model can.
+Vectors of the encoder were tried in its place: those of the steps add nothing, because the model that makes them has
+seen the label; those of the encoder before training find more, but need a forward pass over all rows.
+``benchmarks/label_errors.py`` measures what the two find.
 """
 
 from __future__ import annotations
@@ -15,11 +20,16 @@ from typing import Literal
 import numpy as np
 import torch
 
-from training.config import TASKS_WITH_ONE_LABEL, TrainConfig
+from training.config import TrainConfig
+from training.data.tokenized import TokenizedRows
 from training.parallelism.distributed import Ranks
 from training.parallelism.state import SavedState
+from training.tasks.classification import log_softmax
 
 REDUCED_WEIGHT = 0.1
+NUM_FOLDS = 5
+WORDS_SHARE = 0.5  # weight of the words beside the steps, which know more
+SHARPNESS = 0.6  # of the words' answers; words repeat each other, so naive Bayes is too sure
 TENSOR = "suspects/rows"
 # Its columns: the sum of the log-probabilities of a row's label, how many they are, the strongest other label in the
 # last of them, and the row's weight in the loss.
@@ -30,8 +40,8 @@ LOG_PROBABILITIES, COUNT, OTHER, WEIGHT = range(4)
 class Suspect:
     """A training row, the label that it has and the one that the run proposes.
 
-    ``doubt``: 1 minus the probability of the label, averaged over the epochs, above 0.5; ``is_flagged``: it is high
-    enough to call the label wrong.
+    ``doubt``: 1 minus the probability of the label, averaged over epochs and words, above 0.5; ``is_flagged``: both
+    the steps and the words call the label wrong.
     """
 
     row: int
@@ -42,18 +52,22 @@ class Suspect:
 
 
 class Suspects:
-    """What the steps so far say about the labels of the training rows.
+    """What the words of the training rows, and the steps so far, say about their labels.
 
     Args:
         index: the row numbers of the training rows, ascending.
         labels: the label of each of them.
         action: what becomes of flagged rows when an epoch has ended.
+        words: the log-probability of each label by the words of each row, (rows, labels); see :func:`ask_words`.
     """
 
-    def __init__(self, index: np.ndarray, labels: np.ndarray, action: Literal["list", "drop", "reweight"]) -> None:
+    def __init__(
+        self, index: np.ndarray, labels: np.ndarray, action: Literal["list", "drop", "reweight"], words: np.ndarray
+    ) -> None:
         self.index = index
         self.labels = labels
         self.action = action
+        self.words = words
         self.tensor = torch.zeros(len(index), 4)
         self.tensor[:, WEIGHT] = 1
         self._rows = self.tensor.numpy()  # the same memory
@@ -90,11 +104,14 @@ class Suspects:
 
     def ranking(self) -> list[Suspect]:
         """The rows whose label is improbable, the most suspicious first."""
-        doubts, flagged, other = 1 - self._probabilities(), self._flagged(), self._rows[:, OTHER].astype(int)
+        of_words = np.take_along_axis(self.words, self.labels[:, None], axis=1)[:, 0]
+        log_probabilities = (np.log(self._probabilities()) + WORDS_SHARE * of_words) / (1 + WORDS_SHARE)
+        doubts = np.where(self._rows[:, COUNT] > 0, 1 - np.exp(log_probabilities), 0)
+        flagged, other = self._flagged(), self._rows[:, OTHER].astype(int)
         return [
             Suspect(*map(int, (self.index[i], self.labels[i], other[i])), float(doubts[i]), bool(flagged[i]))
             for i in np.argsort(-doubts, kind="stable")
-            if doubts[i] > 0.5
+            if doubts[i] > 0.5 or flagged[i]
         ]
 
     def read(self, saved: SavedState) -> None:
@@ -107,22 +124,57 @@ class Suspects:
         return np.searchsorted(self.index, rows)
 
     def _probabilities(self) -> np.ndarray:
-        """The probability of each row's label, the geometric mean over the epochs; 1 for a row that was in no step."""
+        """Of each row's label in the steps, the geometric mean over the epochs; 1 for a row that was in no step."""
         return np.exp(self._rows[:, LOG_PROBABILITIES] / np.maximum(self._rows[:, COUNT], 1))
 
     def _flagged(self) -> np.ndarray:
-        """Whether the label is as improbable as the other one is probable, on average, for rows that do have it."""
+        """Whether the label is as improbable as the other one is probable, on average, for rows that do have it,
+        and the words favour another label too.
+        """
         probabilities, other = self._probabilities(), self._rows[:, OTHER].astype(int)
         believed = (probabilities > 0.5) & (self._rows[:, COUNT] > 0)
         num_labels = 1 + max(self.labels.max(), other.max())
         counts = np.bincount(self.labels[believed], minlength=num_labels)
         sums = np.bincount(self.labels[believed], probabilities[believed], minlength=num_labels)
         thresholds = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
-        return 1 - probabilities >= thresholds[other]
+        return (1 - probabilities >= thresholds[other]) & (self.words.argmax(axis=1) != self.labels)
 
 
-def suspects_of(config: TrainConfig, labels: np.ndarray, index: np.ndarray) -> Suspects | None:
-    """Those of a run; None if nobody asked, or if a row does not have one label. ``labels``: of the whole split."""
-    if config.suspects == "none" or config.task not in TASKS_WITH_ONE_LABEL:
+def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int, seed: int) -> np.ndarray:
+    """How probable each label is by the words of each row, from rows of other folds: log-probabilities, (rows, labels).
+
+    Naive Bayes with the weights of a token in a row: rarer ones count more, and those of a row have length 1.
+    """
+    labels, num_rows = rows.labels[index], len(index)
+    lengths = rows.lengths[index]
+    # Each token once per row, as pairs (place of the row, token) with tokens counted from 0.
+    ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index])
+    found, tokens = np.unique(ids, return_inverse=True)
+    pairs = np.unique(np.repeat(np.arange(num_rows), lengths) * len(found) + tokens)
+    places, tokens = np.divmod(pairs, len(found))
+
+    weights = np.log((1 + num_rows) / (1 + np.bincount(tokens)))[tokens]
+    squares = np.bincount(places, weights**2, minlength=num_rows)
+    weights /= np.sqrt(np.maximum(squares, 1e-12))[places]
+
+    folds = np.random.default_rng([seed, 5]).integers(0, NUM_FOLDS, num_rows)
+    cells = (folds * num_labels + labels)[places] * len(found) + tokens
+    sums = np.bincount(cells, weights, minlength=NUM_FOLDS * num_labels * len(found))
+    sums = sums.reshape(NUM_FOLDS, num_labels, len(found))
+    answers, folds_of_pairs = np.zeros((num_rows, num_labels)), folds[places]
+    for fold in range(NUM_FOLDS):
+        others = sums.sum(axis=0) - sums[fold] + 0.1  # (labels, tokens), smoothed
+        evidence = np.log(others / others.sum(axis=1, keepdims=True))
+        evidence -= evidence.mean(axis=0)
+        of_fold = folds_of_pairs == fold
+        for label in range(num_labels):
+            said = weights[of_fold] * evidence[label, tokens[of_fold]]
+            answers[:, label] += np.bincount(places[of_fold], said, minlength=num_rows)
+    return log_softmax(SHARPNESS * answers)
+
+
+def suspects_of(config: TrainConfig, rows: TokenizedRows, index: np.ndarray, num_labels: int) -> Suspects | None:
+    """Those of a run; None if nobody asked for them. ``rows``: the whole split."""
+    if config.suspects == "none":
         return None
-    return Suspects(index, labels[index], config.suspects)
+    return Suspects(index, rows.labels[index], config.suspects, ask_words(rows, index, num_labels, config.seed))

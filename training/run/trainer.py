@@ -137,7 +137,7 @@ class Trainer:
         train = news.tokens.train
         balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
         self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
-        self.suspects = suspects_of(config, train.labels, news.train_index)
+        self.suspects = suspects_of(config, train, news.train_index, len(news.tokens.label_names))
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
