@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.training.parallelism.saved_states import WholeState
+from training.data.tokenized import TokenizedRows
 from training.parallelism.distributed import Ranks
-from training.run.suspects import TENSOR, Suspects
+from training.run.suspects import TENSOR, Suspects, ask_words
 from training.tasks import Classification
 
 Train = Callable[..., int]
@@ -53,8 +54,8 @@ def _losses(metrics_of: Metrics, run: Path) -> list[float]:
 def test_a_run_lists_the_rows_with_a_wrong_label_first_and_says_so_in_its_report(
     mislabelled: Path, train_here: Train, tmp_path: Path
 ) -> None:
-    flags = ("--dataset", mislabelled, *FLAGS, "--batch_size", 8, "--output_dir", tmp_path / "model")
-    assert train_here(*flags) == 0
+    flags = ("--dataset", mislabelled, *FLAGS, "--suspects", "list", "--batch_size", 8)
+    assert train_here(*flags, "--output_dir", tmp_path / "model") == 0
 
     listed = _listed(tmp_path / "model.run")
     assert {int(row["row"]) for row in listed[:3]} == set(WRONG)
@@ -66,9 +67,9 @@ def test_a_run_lists_the_rows_with_a_wrong_label_first_and_says_so_in_its_report
 def test_looking_for_suspects_changes_no_loss(
     mislabelled: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:
-    for action in ("none", "list"):
-        flags = ("--dataset", mislabelled, "--batch_size", 8, "--suspects", action)
-        assert train_here(*flags, "--output_dir", tmp_path / action) == 0
+    for name, asked in (("none", ()), ("list", ("--suspects", "list"))):
+        flags = ("--dataset", mislabelled, "--batch_size", 8, *asked)
+        assert train_here(*flags, "--output_dir", tmp_path / name) == 0
 
     assert _losses(metrics_of, tmp_path / "none.run") == _losses(metrics_of, tmp_path / "list.run")
     assert not (tmp_path / "none.run" / "suspects.csv").exists()
@@ -128,7 +129,8 @@ def test_a_step_checks_each_label() -> None:
 
 def test_what_is_known_of_the_rows_survives_a_checkpoint() -> None:
     index, labels = np.array([2, 5, 9]), np.array([0, 1, 1])
-    before, after = Suspects(index, labels, "drop"), Suspects(index, labels, "drop")
+    words = np.log([[0.9, 0.1], [0.1, 0.9], [0.8, 0.2]])
+    before, after = (Suspects(index, labels, "drop", words) for _ in range(2))
     before.add(1, np.array([5, -1, 2]), np.array([[-0.1, 0, 1], [0, 0, 0], [-0.05, 1, 1]]))
     before.add(2, np.array([9]), np.array([[-4.0, 0, 0]]))
     before.merge(ALONE)
@@ -141,11 +143,34 @@ def test_what_is_known_of_the_rows_survives_a_checkpoint() -> None:
         assert (row.row, row.label, row.proposed, row.is_flagged) == (9, 1, 0, True)
 
 
+def test_a_row_is_called_wrong_only_if_steps_and_words_agree() -> None:
+    index, labels = np.array([0, 1, 2, 3]), np.array([0, 1, 1, 1])
+    suspects = Suspects(index, labels, "list", np.log([[0.9, 0.1], [0.1, 0.9], [0.8, 0.2], [0.2, 0.8]]))
+    suspects.add(1, index, np.array([[-0.1, 1, 1], [-0.1, 0, 1], [-4.0, 0, 0], [-4.0, 0, 0]]))
+    suspects.merge(ALONE)
+
+    assert [(row.row, row.is_flagged) for row in suspects.ranking()] == [(2, True), (3, False)]
+
+
+def test_the_words_of_a_row_are_judged_by_rows_of_other_folds() -> None:
+    # Rows of label 0 have token 5, those of label 1 token 6; token 9 is only in the last row, whose label is wrong.
+    words = [[1, 5], [1, 6]] * 20 + [[1, 5, 9]]
+    offsets = np.cumsum([0, *map(len, words)])
+    labels = np.array([0, 1] * 20 + [1])
+    rows = TokenizedRows(np.concatenate(words), offsets, labels, 0)
+
+    told = ask_words(rows, np.arange(41), 2, seed=0)
+
+    assert np.allclose(np.exp(told).sum(axis=1), 1)
+    assert told.argmax(axis=1).tolist() == [0, 1] * 20 + [0]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--suspects", "drop", "--epochs", 1), "--suspects drop and --epochs 1: it begins with the second epoch"),
-        (("--suspects", "reweight", "--task", "regression"), "--suspects reweight and --task regression: only for"),
+        (("--suspects", "list", "--task", "regression"), "--suspects list: does nothing with --task regression"),
+        (("--suspects", "list", "--task", "multi_label"), "--suspects list: does nothing with --task multi_label"),
     ],
 )
 def test_suspects_are_refused_where_they_cannot_work(
