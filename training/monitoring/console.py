@@ -264,5 +264,6 @@ def _figures(metrics: StepMetrics) -> list[str]:
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.samples_per_second:,.1f} samples/s",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
+        *([] if metrics.gpu_utilization is None else [f"GPU {format_percent(metrics.gpu_utilization, digits=0)}"]),
         *([] if metrics.mfu is None else [f"MFU {format_percent(metrics.mfu, digits=1)}"]),
     ]

@@ -91,6 +91,7 @@ class Exporter(Subscriber):
             "scaling_efficiency",
             "Rows per second over what as many ranks would make at --one_rank_rate; NaN without it.",
         )
+        self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
         self._mfu = None
         if config.is_language_model:
             text = "Operations that the tokens of the last steps need, over what the devices could do, 0 to 1."
@@ -177,6 +178,7 @@ class Exporter(Subscriber):
                     self._learning_rate.set(last.learning_rate)
                     self._samples_rate.set(last.samples_per_second)
                     self._tokens_rate.set(last.tokens_per_second)
+                    self._utilization.set(math.nan if last.gpu_utilization is None else last.gpu_utilization)
                     if self._mfu and last.mfu is not None:
                         self._mfu.set(last.mfu)
                     if self._ideal_rate:

@@ -12,8 +12,9 @@ class StepMetrics:
 
     ``seconds``: since the run's start, time before a resume included; ``rows``: of the global batch; ``skipped``: the
     weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it;
-    ``mfu``: of a language model the utilization of the devices, 0 to 1; ``accuracy``: of the
-    answers that the step learned from, so with dropout, None if the task has none.
+    ``mfu``: of a language model the utilization of the devices, 0 to 1; ``gpu_utilization``: the share of
+    the time in which this rank's GPU computed, 0 to 1; ``accuracy``: of the answers that the step learned from, so
+    with dropout, None if the task has none.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepMetrics:
     skipped: bool = False
     bad: bool = False
     mfu: float | None = None
+    gpu_utilization: float | None = None
     accuracy: float | None = None
 
     def known(self) -> dict[str, Any]:

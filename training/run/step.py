@@ -30,6 +30,7 @@ from training.parallelism.gradients import clip_gradients, global_norm, reduce_p
 from training.parallelism.strategy import StepResult, Strategy, loss_share
 from training.run.context import RunContext
 from training.run.suspects import Suspects
+from training.run.utilization import gpu_utilization
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ class StepLog:
         samples_per_second = sum(len(record.batch) for record in records) / elapsed
         tokens_per_second = sum(record.num_tokens for record in records) / elapsed
 
+        utilization = gpu_utilization(self.ranks.device)
         metrics, bad = [], {}
         for record, loss, norm, num_right, num_rows in zip(
             records, losses, norms, right[::2], right[1::2], strict=True
@@ -260,6 +262,7 @@ class StepLog:
                     rows=len(record.batch),
                     skipped=record.step in bad or skipped,
                     bad=record.step in bad,
+                    gpu_utilization=utilization,
                     mfu=None if self.ideal_seconds is None else tokens_per_second * self.ideal_seconds,
                     accuracy=num_right / num_rows if num_rows else None,
                 )
