@@ -16,6 +16,7 @@ from tests.training.parallelism.saved_states import WholeState
 from training.data.tokenized import TokenizedRows
 from training.parallelism.distributed import Ranks
 from training.run.suspects import TENSOR, Suspects, ask_words
+from training.run.utilization import gpu_utilization
 from training.tasks import Classification
 
 Train = Callable[..., int]
@@ -75,7 +76,7 @@ def test_looking_for_suspects_changes_no_loss(
     assert not (tmp_path / "none.run" / "suspects.csv").exists()
 
 
-@pytest.mark.parametrize("action", ["drop", "reweight"])
+@pytest.mark.parametrize("action", ["drop", pytest.param("reweight", marks=pytest.mark.slow)])
 def test_suspects_are_the_same_on_two_ranks_and_after_a_resume(
     action: str,
     mislabelled: Path,
@@ -101,6 +102,42 @@ def test_suspects_are_the_same_on_two_ranks_and_after_a_resume(
     assert _losses(metrics_of, tmp_path / "two.run") == pytest.approx(one, rel=1e-4)
     assert [row["row"] for row in _listed(tmp_path / "two.run") if row["flagged"] == "yes"] == [
         row["row"] for row in listed if row["flagged"] == "yes"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--strategy", "zero3", "--batch_size", 4),
+        ("--strategy", "tp", "--batch_size", 8),
+        ("--strategy", "pp", "--batch_size", 4, "--gradient_accumulation", 2),
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_suspects_are_the_same_under_every_strategy(
+    flags: tuple[object, ...],
+    mislabelled: Path,
+    train_here: Train,
+    launch: Callable[..., Any],
+    metrics_of: Metrics,
+    tmp_path: Path,
+) -> None:
+    drop = ("--dataset", mislabelled, *FLAGS, "--suspects", "drop")
+    assert train_here(*drop, "--batch_size", 8, "--output_dir", tmp_path / "one") == 0
+    two = launch(2, *drop, *flags, "--output_dir", tmp_path / "two")
+    assert two.process.returncode == 0, two.err
+    # A checkpoint of two ranks, resumed on one.
+    (tmp_path / "two.run").rename(tmp_path / "resumed.run")
+    checkpoint = tmp_path / "resumed.run" / "checkpoints" / "step_00000020"
+    resume = ("--resume", checkpoint, "--output_dir", tmp_path / "resumed")
+    assert train_here(*drop, "--batch_size", 8, *resume) == 0
+
+    assert _losses(metrics_of, tmp_path / "resumed.run") == pytest.approx(
+        _losses(metrics_of, tmp_path / "one.run"), rel=1e-3
+    )
+    assert [row["row"] for row in _listed(tmp_path / "resumed.run") if row["flagged"] == "yes"] == [
+        row["row"] for row in _listed(tmp_path / "one.run") if row["flagged"] == "yes"
     ]
 
 
@@ -163,6 +200,14 @@ def test_the_words_of_a_row_are_judged_by_rows_of_other_folds() -> None:
 
     assert np.allclose(np.exp(told).sum(axis=1), 1)
     assert told.argmax(axis=1).tolist() == [0, 1] * 20 + [0]
+
+
+def test_how_busy_a_gpu_is_is_logged_only_if_it_can_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_utilization(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 37)
+    assert gpu_utilization(torch.device("cuda")) == 0.37
+    monkeypatch.delattr(torch.cuda, "utilization")
+    assert gpu_utilization(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
