@@ -36,11 +36,11 @@ VALIDATION_ROWS = 200
 ACTIONS = ("list", "drop", "reweight")
 INTRODUCTION = """
 {rows} training rows with a share of wrong labels planted at random; {tests} test rows as they are. Epochs: {epochs},
-learning rate {learning_rate}, texts cut at {max_length} tokens, seeds: {seeds}. Only planted errors count: rows
-that were labelled wrongly to begin with count against the precision. *at 80% recall*: the precision of the ranking in
-`suspects.csv` down to the row at which four of five planted errors are found, and *steps alone* that of the same run
-without what the words of the rows say. *flagged*: the rows that the run calls wrong. *time*: the share of the run's
-time that finding them took.
+learning rate {learning_rate}, texts cut at {max_length} tokens, each run with a seed of its own. Only planted errors
+count: rows that were labelled wrongly to begin with count against the precision. *at 80% recall*: the precision of the
+ranking in `suspects.csv` down to the row at which four of five planted errors are found, and *steps alone* that of the
+same run without what the words of the rows say. *flagged*: the rows that the run calls wrong. *time*: the share of the
+run's time that finding them took.
 """
 
 
@@ -180,12 +180,13 @@ def render(run: dict[str, Any]) -> str:
         return f"{mean(values):.1f} ({min(values):.1f} to {max(values):.1f})" if values else "-"
 
     text = INTRODUCTION.format(
-        **{name: f"{run[name]:,}" for name in ("rows", "tests", "epochs", "max_length", "seeds")},
+        **{name: f"{run[name]:,}" for name in ("rows", "tests", "epochs", "max_length")},
         learning_rate=run["learning_rate"],
     )
     errors = harness.table(
         {
             "planted": lambda rate: f"{float(rate):.0%}",
+            "runs": lambda rate: str(len(run["found"][rate])),
             "precision at 80% recall, %": percent("precision_at_recall"),
             "steps alone, %": percent("steps_alone"),
             "flagged: precision, %": percent("flagged_precision"),
@@ -195,7 +196,12 @@ def render(run: dict[str, Any]) -> str:
         run["found"],
     )
     gains = harness.table(
-        {"with 20% planted": lambda action: f"`--suspects {action}`", "test accuracy, %": accuracy}, ACTIONS
+        {
+            "with 20% planted": lambda action: f"`--suspects {action}`",
+            "runs": lambda action: str(len(run["accuracy"][action])),
+            "test accuracy, %": accuracy,
+        },
+        ACTIONS,
     )
     return f"{harness.introduction(MODULE, 'Label errors', text)}{errors}\n{gains}\n{harness.fact_list(run['facts'])}"
 

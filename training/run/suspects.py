@@ -1,5 +1,6 @@
-"""Suspects: training rows whose label the run itself disbelieves. Two witnesses are asked,
-neither with a pass over the rows of its own.
+"""Suspects: training rows whose label the run itself disbelieves.
+
+Two witnesses are asked, and neither needs a pass of its own over the rows.
 
 The steps: each finds out how probable the model finds the label of each of its rows. Averaged over the epochs, a wrong
 label stays improbable, because the other rows teach the model something else. That is the area under the margin (Pleiss
@@ -105,7 +106,7 @@ class Suspects:
     def ranking(self) -> list[Suspect]:
         """The rows whose label is improbable, the most suspicious first."""
         of_words = np.take_along_axis(self.words, self.labels[:, None], axis=1)[:, 0]
-        log_probabilities = (np.log(self._probabilities()) + WORDS_SHARE * of_words) / (1 + WORDS_SHARE)
+        log_probabilities = (self._log_probabilities() + WORDS_SHARE * of_words) / (1 + WORDS_SHARE)
         doubts = np.where(self._rows[:, COUNT] > 0, 1 - np.exp(log_probabilities), 0)
         flagged, other = self._flagged(), self._rows[:, OTHER].astype(int)
         return [
@@ -123,15 +124,15 @@ class Suspects:
     def _places(self, rows: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.index, rows)
 
-    def _probabilities(self) -> np.ndarray:
-        """Of each row's label in the steps, the geometric mean over the epochs; 1 for a row that was in no step."""
-        return np.exp(self._rows[:, LOG_PROBABILITIES] / np.maximum(self._rows[:, COUNT], 1))
+    def _log_probabilities(self) -> np.ndarray:
+        """Of each row's label, the mean over the steps that had the row; 0 for a row that was in none."""
+        return self._rows[:, LOG_PROBABILITIES] / np.maximum(self._rows[:, COUNT], 1)
 
     def _flagged(self) -> np.ndarray:
         """Whether the label is as improbable as the other one is probable, on average, for rows that do have it,
         and the words favour another label too.
         """
-        probabilities, other = self._probabilities(), self._rows[:, OTHER].astype(int)
+        probabilities, other = np.exp(self._log_probabilities()), self._rows[:, OTHER].astype(int)
         believed = (probabilities > 0.5) & (self._rows[:, COUNT] > 0)
         num_labels = 1 + max(self.labels.max(), other.max())
         counts = np.bincount(self.labels[believed], minlength=num_labels)
