@@ -71,11 +71,14 @@ METRICS_OF_TASKS = {
 LANGUAGE_MODELS = ("masked_lm", "causal_lm")
 LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in LANGUAGE_MODELS)
 
+TASKS_WITH_ONE_LABEL = ("classification", "pair")
+
 # The tasks that each of these flags is for.
 FLAGS_OF_TASKS = {
-    "class_weights": ("classification", "pair"),
-    "sampling": ("classification", "pair"),
-    "label_smoothing": ("classification", "pair"),
+    "class_weights": TASKS_WITH_ONE_LABEL,
+    "sampling": TASKS_WITH_ONE_LABEL,
+    "label_smoothing": TASKS_WITH_ONE_LABEL,
+    "suspects": TASKS_WITH_ONE_LABEL,
     "pair_column": ("pair", "multi_label", "regression"),
     "label_column": LABELLED,
     "duplicates": LABELLED,
@@ -162,6 +165,7 @@ class TrainConfig(BaseModel):
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data brings validation rows", ge=0, lt=0.9)
     duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, in which 80% of all word triples are common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
+    suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself disbelieves: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
     model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama) that needs no download")
@@ -346,6 +350,10 @@ class TrainConfig(BaseModel):
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
         if self.batch_size == "auto":
             self._check_auto_size()
+        if self.suspects in ("drop", "reweight") and self.epochs == 1:
+            raise ValueError(
+                f"--suspects {self.suspects} and --epochs 1: it begins with the second epoch; raise --epochs"
+            )
         if self.balance == "auto" and self.deterministic:
             raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
         for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):

@@ -142,6 +142,7 @@ def rank_share(
     class_weights: np.ndarray | None = None,
     task: Task = LABELLED,
     seed: Sequence[int] = (),
+    row_weights: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
@@ -150,9 +151,9 @@ def rank_share(
     pipeline, all micro-batches are filled up with dummy rows.
 
     ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. ``class_weights``,
-    (labels,), are the weights of rows in the mean loss of the batch; None weighs all rows alike. Lengths are rounded up
-    to ``pad_to_multiple_of``, but not beyond ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides
-    what it draws.
+    (labels,), and ``row_weights``, (rows of the batch,), are the weights of rows in the mean loss of the batch, which
+    are multiplied; None weighs all rows alike. Lengths are rounded up to ``pad_to_multiple_of``, but not beyond
+    ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides what it draws.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.lengths[batch].max())
@@ -171,6 +172,7 @@ def rank_share(
         edges = np.linspace(start, stop, accumulation + 1).round().astype(int).tolist()
     # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without asking the others.
     weights = task.predicted(rows.lengths[batch]) if class_weights is None else class_weights[rows.labels[batch]]
+    weights = weights if row_weights is None else weights * row_weights
     weights = weights / weights.sum()
     ask = partial(task.ask, seed=seed)
     return [_micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, ask) for i in range(accumulation)]

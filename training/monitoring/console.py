@@ -78,10 +78,13 @@ class Console:
         best = max((metrics.epoch for metrics in epochs if metrics.is_best and metrics.validation), default=None)
         shown = list(metrics_of(epochs[-1].validation).items())[:2]
         titles = [metric.title for _, metric in shown]
-        table = self._table(("epoch", "train loss", "validation loss", *titles, "time", ""))
+        trained = ["train accuracy"] if epochs[-1].train_accuracy is not None else []
+        table = self._table(("epoch", "train loss", *trained, "validation loss", *titles, "time", ""))
         for metrics in epochs:
             validation, is_best = metrics.validation, metrics.epoch == best
             cells = [str(metrics.epoch), f"{metrics.train_loss:.4f}"]
+            if trained:
+                cells.append("" if metrics.train_accuracy is None else format_percent(metrics.train_accuracy))
             cells.append(f"{validation['loss']:.4f}" if validation else "none")
             cells += [metric.shown(validation[name]) for name, metric in shown]
             cells += [format_time(metrics.seconds), "* best" if is_best else ""]
@@ -257,8 +260,10 @@ class PlainBar(ProgressBar):
 def _figures(metrics: StepMetrics) -> list[str]:
     return [
         f"loss {metrics.loss:.4f}",
+        *([] if metrics.accuracy is None else [f"accuracy {format_percent(metrics.accuracy, digits=0)}"]),
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.samples_per_second:,.1f} samples/s",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
+        *([] if metrics.gpu_utilization is None else [f"GPU {format_percent(metrics.gpu_utilization, digits=0)}"]),
         *([] if metrics.mfu is None else [f"MFU {format_percent(metrics.mfu, digits=1)}"]),
     ]

@@ -82,6 +82,7 @@ class Exporter(Subscriber):
         self._total_steps = gauge("total_steps", "Optimizer steps that the run is to have.", 0)
         self._epoch = gauge("epoch", "Epoch of the last step, from 1.", 0)
         self._loss = gauge("loss", "Mean loss of the last global batch.")
+        self._accuracy = gauge("accuracy", "Share of the last global batch answered right, with dropout.")
         self._grad_norm = gauge("grad_norm", "Global gradient norm of the last step, before clipping.")
         self._learning_rate = gauge("learning_rate", "Learning rate of the last step.")
         self._samples_rate = gauge("samples_per_second", "Rows of all ranks per second, over the last steps.")
@@ -90,6 +91,7 @@ class Exporter(Subscriber):
             "scaling_efficiency",
             "Rows per second over what as many ranks would make at --one_rank_rate; NaN without it.",
         )
+        self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
         self._mfu = None
         if config.is_language_model:
             text = "Operations that the tokens of the last steps need, over what the devices could do, 0 to 1."
@@ -171,10 +173,12 @@ class Exporter(Subscriber):
                     self._step.set(last.step)
                     self._epoch.set(last.epoch)
                     self._loss.set(last.loss)
+                    self._accuracy.set(math.nan if last.accuracy is None else last.accuracy)
                     self._grad_norm.set(last.grad_norm)
                     self._learning_rate.set(last.learning_rate)
                     self._samples_rate.set(last.samples_per_second)
                     self._tokens_rate.set(last.tokens_per_second)
+                    self._utilization.set(math.nan if last.gpu_utilization is None else last.gpu_utilization)
                     if self._mfu and last.mfu is not None:
                         self._mfu.set(last.mfu)
                     if self._ideal_rate:

@@ -193,6 +193,11 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
         others = curves.validation(other)
         axes.plot(epochs, others, "s--", color=theme.second, label=second.title, linewidth=1.2)
         shown = [*values, *others]
+    # With dropout, and while the weights still changed, so it may be below the others.
+    trained = _nan_for_null([record.get("train_accuracy") for record in curves.validated])
+    if main == "accuracy" and np.isfinite(trained).any():
+        axes.plot(epochs, trained, "^:", color=theme.muted, label="training", linewidth=1.2)
+        shown = [*shown, *trained]
     if test:
         axes.axhline(test[main], color=theme.muted, linestyle=":", label="test, best epoch")
         shown = [*shown, test[main]]
@@ -202,7 +207,7 @@ def _validation(curves: Curves, test: Mapping[str, Any], theme: Theme) -> Figure
     axes.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
     if metric.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    _legend_above(axes)
+    _legend_above(axes, columns=4)
     return figure
 
 

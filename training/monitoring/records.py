@@ -12,7 +12,9 @@ class StepMetrics:
 
     ``seconds``: since the run's start, time before a resume included; ``rows``: of the global batch; ``skipped``: the
     weights were left as they were, ``bad``: because loss or gradient is not finite and no loss scale explains it;
-    ``mfu``: of a language model the utilization of the devices, 0 to 1.
+    ``mfu``: of a language model the utilization of the devices, 0 to 1; ``gpu_utilization``: the share of
+    the time in which this rank's GPU computed, 0 to 1; ``accuracy``: of the answers that the step learned from, so
+    with dropout, None if the task has none.
     """
 
     step: int
@@ -27,6 +29,8 @@ class StepMetrics:
     skipped: bool = False
     bad: bool = False
     mfu: float | None = None
+    gpu_utilization: float | None = None
+    accuracy: float | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that have a value."""
@@ -43,8 +47,8 @@ class EpochMetrics:
     """An evaluation on the validation rows; ``validation`` has the loss, and what the task measures. Without validation
     rows it is empty, and each epoch counts as better than the one before.
 
-    ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction. ``train_loss`` and
-    ``seconds`` are those of the epoch so far.
+    ``epoch``: how many epochs are done; within an epoch, if that is asked for, a fraction. ``train_loss``,
+    ``train_accuracy`` and ``seconds`` are those of the epoch so far.
     """
 
     epoch: float
@@ -53,6 +57,7 @@ class EpochMetrics:
     seconds: float
     validation: dict[str, Any]
     is_best: bool
+    train_accuracy: float | None = None
 
 
 @dataclass(frozen=True)

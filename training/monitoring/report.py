@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from training.tasks.task import TestAnswer
 
 REPORT_FILE = "report.html"
-MOST_WRONG_TEXTS = 20
+MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
 LONGEST_TEXT = 700
 PLOTS = {
     "loss": "Training and validation loss by step",
@@ -44,10 +44,22 @@ class WrongText:
 
 
 @dataclass(frozen=True)
+class DoubtedText:
+    """A training text whose label the run finds improbable; ``doubt``: 1 minus its probability."""
+
+    row: int
+    label: str
+    proposed: str
+    doubt: float
+    is_flagged: bool
+    text: str
+
+
+@dataclass(frozen=True)
 class ReportData:
     """What the report shows in addition to the curves of metrics.jsonl; ``test`` is an evaluation.
 
-    Of the ``wrong_texts`` it shows those whose answers are most wrong.
+    Of the ``wrong_texts`` it shows those whose answers are most wrong, and of the ``doubted_texts`` the first ones.
     """
 
     title: str
@@ -55,6 +67,7 @@ class ReportData:
     environment: dict[str, str]
     test: dict[str, Any]
     wrong_texts: Sequence[WrongText]
+    doubted_texts: Sequence[DoubtedText]
     notes: list[str]
     seconds: float
     model_folder: str
@@ -105,10 +118,12 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
         headline=_headline(report, curves),
         epochs=curves.epochs,
         epoch_metrics=epoch_metrics,
+        has_train_accuracy=any(record.get("train_accuracy") is not None for record in curves.epochs),
         best_epoch=max((record["epoch"] for record in curves.validated if record["is_best"]), default=None),
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
         profile=profile,
         wrong_texts=wrong_texts,
+        doubted_texts=report.doubted_texts[:MOST_DOUBTED_TEXTS],
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
     )
     write_whole(run_dir / REPORT_FILE, page.encode())

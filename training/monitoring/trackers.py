@@ -277,7 +277,8 @@ class Trackers(Subscriber):
                 self._finished = finished
 
     def _put(self, group: str, figures: Mapping[str, Any], names: Collection[str], step: int) -> None:
-        scalars = {f"{group}/{name}": float(figure) for name, figure in figures.items() if name in names}
+        known = {name: figure for name, figure in figures.items() if name in names and figure is not None}
+        scalars = {f"{group}/{name}": float(figure) for name, figure in known.items()}
         for thread in self._threads:
             thread.put(scalars, step)
 

@@ -58,9 +58,10 @@ class MeshStrategy(Strategy):
         self.pipeline = Pipeline(stages, self.stage_group, config.pp_schedule, self._loss, sequence_parts)
         return stages
 
-    def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         losses = self.task.loss(logits, batch.labels, self.config.label_smoothing)
-        return loss_share(losses, batch.weights) * self.loss_factor, losses
+        checks = self.task.check_labels(logits.detach(), batch.labels)
+        return loss_share(losses, batch.weights) * self.loss_factor, losses, checks
 
     def logits(
         self,

@@ -28,7 +28,7 @@ Shape = tuple[int, int, int]  # micro-batches, rows of each, padded length
 # Schedules kept, by shape. Building one takes milliseconds, and messages through all stages that make the host wait for
 # the GPU. Texts have a few hundred lengths at most, and the buffers, which take the memory, are shared.
 MOST_SCHEDULES = 128
-Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
+Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
 def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
@@ -54,8 +54,8 @@ class Pipeline:
 
     Args:
         stages: from ``split_stages``, possibly wrapped for other kinds of parallelism.
-        loss: from logits and their micro-batch to the scalar that the backward pass starts from, (), and each row's
-            loss.
+        loss: from logits and their micro-batch to the scalar that the backward pass starts from, (), each row's loss
+            and, if the task has them, what ``check_labels`` returns.
         sequence_parts: over how many ranks the hidden states between stages are split (sequence parallelism).
     """
 
@@ -76,17 +76,22 @@ class Pipeline:
         self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._micro_batches: Sequence[MicroBatch] = ()
         self._row_losses: list[torch.Tensor] = []
+        self._checks: dict[int, torch.Tensor] = {}
 
-    def run(self, micro_batches: Sequence[MicroBatch], seed: int, step: int, precision: str) -> list[torch.Tensor]:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], seed: int, step: int, precision: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Forward and backward over all micro-batches of a step, which have the same shape.
 
         Returns:
-            The loss of each row of each micro-batch on the rank with the last stage; zeros elsewhere.
+            The loss of each row of each micro-batch on the rank with the last stage, zeros elsewhere; and there their
+            checks, nothing elsewhere.
         """
         # The schedule hands the loss function only tensors, so it is given each micro-batch's number as its "target",
         # and looks up labels and weights here.
         self._micro_batches = micro_batches
         self._row_losses = [torch.zeros_like(batch.weights) for batch in micro_batches]
+        self._checks = {}
         for stage in self.stages:
             stage.precision = precision
             stage.places = iter([(seed, step, batch.first_row) for batch in micro_batches])
@@ -102,11 +107,13 @@ class Pipeline:
         )
         # The next step may have another shape and so another schedule, which uses the same memory.
         self._detach_buffers(stages)
-        return self._row_losses
+        return self._row_losses, [self._checks[number] for number in sorted(self._checks)]
 
     def _share_of_loss(self, logits: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        share, row_losses = self.loss(logits, self._micro_batches[number.item()])
+        share, row_losses, checks = self.loss(logits, self._micro_batches[number.item()])
         self._row_losses[number.item()] = row_losses.detach()
+        if checks is not None:
+            self._checks[number.item()] = checks
         return share
 
     def _schedule_for(self, shape: Shape, device: torch.device) -> tuple[PipelineScheduleMulti, list[PipelineStage]]:

@@ -25,15 +25,16 @@ from training.model.lora import merge_adapters
 from training.monitoring import EpochMetrics
 from training.monitoring.events import RunTested
 from training.monitoring.records import score_of
-from training.monitoring.report import ReportData, WrongText, write_report
+from training.monitoring.report import DoubtedText, ReportData, WrongText, write_report
 from training.parallelism.strategy import Strategy
 from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
+from training.run.suspects import Suspects
 from training.tasks.task import TestAnswer
 
 
-def finish_run(context: RunContext) -> Path:
+def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
     """Test the weights of the best epoch, in fp32 if the strategy can, and write the model folder and the report.
 
     Without validation rows the last epoch takes the place of the best.
@@ -46,10 +47,10 @@ def finish_run(context: RunContext) -> Path:
     # 1. The best epoch's weights: those in memory if it was the last, otherwise from its checkpoint.
     best = _load_best_or_fail(context)
     with context.strategy.averaged():
-        return _test_and_write(context, best)
+        return _test_and_write(context, best, suspects)
 
 
-def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
+def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects | None) -> Path:
     config, tokens, task = context.config, context.news.tokens, context.strategy.task
     context.say(f"Testing epoch {best.epoch} on {len(tokens.test):,} rows ...")
     # 2. Test once, on all ranks. Nothing was chosen by looking at the test rows, so the figure is an honest one.
@@ -103,7 +104,10 @@ def _test_and_write(context: RunContext, best: EpochMetrics) -> Path:
             answers = list(task.describe(logits, tokens.test.labels, best.validation))
             if not task.is_language_model:
                 _write_predictions(context, answers)
-            report = write_report(config.run_dir, _report_data(context, test, answers))
+            doubted = _doubted_texts(context, suspects)
+            if suspects:
+                _write_suspects(context, doubted)
+            report = write_report(config.run_dir, _report_data(context, test, answers, doubted))
         except OSError as error:
             raise TrainingFailure(
                 f"the model could not be written ({error}); nothing is lost, the checkpoints in {config.run_dir} "
@@ -152,7 +156,9 @@ def _load_best(context: RunContext) -> EpochMetrics:
     return epoch
 
 
-def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer]) -> ReportData:
+def _report_data(
+    context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer], doubted: Sequence[DoubtedText]
+) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
     if context.config.is_language_model:
@@ -179,6 +185,9 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
         notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
         notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
+    if context.config.suspects in ("drop", "reweight"):
+        left_out = "were left out" if context.config.suspects == "drop" else "had less weight in the loss"
+        notes.append(f"Training rows with a doubtful label {left_out} from the second epoch on.")
     return ReportData(
         title=context.config.output_dir.name,
         configuration=context.config.model_dump(mode="json"),
@@ -189,6 +198,7 @@ def _report_data(context: RunContext, test: dict[str, Any], answers: Sequence[Te
             for text, answer in zip(context.news.texts.test.texts, answers, strict=not context.config.is_language_model)
             if answer.surprise
         ],
+        doubted_texts=[text for text in doubted if text.is_flagged],
         notes=notes,
         seconds=context.state.seconds,
         model_folder=str(context.config.output_dir),
@@ -204,6 +214,28 @@ def _write_predictions(context: RunContext, answers: Sequence[TestAnswer]) -> No
         for row, (answer, text) in enumerate(zip(answers, context.news.texts.test.texts, strict=True)):
             writer.writerow([row, answer.label, answer.predicted, f"{answer.certainty:.6f}", in_one_line(text)])
         lines.detach()  # flushed, and left open for the one who made the file
+
+
+def _doubted_texts(context: RunContext, suspects: Suspects | None) -> list[DoubtedText]:
+    names, texts = context.news.tokens.label_names, context.news.texts.train.texts
+    return [
+        DoubtedText(
+            one.row, names[one.label], names[one.proposed], one.doubt, one.is_flagged, in_one_line(texts[one.row])
+        )
+        for one in (suspects.ranking() if suspects else ())
+    ]
+
+
+def _write_suspects(context: RunContext, doubted: Sequence[DoubtedText]) -> None:
+    """Write the training rows whose label the run disbelieves, the most suspicious first, to ``suspects.csv``."""
+    with writing_whole(context.config.run_dir / "suspects.csv") as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(lines)
+        writer.writerow(["row", "label", "proposed", "doubt", "flagged", "text"])
+        for one in doubted:
+            flagged = "yes" if one.is_flagged else "no"
+            writer.writerow([one.row, one.label, one.proposed, f"{one.doubt:.6f}", flagged, one.text])
+        lines.detach()
 
 
 def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,12 @@ class AverageMeter:
     @property
     def average(self) -> float:
         return self.total / self.count if self.count else 0.0
+
+    def to_plain(self) -> list[float]:
+        return [self.total, self.count]
+
+    def take(self, plain: Sequence[float]) -> None:
+        self.total, self.count = plain
 
 
 @dataclass
@@ -67,6 +73,7 @@ class RunState:
     step: int = 0
     epochs: list[EpochMetrics] = field(default_factory=list)
     epoch_loss: AverageMeter = field(default_factory=AverageMeter)
+    epoch_accuracy: AverageMeter = field(default_factory=AverageMeter)
     epoch_seconds: float = 0.0
     skipped_steps: int = 0  # by the loss scale
     bad: BadStepCount = field(default_factory=BadStepCount)
@@ -89,7 +96,8 @@ class RunState:
         return {
             "step": self.step,
             "epochs": [asdict(epoch) for epoch in self.epochs],
-            "epoch_loss": [self.epoch_loss.total, self.epoch_loss.count],
+            "epoch_loss": self.epoch_loss.to_plain(),
+            "epoch_accuracy": self.epoch_accuracy.to_plain(),
             "epoch_seconds": self.epoch_seconds,
             "skipped_steps": self.skipped_steps,
             "bad": asdict(self.bad),
@@ -100,7 +108,8 @@ class RunState:
         """Restore what :meth:`to_plain` returned."""
         self.step = plain["step"]
         self.epochs = [EpochMetrics(**epoch) for epoch in plain["epochs"]]
-        self.epoch_loss.total, self.epoch_loss.count = plain["epoch_loss"]
+        self.epoch_loss.take(plain["epoch_loss"])
+        self.epoch_accuracy.take(plain.get("epoch_accuracy", (0.0, 0)))  # an older version did not keep it
         self.epoch_seconds = plain["epoch_seconds"]
         self.skipped_steps = plain["skipped_steps"]
         self.bad = BadStepCount(**plain["bad"])

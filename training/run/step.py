@@ -29,6 +29,8 @@ from training.parallelism.distributed import Ranks
 from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
 from training.parallelism.strategy import StepResult, Strategy, loss_share
 from training.run.context import RunContext
+from training.run.suspects import Suspects
+from training.run.utilization import gpu_utilization
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class StepRecord:
 
 
 def train_step(
-    context: RunContext, balance: Balance, epoch: int, batch: np.ndarray
+    context: RunContext, balance: Balance, epoch: int, batch: np.ndarray, row_weights: np.ndarray | None = None
 ) -> tuple[StepRecord, Sequence[MicroBatch]]:
-    """Train on one global batch; every rank calls this with the same row numbers.
+    """Train on one global batch; every rank calls this with the same row numbers, and the same weights of the rows.
 
     Returns:
         The step for the log, and the micro-batches that this rank computed.
@@ -75,6 +77,7 @@ def train_step(
             class_weights=plan.class_weights,
             task=strategy.task,
             seed=(config.seed, 4, step),
+            row_weights=row_weights,
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 
@@ -98,7 +101,7 @@ def optimizer_step(
     config, phases, scale = strategy.config, strategy.phases, strategy.loss_scale
     strategy.begin_step(learning_rate)
 
-    losses = forward_backward(strategy, micro_batches, step)
+    losses, checks = forward_backward(strategy, micro_batches, step)
 
     if strategy.engine:
         # DeepSpeed keeps gradients in buffers of its own, so it clips and updates by itself.
@@ -138,15 +141,22 @@ def optimizer_step(
     # Ranks that hold parts of the same replica computed the same losses: only one of them may count.
     share = sum((loss * batch.weights).sum() for loss, batch in zip(losses, micro_batches, strict=True))
     if not strategy.data_shard.is_replica_leader:
-        share, losses = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses]
-    return StepResult(share, torch.cat(losses), norm, scaler_skipped)
+        share, losses, checks = torch.zeros_like(share), [torch.zeros_like(loss) for loss in losses], []
+    joined, right = torch.cat(checks) if checks else None, torch.zeros(2, device=share.device)
+    if joined is not None:
+        is_real = torch.cat([batch.weights for batch in micro_batches]) > 0  # no dummy row
+        right = torch.stack([((joined[:, 2] > 0) & is_real).sum(), is_real.sum()])
+    return StepResult(share, torch.cat(losses), norm, scaler_skipped, joined, right)
 
 
-def forward_backward(strategy: Strategy, micro_batches: Sequence[MicroBatch], step: int) -> list[torch.Tensor]:
+def forward_backward(
+    strategy: Strategy, micro_batches: Sequence[MicroBatch], step: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Forward and backward over all micro-batches.
 
     Returns:
-        The loss of each row of each micro-batch: (rows,). The gradients are in ``parameter.grad``, synchronized.
+        For each micro-batch the losses of its rows, (rows,), and their checks, (rows, 3), if this rank and the task
+        have any. The gradients are in ``parameter.grad``, synchronized.
     """
     config, phases = strategy.config, strategy.phases
     if strategy.pipeline:  # whose schedule interleaves the micro-batches of all stages
@@ -155,7 +165,7 @@ def forward_backward(strategy: Strategy, micro_batches: Sequence[MicroBatch], st
     # One micro-batch after the other; their gradients add up in `parameter.grad`. Communicating the sum is enough, so
     # only the last backward pass synchronizes: DDP averages a bucket of gradients while the next ones are still being
     # computed, FSDP reduces and scatters them block by block.
-    losses = []
+    losses, checks = [], []
     for number, batch in enumerate(micro_batches, start=1):
         with nullcontext() if number == len(micro_batches) else strategy.no_sync():
             strategy.seed_dropout(step, batch.first_row)
@@ -166,7 +176,9 @@ def forward_backward(strategy: Strategy, micro_batches: Sequence[MicroBatch], st
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)
             losses[-1] = losses[-1].detach()
-    return losses
+            if (of_batch := strategy.task.check_labels(logits.detach(), batch.labels)) is not None:
+                checks.append(of_batch)
+    return losses, checks
 
 
 @dataclass(frozen=True)
@@ -185,9 +197,10 @@ class SyncedSteps:
 class StepLog:
     """Collects steps and turns them into metrics with one read from the device and one all-reduce."""
 
-    def __init__(self, ranks: Ranks, ideal_seconds: float | None = None) -> None:
+    def __init__(self, ranks: Ranks, ideal_seconds: float | None = None, suspects: Suspects | None = None) -> None:
         self.ranks = ranks
         self.ideal_seconds = ideal_seconds  # see StepPlan
+        self.suspects = suspects
         self.records: list[StepRecord] = []
         self.since = time.perf_counter()
         self.step_seconds = 0.0  # mean of the steps last synchronized
@@ -208,11 +221,14 @@ class StepLog:
         records, self.records = self.records, []
 
         # All losses and flags travel in one tensor: a second all-reduce would cost another round trip.
-        local_losses = [record.result.loss.double() for record in records]
         values = [float(flag) for flag in flags.values()]
-        local = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
-        summed = self.ranks.sum_(torch.cat([torch.stack(local_losses), local]) if records else local).tolist()
-        losses, flag_sums = summed[: len(records)], map(round, summed[len(records) :])
+        local = [torch.tensor(values, dtype=torch.float64, device=self.ranks.device)]
+        if records:
+            local.insert(0, torch.stack([record.result.loss.double() for record in records]))
+            local.append(torch.cat([record.result.right.double() for record in records]))
+        summed = self.ranks.sum_(torch.cat(local)).tolist()
+        until = len(records) + len(values)
+        losses, flag_sums, right = summed[: len(records)], map(round, summed[len(records) : until]), summed[until:]
         # The norms are equal on all ranks already.
         norms = torch.stack([record.result.grad_norm for record in records]).tolist() if records else []
 
@@ -222,11 +238,17 @@ class StepLog:
         samples_per_second = sum(len(record.batch) for record in records) / elapsed
         tokens_per_second = sum(record.num_tokens for record in records) / elapsed
 
+        utilization = gpu_utilization(self.ranks.device)
         metrics, bad = [], {}
-        for record, loss, norm in zip(records, losses, norms, strict=True):
+        for record, loss, norm, num_right, num_rows in zip(
+            records, losses, norms, right[::2], right[1::2], strict=True
+        ):
             skipped = record.result.scaler_skipped
             if not (math.isfinite(loss) and (math.isfinite(norm) or skipped)):
                 bad[record.step] = self._find_bad_rows(record, loss, norm)
+            elif self.suspects and record.result.checks is not None:
+                # The device has nothing left to do, so this copy does not make it wait.
+                self.suspects.add(record.step, record.local_rows, record.result.checks.cpu().numpy())
             metrics.append(
                 StepMetrics(
                     step=record.step,
@@ -240,7 +262,9 @@ class StepLog:
                     rows=len(record.batch),
                     skipped=record.step in bad or skipped,
                     bad=record.step in bad,
+                    gpu_utilization=utilization,
                     mfu=None if self.ideal_seconds is None else tokens_per_second * self.ideal_seconds,
+                    accuracy=num_right / num_rows if num_rows else None,
                 )
             )
         return SyncedSteps(metrics, dict(zip(flags, flag_sums, strict=True)), bad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,7 @@ from training.monitoring.status import StatusFile
 from training.monitoring.trackers import check_trackers
 from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
+from training.parallelism.state import StrategyState
 from training.run.batch_size import settle_batch_size
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
@@ -64,6 +66,7 @@ from training.run.quiet import quiet_libraries
 from training.run.state import AverageMeter, RunState
 from training.run.step import StepLog, SyncedSteps, train_step
 from training.run.subscribers import make_subscribers
+from training.run.suspects import TENSOR, suspects_of
 from training.run.utilization import flops_per_token, peak_flops
 from training.run.validation import validate
 
@@ -134,6 +137,7 @@ class Trainer:
         train = news.tokens.train
         balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
         self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
+        self.suspects = suspects_of(config, train, news.train_index, len(news.tokens.label_names))
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
@@ -232,14 +236,15 @@ class Trainer:
             )
         try:
             with self.context.phases("finish"):
-                return finish_run(self.context)
+                return finish_run(self.context, self.suspects)
         except EvaluationStopped:
             return None  # tested again when the run is resumed
 
     def _train(self, validation_pending: bool) -> bool:
         """Run the steps that are left, after a pending validation; returns whether all of it was done."""
         context, state, plan = self.context, self.context.state, self.context.plan
-        self.step_log, self.bad_steps = StepLog(context.ranks, plan.ideal_seconds), BadSteps(context)
+        self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
+        self.bad_steps = BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
         patience = context.config.early_stopping
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
@@ -264,10 +269,11 @@ class Trainer:
         resumed_at, began = state.step % steps_per_epoch, time.perf_counter()
         seconds_before = state.epoch_seconds if resumed_at else 0.0
         if not resumed_at:
-            state.epoch_loss = AverageMeter()
+            state.epoch_loss, state.epoch_accuracy = AverageMeter(), AverageMeter()
         next_sync = state.step + 1
         for batch in islice(self.sampler, resumed_at, None):
-            self._train_step(epoch, self.bad_steps.remaining(self.context.news.train_index[batch]))
+            rows = self.bad_steps.remaining(self.context.news.train_index[batch])
+            self._train_step(epoch, self.suspects.remaining(rows) if self.suspects else rows)
             state.epoch_seconds = seconds_before + time.perf_counter() - began
             validates = self._validates_at(state.step)
             saves = self.save_schedule.due_by_step(state.step)
@@ -302,10 +308,11 @@ class Trainer:
         context, step = self.context, self.context.state.step + 1
         if len(batch):
             context.events.publish(StepStarted(step))
-            record, micro_batches = train_step(context, self.balance, epoch, batch)
+            weights = self.suspects.weights(batch) if self.suspects else None
+            record, micro_batches = train_step(context, self.balance, epoch, batch, weights)
             context.events.publish(StepDone(step, micro_batches))
             self.step_log.add(record)
-        # If all rows of the batch are excluded, the schedule advances without an update.
+        # If all rows of the batch are left out, the schedule advances without an update.
         context.state.step = context.phases.step = step
 
     def _sync(self) -> SyncedSteps:
@@ -316,6 +323,8 @@ class Trainer:
         for step in synced.steps:
             if not step.bad:
                 state.epoch_loss.update(step.loss, step.rows)
+                if step.accuracy is not None:
+                    state.epoch_accuracy.update(step.accuracy, step.rows)
                 state.skipped_steps += step.skipped
         context.events.publish(StepsAgreed(synced.steps))
         if synced.flags["saved"] == context.ranks.world_size:
@@ -358,6 +367,9 @@ class Trainer:
             return False
         self.context.state.epochs.append(metrics)
         self.context.events.publish(metrics)
+        if self.suspects and self.context.state.step % self.context.plan.steps_per_epoch == 0:
+            self.suspects.merge(self.context.ranks)
+            self.suspects.end_epoch()
         self._save()
         return True
 
@@ -373,10 +385,16 @@ class Trainer:
             "data_key": context.news.tokens.key,
             "frozen_hash": context.plan.frozen_hash,
         }
+        if self.suspects:
+            self.suspects.merge(context.ranks)
         best_step = state.best.step if state.best else None
-        self.report_saves(lambda: self.saver.save(state.step, context.strategy.state_dict, run, best_step))
+        self.report_saves(lambda: self.saver.save(state.step, self._tensors, run, best_step))
         self.save_schedule.saved(time.monotonic())
         self.step_log.restart_clock()
+
+    def _tensors(self) -> StrategyState:
+        held = self.context.strategy.state_dict()
+        return replace(held, tensors=held.tensors | {TENSOR: self.suspects.tensor}) if self.suspects else held
 
     def report_saves(self, call: Callable[[], list[SavedCheckpoint]]) -> None:
         step, failed = self.context.state.step, self.saver.num_failed
@@ -392,6 +410,8 @@ class Trainer:
         context.state.take(resumed.state)
         context.phases.step = context.state.step
         context.ranks.run_on_all_ranks(lambda: context.strategy.load_state_dict(resumed.tensors))
+        if self.suspects:
+            context.ranks.run_on_all_ranks(lambda: self.suspects.read(resumed.tensors))
         context.events.write_on_rank0("resumed", checkpoint=str(resumed.path))
 
     def _roll_back(self, last: BadStep) -> None:

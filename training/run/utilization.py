@@ -1,7 +1,8 @@
-"""How much of the machine a language model's training uses: MFU, model FLOPs utilization.
+"""How much of the machine training uses.
 
-The operations that the model's tokens need, over those that the devices could do in the same time (Chowdhery et al.,
-"PaLM", arXiv 2204.02311, appendix B). What is computed twice, such as checkpointed activations, counts once.
+MFU, model FLOPs utilization, is for language models: the operations that the model's tokens need, over those that the
+devices could do in the same time (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). What is computed twice, such
+as checkpointed activations, counts once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def flops_per_token(model: NewsClassifier, length: int) -> float:
 def peak_flops(ranks: Ranks, precision: str) -> float:
     """Operations per second of all ranks' devices together; a collective call."""
     return sum(ranks.gather(_peak_of(ranks.device, precision)))
+
+
+def gpu_utilization(device: torch.device) -> float | None:
+    """The share of the last second in which this rank's GPU computed anything, 0 to 1.
+
+    None on a CPU, and if NVML does not tell: its Python package nvidia-ml-py is missing, or the GPU is divided.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # that of a package which may not be there has no name here; training must not fail by it
+        return None
 
 
 def _peak_of(device: torch.device, precision: str) -> float:

@@ -44,4 +44,5 @@ def validate(context: RunContext) -> EpochMetrics:
         )
     metric = context.config.best_metric
     is_best = all(score_of(validation, metric) > score_of(past.validation, metric) for past in state.epochs)
-    return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best)
+    accuracy = state.epoch_accuracy.average if state.epoch_accuracy.count else None
+    return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best, accuracy)

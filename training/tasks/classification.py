@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,12 @@ class Classification(Task):
     def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
         """Cross-entropy."""
         return F.cross_entropy(scores.float(), targets, reduction="none", label_smoothing=label_smoothing)
+
+    def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        log_probabilities, given = scores.float().log_softmax(dim=1), targets[:, None]
+        own = log_probabilities.gather(1, given)
+        other = log_probabilities.scatter(1, given, -math.inf).max(dim=1, keepdim=True)
+        return torch.cat([own, other.indices.float(), (own > other.values).float()], dim=1)
 
     def metrics(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None

@@ -154,6 +154,12 @@ class Task:
         """The loss of each row in fp32: (rows, labels) to (rows,)."""
         raise NotImplementedError
 
+    def check_labels(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """What a step finds out about each row's label: its log-probability, the number of the strongest other label,
+        and whether it is the answer (0 or 1): fp32, (rows, 3). None unless each row has one label.
+        """
+        return None
+
     # Evaluation
 
     def metrics(

@@ -292,7 +292,8 @@ def test_a_skipped_step_is_reported_with_its_text(
 def test_if_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect() -> None:
     log, batch = StepLog(ALONE), np.array([7, 3, 9])
     losses = torch.tensor([0.5, 0.4, 0.3])
-    log.add(StepRecord(4, 1, 1e-3, batch, 30, batch, StepResult(losses.mean(), losses, torch.tensor(math.inf), False)))
+    result = StepResult(losses.mean(), losses, torch.tensor(math.inf), False, None, torch.zeros(2))
+    log.add(StepRecord(4, 1, 1e-3, batch, 30, batch, result))
 
     synced = log.sync(1.0, {})
 
@@ -306,7 +307,8 @@ def test_if_only_the_gradient_is_not_finite_all_rows_of_the_batch_are_suspect() 
 def test_a_step_that_the_loss_scale_explains_is_skipped_but_not_bad() -> None:
     log, batch = StepLog(ALONE), np.array([7])
     for step, loss in ((1, 0.5), (2, math.nan)):
-        result = StepResult(torch.tensor(loss), torch.tensor([loss]), torch.tensor(math.inf), scaler_skipped=True)
+        losses = torch.tensor([loss])
+        result = StepResult(losses[0], losses, torch.tensor(math.inf), True, None, torch.zeros(2))
         log.add(StepRecord(step, 1, 1e-3, batch, 30, batch, result))
 
     steps = log.sync(1.0, {}).steps

@@ -57,6 +57,7 @@ def _report_data(test: dict[str, Any], texts: Sequence[WrongText] = ()) -> Repor
         environment={"torch": "2.13.0", "device": "cpu"},
         test=test,
         wrong_texts=list(texts),
+        doubted_texts=[],
         notes=["2% of the texts were cut."],
         seconds=160.0,
         model_folder="checkpoints/distilbert_agnews",

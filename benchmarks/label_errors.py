@@ -1,0 +1,223 @@
+"""How many wrong labels does a run find by itself, what does that cost, and what does it gain to train without them?
+
+A share of the training rows gets another label, drawn at random. Only these planted errors count as errors, although
+the data has wrong labels of its own, so the precision on the page is a lower bound.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.processes import Layout, run_ranks
+from common.errors import positive
+from common.hardware import usable_cpus
+from training.config import parse_config
+from training.data.dataset import NewsData, load_news
+from training.parallelism.distributed import join_ranks
+from training.run.suspects import ask_words
+from training.run.trainer import Trainer
+
+MODULE = "benchmarks.label_errors"
+RATES = (0.05, 0.2)
+RECALL = 0.8
+VALIDATION_ROWS = 200
+ACTIONS = ("list", "drop", "reweight")
+INTRODUCTION = """
+{rows} training rows with a share of wrong labels planted at random; {tests} test rows as they are. Epochs: {epochs},
+learning rate {learning_rate}, texts cut at {max_length} tokens, each run with a seed of its own. Only planted errors
+count: rows that were labelled wrongly to begin with count against the precision. *at 80% recall*: the precision of the
+ranking in `suspects.csv` down to the row at which four of five planted errors are found, and *steps alone* that of the
+same run without what the words of the rows say. *flagged*: the rows that the run calls wrong. *time*: the share of the
+run's time that finding them took.
+"""
+
+
+def main() -> None:
+    options = _parse()
+    data = load_news(options.dataset)
+    run: dict[str, Any] = {
+        "facts": harness.measurement_facts(MODULE),
+        **{
+            name: getattr(options, name) for name in ("rows", "tests", "epochs", "seeds", "learning_rate", "max_length")
+        },
+        "found": {str(rate): [] for rate in RATES},
+        "accuracy": {action: [] for action in ACTIONS},
+    }
+    with tempfile.TemporaryDirectory(prefix="label-errors-") as folder:
+        for seed in range(options.seeds):
+            for rate in RATES:
+                rows = Path(folder) / f"{rate}_{seed}"
+                planted = write_rows(data, options, rate, seed, rows)
+                for action in ACTIONS if rate == max(RATES) else ACTIONS[:1]:
+                    test, told = train(options, rows, seed, action, Path(folder) / f"{rate}_{seed}_{action}")
+                    if action == "list":
+                        suspects = Path(folder) / f"{rate}_{seed}_{action}.run" / "suspects.csv"
+                        by_steps = [row in planted for row in told["by_steps"]]
+                        shares = {"steps_alone": precision_at_recall(by_steps, planted), "time": told["share"]}
+                        run["found"][str(rate)].append(found(suspects, planted) | shares)
+                        harness.report(f"seed {seed}, {rate:.0%}: {run['found'][str(rate)][-1]}")
+                    if rate == max(RATES):
+                        run["accuracy"][action].append(test["accuracy"])
+                        harness.report(f"seed {seed}, {action}: accuracy {test['accuracy']:.4f}")
+                    harness.write_page(options.output, render(run), run)
+
+
+def write_rows(data: NewsData, options: Namespace, rate: float, seed: int, folder: Path) -> set[int]:
+    """Write chosen rows where training reads them; returns the numbers of the rows with a planted error."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.permutation(len(data.train.labels))
+    splits = {
+        "train": data.train.take(np.sort(drawn[: options.rows])),
+        "validation": data.train.take(drawn[options.rows :][:VALIDATION_ROWS]),
+        "test": data.test.take(np.sort(generator.permutation(len(data.test.labels))[: options.tests])),
+    }
+    labels = splits["train"].labels
+    planted = generator.permutation(len(labels))[: round(rate * len(labels))]
+    shift = generator.integers(1, len(data.label_names), len(planted))
+    labels[planted] = (labels[planted] + shift) % len(data.label_names)
+    folder.mkdir()
+    for name, rows in splits.items():
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for text, label in zip(rows.texts, rows.labels, strict=True):
+                file.write(json.dumps({"text": text, "label": data.label_names[label]}) + "\n")
+    return set(planted.tolist())
+
+
+def train(
+    options: Namespace, rows: Path, seed: int, action: str, output: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The test of a run, and what its first rank told."""
+    flags = (
+        *("--dataset", str(rows), "--model", str(options.model), "--epochs", str(options.epochs), "--clean", "news"),
+        *("--learning_rate", str(options.learning_rate), "--batch_size", "16", "--max_length", str(options.max_length)),
+        *("--seed", str(seed), "--suspects", action, "--resume", "none", "--output_dir", str(output)),
+        *("--cache_dir", str(rows / "cache"), "--save_every", "0"),
+    )
+    told = run_ranks(train_rank, Layout(usable_cpus(), 1), flags=list(flags))
+    return json.loads((output / "metrics.json").read_text(encoding="utf-8"))["test"], told[0]
+
+
+def train_rank(flags: list[str]) -> dict[str, Any]:
+    """One rank's part of a run; returns the share of its time that finding suspects took, and the rows in the order of
+    their doubt if only the steps are asked.
+    """
+    config = parse_config(flags)
+    seconds = 0.0
+
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            nonlocal seconds
+            began = time.perf_counter()
+            try:
+                return work(*arguments)
+            finally:
+                seconds += time.perf_counter() - began
+
+        return wrapped
+
+    with join_ranks(config.device) as ranks:
+        trainer = Trainer(config, ranks)
+        for owner, names in (
+            (trainer.suspects, ("add", "merge", "end_epoch", "remaining", "weights", "ranking")),
+            (trainer.context.strategy.task, ("check_labels",)),
+        ):
+            for name in names:
+                setattr(owner, name, timed(getattr(owner, name)))
+        trainer.fit()
+        suspects, tokens = trainer.suspects, trainer.context.news.tokens
+        began = time.perf_counter()
+        ask_words(tokens.train, suspects.index, len(tokens.label_names), config.seed)
+        seconds += time.perf_counter() - began
+        share = seconds / trainer.context.state.seconds
+        suspects.words = np.zeros_like(suspects.words)
+        return {"share": share, "by_steps": [one.row for one in suspects.ranking()]}
+
+
+def found(suspects: Path, planted: set[int]) -> dict[str, float]:
+    """How well the rows of ``suspects.csv`` are the planted ones."""
+    with suspects.open(encoding="utf-8", newline="") as file:
+        ranking = [(int(row["row"]) in planted, row["flagged"] == "yes") for row in csv.DictReader(file)]
+    flagged = [is_planted for is_planted, is_flagged in ranking if is_flagged]
+    return {
+        "precision_at_recall": precision_at_recall([is_planted for is_planted, _ in ranking], planted),
+        "flagged": len(flagged),
+        "flagged_precision": mean(flagged) if flagged else 0.0,
+        "flagged_recall": sum(flagged) / len(planted),
+    }
+
+
+def precision_at_recall(ranking: Sequence[bool], planted: Collection[int]) -> float:
+    """The precision of a ranking, the most suspicious first, down to where enough of the planted errors are found."""
+    hits = np.cumsum(ranking)
+    number = int(np.searchsorted(hits, math.ceil(RECALL * len(planted)))) + 1
+    return float(hits[number - 1] / number) if number <= len(hits) else 0.0
+
+
+def render(run: dict[str, Any]) -> str:
+    """The page of a run."""
+
+    def percent(name: str, digits: int = 1) -> Callable[[str], str]:
+        def cell(rate: str) -> str:
+            values = [100 * one[name] for one in run["found"][rate]]
+            return f"{mean(values):.{digits}f}" if values else "-"
+
+        return cell
+
+    def accuracy(action: str) -> str:
+        values = [100 * value for value in run["accuracy"][action]]
+        return f"{mean(values):.1f} ({min(values):.1f} to {max(values):.1f})" if values else "-"
+
+    text = INTRODUCTION.format(
+        **{name: f"{run[name]:,}" for name in ("rows", "tests", "epochs", "max_length")},
+        learning_rate=run["learning_rate"],
+    )
+    errors = harness.table(
+        {
+            "planted": lambda rate: f"{float(rate):.0%}",
+            "runs": lambda rate: str(len(run["found"][rate])),
+            "precision at 80% recall, %": percent("precision_at_recall"),
+            "steps alone, %": percent("steps_alone"),
+            "flagged: precision, %": percent("flagged_precision"),
+            "flagged: recall, %": percent("flagged_recall"),
+            "time, %": percent("time", 2),
+        },
+        run["found"],
+    )
+    gains = harness.table(
+        {
+            "with 20% planted": lambda action: f"`--suspects {action}`",
+            "runs": lambda action: str(len(run["accuracy"][action])),
+            "test accuracy, %": accuracy,
+        },
+        ACTIONS,
+    )
+    return f"{harness.introduction(MODULE, 'Label errors', text)}{errors}\n{gains}\n{harness.fact_list(run['facts'])}"
+
+
+def _parse() -> Namespace:
+    parser = harness.Parser(MODULE, __doc__ or "", page="label_errors.md")
+    parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="data with one label per row")
+    parser.add_argument("--model", type=Path, required=True, help="the encoder to fine-tune")
+    parser.add_argument("--rows", type=positive, default=4000, help="training rows")
+    parser.add_argument("--tests", type=positive, default=1000, help="test rows")
+    parser.add_argument("--epochs", type=positive, default=3, help="as for training")
+    parser.add_argument("--learning_rate", type=float, default=1e-4, help="as for training")
+    parser.add_argument("--max_length", type=positive, default=40, help="as for training")
+    parser.add_argument("--seeds", type=positive, default=2, help="how many runs of each way")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    harness.run_benchmark(main)

@@ -1,0 +1,181 @@
+"""Suspects: training rows whose label the run itself disbelieves.
+
+Two witnesses are asked, and neither needs a pass of its own over the rows.
+
+The steps: each finds out how probable the model finds the label of each of its rows. Averaged over the epochs, a wrong
+label stays improbable, because the other rows teach the model something else. That is the area under the margin (Pleiss
+et al., arXiv 2001.10528) with log-probabilities instead of margins; the threshold is that of confident learning
+(Northcutt et al., arXiv 1911.00068).
+
+The words: a naive Bayes classifier that has not seen the row, and so cannot have memorised its label as the model can.
+Vectors of the encoder were tried in its place: those of the steps add nothing, because the model that makes them has
+seen the label; those of the encoder before training find more, but need a forward pass over all rows.
+``benchmarks/label_errors.py`` measures what the two find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from training.config import TrainConfig
+from training.data.tokenized import TokenizedRows
+from training.parallelism.distributed import Ranks
+from training.parallelism.state import SavedState
+from training.tasks.classification import log_softmax
+
+REDUCED_WEIGHT = 0.1
+NUM_FOLDS = 5
+WORDS_SHARE = 0.5  # weight of the words beside the steps, which know more
+SHARPNESS = 0.6  # of the words' answers; words repeat each other, so naive Bayes is too sure
+TENSOR = "suspects/rows"
+# Its columns: the sum of the log-probabilities of a row's label, how many they are, the strongest other label in the
+# last of them, and the row's weight in the loss.
+LOG_PROBABILITIES, COUNT, OTHER, WEIGHT = range(4)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A training row, the label that it has and the one that the run proposes.
+
+    ``doubt``: 1 minus the probability of the label, averaged over epochs and words, above 0.5; ``is_flagged``: both
+    the steps and the words call the label wrong.
+    """
+
+    row: int
+    label: int
+    proposed: int
+    doubt: float
+    is_flagged: bool
+
+
+class Suspects:
+    """What the words of the training rows, and the steps so far, say about their labels.
+
+    Args:
+        index: the row numbers of the training rows, ascending.
+        labels: the label of each of them.
+        action: what becomes of flagged rows when an epoch has ended.
+        words: the log-probability of each label by the words of each row, (rows, labels); see :func:`ask_words`.
+    """
+
+    def __init__(
+        self, index: np.ndarray, labels: np.ndarray, action: Literal["list", "drop", "reweight"], words: np.ndarray
+    ) -> None:
+        self.index = index
+        self.labels = labels
+        self.action = action
+        self.words = words
+        self.tensor = torch.zeros(len(index), 4)
+        self.tensor[:, WEIGHT] = 1
+        self._rows = self.tensor.numpy()  # the same memory
+        self._new: list[np.ndarray] = []
+
+    def add(self, step: int, rows: np.ndarray, checks: np.ndarray) -> None:
+        """Take what this rank found in a step: row numbers, -1 for a dummy row, and what ``check_labels`` returned."""
+        is_real = rows >= 0
+        self._new.append(np.column_stack([np.full(is_real.sum(), step), rows[is_real], checks[is_real, :2]]))
+
+    def merge(self, ranks: Ranks) -> None:
+        """Tell all ranks what each has taken since the last call; a collective call."""
+        new, self._new = np.concatenate([np.zeros((0, 4)), *self._new]), []
+        found = np.concatenate(ranks.gather(new))
+        # By step, then by row: the sums are the same on any number of ranks, to the last bit.
+        found = found[np.lexsort(found.T[::-1])]
+        place = self._places(found[:, 1].astype(np.int64))
+        np.add.at(self._rows, (place, LOG_PROBABILITIES), found[:, 2].astype(np.float32))
+        np.add.at(self._rows, (place, COUNT), 1)
+        self._rows[place, OTHER] = found[:, 3]
+
+    def end_epoch(self) -> None:
+        """From now on, leave out the rows that are flagged, or lower their weight."""
+        reduced = {"list": 1, "drop": 0, "reweight": REDUCED_WEIGHT}[self.action]
+        self._rows[:, WEIGHT] = np.where(self._flagged(), reduced, 1)
+
+    def remaining(self, batch: np.ndarray) -> np.ndarray:
+        """The rows of a batch that are not left out."""
+        return batch[self._rows[self._places(batch), WEIGHT] > 0] if self.action == "drop" else batch
+
+    def weights(self, batch: np.ndarray) -> np.ndarray | None:
+        """The weights of rows in the loss; None if all are 1."""
+        return self._rows[self._places(batch), WEIGHT] if self.action == "reweight" else None
+
+    def ranking(self) -> list[Suspect]:
+        """The rows whose label is improbable, the most suspicious first."""
+        of_words = np.take_along_axis(self.words, self.labels[:, None], axis=1)[:, 0]
+        log_probabilities = (self._log_probabilities() + WORDS_SHARE * of_words) / (1 + WORDS_SHARE)
+        doubts = np.where(self._rows[:, COUNT] > 0, 1 - np.exp(log_probabilities), 0)
+        flagged, other = self._flagged(), self._rows[:, OTHER].astype(int)
+        return [
+            Suspect(*map(int, (self.index[i], self.labels[i], other[i])), float(doubts[i]), bool(flagged[i]))
+            for i in np.argsort(-doubts, kind="stable")
+            if doubts[i] > 0.5 or flagged[i]
+        ]
+
+    def read(self, saved: SavedState) -> None:
+        """Go back to what was saved; a checkpoint of an older version has nothing."""
+        self._new = []
+        if TENSOR in saved.tensors:
+            saved.read({TENSOR: self.tensor})
+
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.index, rows)
+
+    def _log_probabilities(self) -> np.ndarray:
+        """Of each row's label, the mean over the steps that had the row; 0 for a row that was in none."""
+        return self._rows[:, LOG_PROBABILITIES] / np.maximum(self._rows[:, COUNT], 1)
+
+    def _flagged(self) -> np.ndarray:
+        """Whether the label is as improbable as the other one is probable, on average, for rows that do have it,
+        and the words favour another label too.
+        """
+        probabilities, other = np.exp(self._log_probabilities()), self._rows[:, OTHER].astype(int)
+        believed = (probabilities > 0.5) & (self._rows[:, COUNT] > 0)
+        num_labels = 1 + max(self.labels.max(), other.max())
+        counts = np.bincount(self.labels[believed], minlength=num_labels)
+        sums = np.bincount(self.labels[believed], probabilities[believed], minlength=num_labels)
+        thresholds = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
+        return (1 - probabilities >= thresholds[other]) & (self.words.argmax(axis=1) != self.labels)
+
+
+def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int, seed: int) -> np.ndarray:
+    """How probable each label is by the words of each row, from rows of other folds: log-probabilities, (rows, labels).
+
+    Naive Bayes with the weights of a token in a row: rarer ones count more, and those of a row have length 1.
+    """
+    labels, num_rows = rows.labels[index], len(index)
+    lengths = rows.lengths[index]
+    # Each token once per row, as pairs (place of the row, token) with tokens counted from 0.
+    ids = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index])
+    found, tokens = np.unique(ids, return_inverse=True)
+    pairs = np.unique(np.repeat(np.arange(num_rows), lengths) * len(found) + tokens)
+    places, tokens = np.divmod(pairs, len(found))
+
+    weights = np.log((1 + num_rows) / (1 + np.bincount(tokens)))[tokens]
+    squares = np.bincount(places, weights**2, minlength=num_rows)
+    weights /= np.sqrt(np.maximum(squares, 1e-12))[places]
+
+    folds = np.random.default_rng([seed, 5]).integers(0, NUM_FOLDS, num_rows)
+    cells = (folds * num_labels + labels)[places] * len(found) + tokens
+    sums = np.bincount(cells, weights, minlength=NUM_FOLDS * num_labels * len(found))
+    sums = sums.reshape(NUM_FOLDS, num_labels, len(found))
+    answers, folds_of_pairs = np.zeros((num_rows, num_labels)), folds[places]
+    for fold in range(NUM_FOLDS):
+        others = sums.sum(axis=0) - sums[fold] + 0.1  # (labels, tokens), smoothed
+        evidence = np.log(others / others.sum(axis=1, keepdims=True))
+        evidence -= evidence.mean(axis=0)
+        of_fold = folds_of_pairs == fold
+        for label in range(num_labels):
+            said = weights[of_fold] * evidence[label, tokens[of_fold]]
+            answers[:, label] += np.bincount(places[of_fold], said, minlength=num_rows)
+    return log_softmax(SHARPNESS * answers)
+
+
+def suspects_of(config: TrainConfig, rows: TokenizedRows, index: np.ndarray, num_labels: int) -> Suspects | None:
+    """Those of a run; None if nobody asked for them. ``rows``: the whole split."""
+    if config.suspects == "none":
+        return None
+    return Suspects(index, rows.labels[index], config.suspects, ask_words(rows, index, num_labels, config.seed))
