@@ -24,6 +24,7 @@ from common.problem_types import (
     ProblemType,
 )
 from common.text import CLEANINGS, PAIR_KEY, TextTokenizer
+from common.windows import Windows
 
 WEIGHTS_FILE = "model.safetensors"
 # What a model folder has besides its weights; an artefact folder has a copy of each.
@@ -94,9 +95,14 @@ class SavedModel:
         """The probability from which on each label applies, of a multi-label model."""
         return self.config.get(THRESHOLDS_KEY, [DEFAULT_THRESHOLD] * len(self.labels))
 
+    @property
+    def windows(self) -> Windows | None:
+        """How long texts are cut into windows; None if the model reads only their beginning."""
+        return Windows.of(self.config)
+
     def tokenizer(self) -> TextTokenizer:
         try:
-            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning)
+            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning, self.windows)
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
@@ -138,8 +144,11 @@ def read_saved_model(path: Path) -> SavedModel:
 
 
 def read_served_model(path: Path) -> SavedModel:
-    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than one text."""
+    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than the beginning of one text."""
     saved = read_saved_model(path)
+    if saved.windows:
+        what = "reads long texts in windows, which is not served yet"
+        raise ModelLoadError(saved.path, what, "use transformers' pipeline, which cuts them, or train with --long cut")
     if PAIR_KEY in saved.config:
         raise ModelLoadError(saved.path, "reads pairs of texts, and requests have one", "use transformers' pipeline")
     return saved
@@ -228,6 +237,7 @@ def _checked(saved: SavedModel) -> SavedModel:
         raise ModelLoadError(saved.path, what, f"{remedy} in config.json")
     if saved.problem_type is MULTI_LABEL:
         _check_thresholds(saved)
+    _check_windows(saved)
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
     if twice is not None:
         what = f"two classes are named {twice!r}"
@@ -236,6 +246,17 @@ def _checked(saved: SavedModel) -> SavedModel:
         what = f"{CLEANING_KEY} {saved.cleaning!r} in config.json: must be {' or '.join(CLEANINGS)}"
         raise ModelLoadError(saved.path, what, "set it to how the training texts were cleaned")
     return saved
+
+
+def _check_windows(saved: SavedModel) -> None:
+    remedy = "copy config.json and tokenizer_config.json from the training run again"
+    try:
+        windows = saved.windows
+    except ValueError as error:
+        raise ModelLoadError(saved.path, f"{error} (in config.json)", remedy) from error
+    if windows and windows.length != saved.max_length:
+        what = f"windows of {windows.length} tokens in config.json, but a model_max_length of {saved.max_length}"
+        raise ModelLoadError(saved.path, what, remedy)
 
 
 def _check_thresholds(saved: SavedModel) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tokenizers import Encoding, Tokenizer
 
+from common.windows import Windows
+
 # Raise it whenever a text may come to other tokens than before: cached tokens are then made again, and a run that began
 # with the old ones is not resumed with the new.
 VERSION = 2
@@ -88,6 +90,31 @@ def _clean_once(text: str) -> str:
     return " ".join(text.split())
 
 
+def _clean_traced(text: str) -> tuple[str, list[int]]:
+    """`clean_text`, and of each character that is left where it began in the text; several times slower."""
+    places = list(range(len(text)))
+    for _ in range(_MAX_ROUNDS):
+        cleaned, places = _clean_once_traced(text, places)
+        if cleaned == text:
+            return cleaned, places
+        text = cleaned
+    return _clean_once_traced(text.replace(";", " ").replace("<", " "), places)
+
+
+def _clean_once_traced(text: str, places: list[int]) -> tuple[str, list[int]]:
+    """The steps of `_clean_once`, one substitution after the other."""
+    for pattern, replacement in _STEPS:
+        parts, kept, end = [], [], 0
+        for match in pattern.finditer(text):
+            new = replacement if isinstance(replacement, str) else replacement(match)
+            parts += [text[end : match.start()], new]
+            kept += places[end : match.start()] + places[match.start() : match.start() + 1] * len(new)
+            end = match.end()
+        text, places = "".join([*parts, text[end:]]), kept + places[end:]
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    return text[first:last], places[first:last]
+
+
 def _decode_reference(match: re.Match[str]) -> str:
     name = match[1]
     if name is None:
@@ -101,6 +128,17 @@ def _drop_tag(match: re.Match[str]) -> str:
     # "if a <b and c> d" is prose: a tag carries attributes ("href=...") or nothing.
     attributes = match[1]
     return " " if "=" in attributes or not attributes.strip(" /") else match[0]
+
+
+_STEPS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\\\$"), "$"),
+    (re.compile(r"\\"), " "),
+    (_LOOSE_POSSESSIVE, " "),
+    (_REFERENCE, _decode_reference),
+    (_TAG, _drop_tag),
+    (_UNPRINTABLE, ""),
+    (re.compile(r"\s+"), " "),
+)
 
 
 def _as_it_is(text: str) -> str:
@@ -123,47 +161,62 @@ class Encoded:
     """One text as token ids.
 
     Attributes:
-        ids: Token ids with special tokens, at most ``max_length`` of them, never padded.
+        ids: Token ids with special tokens, at most ``max_length`` of them, never padded; of a text in windows those of
+            all windows, one after the other.
         num_tokens: How many ids the whole text has before cutting, special tokens included.
         truncated: Whether the text was cut.
+        passages: Where each window begins and ends in the cleaned text, in characters; empty if there is only one.
     """
 
     ids: list[int]
     num_tokens: int
     truncated: bool
+    passages: tuple[tuple[int, int], ...] = ()
 
 
 class TextTokenizer:
-    """Cleans and tokenises texts; may be shared by threads."""
+    """Cleans and tokenises texts; may be shared by threads. Without ``windows``, long texts are cut."""
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int, cleaning: str = "news") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_length: int, cleaning: str = "news", windows: Windows | None = None
+    ) -> None:
         if max_length < 3:
             raise ValueError(f"max_length {max_length}: must be at least 3 (two special tokens and one word)")
         self.max_length = max_length
+        self.windows = windows
         self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
         # A saved tokenizer.json may carry the cutting and padding of whoever saved it.
-        self._tokenizer.enable_truncation(max_length)
+        self._tokenizer.enable_truncation(max_length, stride=windows.overlap if windows else 0)
         self._tokenizer.no_padding()
 
     @classmethod
-    def from_file(cls, path: str | Path, max_length: int, cleaning: str = "news") -> TextTokenizer:
+    def from_file(
+        cls, path: str | Path, max_length: int, cleaning: str = "news", windows: Windows | None = None
+    ) -> TextTokenizer:
         """Read a ``tokenizer.json``; ``cleaning`` is one of `CLEANINGS`.
 
         Raises:
             OSError: The file cannot be read.
             ValueError: It holds no tokenizer, or ``max_length`` is below 3.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), max_length, cleaning)
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), max_length, cleaning, windows)
 
     @classmethod
-    def from_json(cls, text: str, max_length: int, cleaning: str = "news") -> TextTokenizer:
+    def from_json(
+        cls, text: str, max_length: int, cleaning: str = "news", windows: Windows | None = None
+    ) -> TextTokenizer:
         """Build the tokenizer from the contents of a ``tokenizer.json``; else as `from_file`."""
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the Rust side raises bare Exception
             raise ValueError(f"not a tokenizer.json: {error}") from error
-        return cls(tokenizer, max_length, cleaning)
+        return cls(tokenizer, max_length, cleaning, windows)
+
+    @property
+    def most_ids(self) -> int:
+        """The most token ids that a text becomes."""
+        return self.windows.most_ids if self.windows else self.max_length
 
     @property
     def vocab_size(self) -> int:
@@ -179,8 +232,19 @@ class TextTokenizer:
     def _clean_both(self, text: Text) -> Text:
         return self.clean(text) if isinstance(text, str) else (self.clean(text[0]), self.clean(text[1]))
 
+    def locate(self, text: str, passages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where passages of the cleaned text are in the text itself."""
+        if self.clean is not clean_text:
+            return list(passages)
+        cleaned, places = _clean_traced(text)
+        # Up to the character that follows, without the white space between.
+        places.append(len(text))
+        return [(places[start], len(text[: places[min(end, len(cleaned))]].rstrip())) for start, end in passages]
+
     def encode_cleaned(self, texts: Sequence[Text]) -> list[Encoded]:
         """Tokenise texts that `clean` gave; else as `encode`."""
+        if self.windows:
+            return [_in_windows(encoding, self.windows) for encoding in self._tokenizer.encode_batch(texts)]
         # "Fast" leaves out the places in the text, which nobody asks for.
         return [_encoded(encoding) for encoding in self._tokenizer.encode_batch_fast(texts)]
 
@@ -190,6 +254,26 @@ def _encoded(encoding: Encoding) -> Encoded:
     # Every cut-off part repeats the special tokens: count only its words.
     num_cut = sum(part.special_tokens_mask.count(0) for part in rest)
     return Encoded(ids=encoding.ids, num_tokens=len(encoding.ids) + num_cut, truncated=bool(rest))
+
+
+def _in_windows(encoding: Encoding, windows: Windows) -> Encoded:
+    parts = [encoding, *encoding.overflowing]
+    if len(parts) == 1:
+        return Encoded(encoding.ids, len(encoding.ids), truncated=False)
+    kept = parts[: windows.most]
+    return Encoded(
+        ids=[id_ for part in kept for id_ in part.ids],
+        # Every further window repeats the special tokens and the overlap.
+        num_tokens=len(encoding.ids)
+        + sum(part.special_tokens_mask.count(0) - windows.overlap for part in encoding.overflowing),
+        truncated=len(parts) > windows.most,
+        passages=tuple(_passage(part) for part in kept),
+    )
+
+
+def _passage(part: Encoding) -> tuple[int, int]:
+    words = [place for place, special in zip(part.offsets, part.special_tokens_mask, strict=True) if not special]
+    return words[0][0], words[-1][1]
 
 
 class ManyTexts:
@@ -209,7 +293,7 @@ class ManyTexts:
         if self._frame is None:
             return [encoded.ids for encoded in self._texts.encode_cleaned(texts)]
         begin, end = self._frame
-        room = self._texts.max_length - len(begin) - len(end)
+        room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
         if self._num_chars > _MOST_REMEMBERED_CHARS:
             self._words, self._num_chars = {}, 0
         split = [text.split(" ") for text in texts]
@@ -222,7 +306,12 @@ class ManyTexts:
             ids: list[int] = []
             for word in words:
                 ids += self._words[word]
-            found.append([*begin, *ids[:room], *end])
+            if windows is None or len(ids) <= room:
+                found.append([*begin, *ids[:room], *end])
+                continue
+            step = room - windows.overlap
+            starts = range(0, len(ids) - windows.overlap, step)[: windows.most]
+            found.append([id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)])
         return found
 
 

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from common.errors import OneLineParser, UserError, invalid_value
 from common.rows import Columns
+from common.windows import MOST_WINDOWS
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
@@ -56,6 +57,7 @@ FLAGS_OF_STRATEGIES = {
     "deepspeed_config": ("deepspeed",),
     "freeze": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
     "ema": ("ddp", "zero1", "zero2", "zero3", "tp", "pp", "3d"),
+    "long": ("ddp", "zero1", "zero2", "zero3"),
 }
 
 
@@ -85,6 +87,7 @@ FLAGS_OF_TASKS = {
     "network": LABELLED,
     "loss": LABELLED,
     "metric": LABELLED,
+    "long": ("classification", "multi_label", "regression"),
 }
 
 
@@ -112,6 +115,8 @@ OTHER_NAMES = {
     "save_steps": "save_every",
     "eval_steps": "evaluate_every",
     "report_to": "trackers",
+    "doc_stride": "long",
+    "truncation": "long",
     "warmup_steps": "warmup",
     "lr_scheduler_type": "schedule",
     "metric_for_best_model": "best_metric",
@@ -161,6 +166,7 @@ class TrainConfig(BaseModel):
     label_column: str = _field("label", "data", "column of the label; for multi_label also several with 0 or 1, such as billing,login, each named as a label", min_length=1, on_resume="any")
     pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
     max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; of language models tokens per block, into which all texts are joined", ge=8, le=8192)
+    long: Literal["cut", "windows"] = _field("cut", "data", "what becomes of texts of more than max_length tokens: cut = only their beginning is read; windows = they are read as up to 16 windows of max_length tokens, each with the last quarter of the one before, whose answers learned attention weighs")
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
     validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data brings validation rows", ge=0, lt=0.9)
     duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, in which 80% of all word triples are common (12 s for 100,000 short texts)")
@@ -348,6 +354,8 @@ class TrainConfig(BaseModel):
             )
         if self.lora and self.float8:
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
+        if self.long == "windows":
+            self._check_windows()
         if self.batch_size == "auto":
             self._check_auto_size()
         if self.suspects in ("drop", "reweight") and self.epochs == 1:
@@ -371,6 +379,20 @@ class TrainConfig(BaseModel):
             )
         return self
 
+    def _check_windows(self) -> None:
+        if self.network:
+            raise ValueError(
+                f"--long windows and --network {self.network}: windows are pooled by a row that is added to the last "
+                "layer, which only encoders of transformers are known to have; drop one"
+            )
+        if self.task != "pair" and (pair := self.columns.pair):
+            raise ValueError(f"--long windows and --pair_column {pair}: windows are cut from single texts; drop one")
+        if self.batch_size == "auto":
+            raise ValueError(
+                "--long windows and --batch_size auto: rows have different numbers of windows, so no number of rows is "
+                "the most that fit; give a number"
+            )
+
     def _check_auto_size(self) -> None:
         if self.strategy not in ("ddp", "zero1", "zero2", "zero3"):
             raise ValueError(
@@ -387,6 +409,11 @@ class TrainConfig(BaseModel):
     @property
     def is_language_model(self) -> bool:
         return self.task in LANGUAGE_MODELS
+
+    @property
+    def longest_text(self) -> str:
+        """Where longer texts are cut, in words."""
+        return f"{MOST_WINDOWS} windows of " * (self.long == "windows") + f"{self.max_length} tokens"
 
     @property
     def columns(self) -> Columns:

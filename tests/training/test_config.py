@@ -226,7 +226,7 @@ def test_run_folder_and_one_file_model_are_next_to_the_model_folder() -> None:
 def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
     decisive = {
         *("dataset", "dataset_config", "dataset_revision", "train_split", "validation_split", "test_split"),
-        *("max_length", "clean", "validation_fraction", "max_train_rows", "duplicates", "suspects"),
+        *("max_length", "long", "clean", "validation_fraction", "max_train_rows", "duplicates", "suspects"),
         *("model", "model_revision", "learning_rate"),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha"),

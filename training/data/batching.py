@@ -31,10 +31,11 @@ BATCHES_PER_BUCKET = 50
 class MicroBatch:
     """One rank's padded part of a global batch.
 
-    ``input_ids``, ``attention_mask``: int64, (rows, seq); the mask is None if nothing is padded. ``labels``: (rows,
-    ...), as the task takes them. ``weights``: float32, (rows,), each row's weight in the global mean, 0 for a dummy
-    row. ``rows``: row numbers in the training split, -1 for a dummy row. ``first_row``: position of the first row in
-    the global batch. ``num_tokens``: tokens without padding.
+    ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded. An input is a row, or
+    one of its windows. ``labels``: (rows, ...), as the task takes them. ``weights``: float32, (rows,), each row's weight
+    in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, -1 for a dummy row.
+    ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without padding.
+    ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every row is one input.
     """
 
     input_ids: torch.Tensor
@@ -44,13 +45,16 @@ class MicroBatch:
     rows: np.ndarray
     first_row: int
     num_tokens: int
+    windows: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
-        moved = (None if tensor is None else tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
-        return MicroBatch(*moved, self.rows, self.first_row, self.num_tokens)
+        tensors = (self.input_ids, self.attention_mask, self.labels, self.weights, self.windows)
+        *moved, windows = (
+            None if tensor is None else tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors
+        )
+        return MicroBatch(*moved, self.rows, self.first_row, self.num_tokens, windows)
 
 
 @dataclass(frozen=True)
@@ -156,12 +160,19 @@ def rank_share(
     ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides what it draws.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
-    length = int(rows.lengths[batch].max())
+    length = int(rows.input_lengths(batch).max())
     length = max(length, min(-(-length // pad_to_multiple_of) * pad_to_multiple_of, max_length))
+
+    # Work is divided by inputs, since a row of many windows costs as much as many rows; `place_of` says which row is
+    # nearest to a place among them. Without windows both are the same.
+    firsts = np.concatenate([[0], np.cumsum(rows.num_inputs(batch))])
+
+    def place_of(inputs: np.ndarray) -> list[int]:
+        return np.interp(inputs, firsts, np.arange(len(firsts))).round().astype(int).tolist()
 
     # The shares end where the running sum of the speeds does, rounded to whole rows: every row is in exactly one share.
     ends = np.cumsum([0.0, *(speeds or [1.0] * data_shard.size)])
-    start, stop = (ends[data_shard.rank : data_shard.rank + 2] / ends[-1] * len(batch)).round().astype(int).tolist()
+    start, stop = place_of(ends[data_shard.rank : data_shard.rank + 2] / ends[-1] * firsts[-1])
 
     if data_shard.stages > 1:
         # A pipeline passes hidden states of one shape, so all its micro-batches get the same number of rows.
@@ -169,13 +180,16 @@ def rank_share(
         edges = [min(start + i * size, stop) for i in range(accumulation + 1)]
     else:
         size = 1
-        edges = np.linspace(start, stop, accumulation + 1).round().astype(int).tolist()
+        edges = place_of(np.linspace(firsts[start], firsts[stop], accumulation + 1))
     # Every rank knows all rows of the batch, so the weights of all shares add up to 1 without asking the others.
     weights = task.predicted(rows.lengths[batch]) if class_weights is None else class_weights[rows.labels[batch]]
     weights = weights if row_weights is None else weights * row_weights
     weights = weights / weights.sum()
     ask = partial(task.ask, seed=seed)
-    return [_micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, ask) for i in range(accumulation)]
+    return [
+        _micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, int(firsts[edges[i]]), ask)
+        for i in range(accumulation)
+    ]
 
 
 def _micro_batch(
@@ -186,6 +200,7 @@ def _micro_batch(
     stop: int,
     length: int,
     least_rows: int,
+    first_row: int,
     ask: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> MicroBatch:
     own = batch[start:stop]
@@ -201,18 +216,25 @@ def _micro_batch(
         labels=targets,
         weights=torch.from_numpy(own_weights),
         rows=np.concatenate([own, np.full(num_dummies, -1, own.dtype)]),
-        first_row=start,
+        first_row=first_row,
         num_tokens=int(rows.lengths[own].sum()),
+        windows=torch.from_numpy(_places(rows.num_inputs(chosen))) if rows.window else None,
     )
 
 
+def _places(counts: np.ndarray) -> np.ndarray:
+    """Which inputs are the windows of each row, (rows, most), -1 behind its last one."""
+    within = np.arange(counts.max())
+    return np.where(within < counts[:, None], (np.cumsum(counts) - counts)[:, None] + within, -1)
+
+
 def pad(rows: TokenizedRows, index: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chosen rows as one padded batch: ids and mask, int64, (rows, length); padding has id 0 and mask 0.
+    """Chosen rows as one padded batch: ids and mask, int64, (inputs, length); padding has id 0 and mask 0.
 
     The mask is None if nothing is padded: attention then uses its fastest kernel, and a GPU need not be asked.
     """
-    lengths = rows.lengths[index]
+    lengths = rows.input_lengths(index)
     mask = np.arange(length) < lengths[:, None]
-    ids = np.zeros((len(index), length), dtype=np.int64)
+    ids = np.zeros((len(lengths), length), dtype=np.int64)
     ids[mask] = np.concatenate([rows.ids[rows.offsets[i] : rows.offsets[i + 1]] for i in index])
     return torch.from_numpy(ids), None if mask.all() else torch.from_numpy(mask.astype(np.int64))

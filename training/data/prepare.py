@@ -17,6 +17,7 @@ import yaml
 from common.errors import UserError, first_line
 from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
+from common.windows import WINDOWS_KEY, Windows
 from training.config import TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
 from training.data.duplicates import Repeats
@@ -39,6 +40,7 @@ from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
+from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
 from training.tasks import TASKS, LanguageModel, MaskedLanguageModel, Vocabulary
 
@@ -135,9 +137,10 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         if known.get("tokenizer_sha256") == digest:
             key = known["tokens"]
         else:
-            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks)
+            key = cache_key(data, tokenizer_json, config.max_length, cleaning, blocks, config.long)
             length = UNCUT if blocks else config.max_length
-            text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning)
+            windows = Windows.of_length(config.max_length) if config.long == "windows" else None
+            text_tokenizer = TextTokenizer.from_json(tokenizer_json, length, cleaning, windows)
             write_tokens(cache_dir, key, data, text_tokenizer, say, blocks)
             data = read_texts(cache_dir, key)
             known = {"tokens": key, "tokenizer_sha256": digest}
@@ -307,6 +310,10 @@ def prepare_model(
         targets = tokens.train.labels[news.train_index]
         model.task.fit(targets, head)
         own.apply_to(model.task, targets[:ROWS_TO_TRY])
+        if hasattr(model.config, WINDOWS_KEY):  # of the run that trained --model
+            delattr(model.config, WINDOWS_KEY)
+        if config.long == "windows":
+            add_window_attention(model, config)
         row = int(np.argmin(tokens.train.lengths))
         start, end = tokens.train.offsets[row], tokens.train.offsets[row + 1]
         if end - start + PROBE_PADDING <= model.max_positions:

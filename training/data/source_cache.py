@@ -35,6 +35,7 @@ def source_file(folder: Path, config: TrainConfig) -> Path | None:
     if config.is_language_model:
         flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
+    flags += [config.long] if config.long != "cut" else []
     return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
 from common.text import VERSION, Encoded, Text, TextTokenizer, cleaner
+from common.windows import count_windows, window_lengths
 from training.config import TINY
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
@@ -44,13 +45,15 @@ class TokenizedRows:
     """Rows without padding, one after the other.
 
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
-    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum.
+    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum. ``window``: ids
+    per window, of which a long row has several, joined; 0 if every row is one input.
     """
 
     ids: np.ndarray
     offsets: np.ndarray
     labels: np.ndarray
     num_cut: int
+    window: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -59,6 +62,14 @@ class TokenizedRows:
     def lengths(self) -> np.ndarray:
         """Tokens per row: int64, (rows,)."""
         return np.diff(self.offsets)
+
+    def num_inputs(self, index: np.ndarray) -> np.ndarray:
+        """How many inputs of the model each of these rows is: its windows, or 1. int64, (rows,)."""
+        return count_windows(self.lengths[index], self.window) if self.window else np.ones(len(index), np.int64)
+
+    def input_lengths(self, index: np.ndarray) -> np.ndarray:
+        """Tokens of each input, one row after the other: int64, (inputs,)."""
+        return window_lengths(self.lengths[index], self.window) if self.window else self.lengths[index]
 
 
 @dataclass(frozen=True)
@@ -174,12 +185,17 @@ def _why_not_loaded(model: str, error: Exception) -> str:
 
 
 def cache_key(
-    data: NewsData, tokenizer_json: str, max_length: int, cleaning: str = "news", blocks: Blocks | None = None
+    data: NewsData,
+    tokenizer_json: str,
+    max_length: int,
+    cleaning: str = "news",
+    blocks: Blocks | None = None,
+    long: str = "cut",
 ) -> str:
-    """A name for exactly these texts, labels, tokenizer, length, cleaning and blocks."""
+    """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks and way with long texts."""
     digest = hashlib.sha256()
-    joined = asdict(blocks).values() if blocks else ()
-    about = [data.name, data.label_names, data.notes, max_length, cleaning, *joined]
+    more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
+    about = [data.name, data.label_names, data.notes, max_length, cleaning, *more]
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
     for rows in data.splits.values():
@@ -231,6 +247,7 @@ def write_tokens(
     arrays: dict[str, np.ndarray | GrowingArray] = {}
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
     about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
+    about |= {"window": tokenizer.windows.length if tokenizer.windows else 0}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for split, rows in data.splits.items():
@@ -272,7 +289,8 @@ def _encoded(
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
     parts, lengths, cut = zip(*_encoded(tokenizer, rows), strict=True)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, sum(cut))
+    window = tokenizer.windows.length if tokenizer.windows else 0
+    return TokenizedRows(np.concatenate(parts), offsets, rows.labels, sum(cut), window)
 
 
 def read_tokens(folder: Path, key: str) -> TokenizedNews:
@@ -280,7 +298,8 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
     about = cached.about
 
     def rows(split: str) -> TokenizedRows:
-        return TokenizedRows(**{part: cached[f"{split}.{part}"] for part in PARTS}, num_cut=about["cut"][split])
+        arrays = {part: cached[f"{split}.{part}"] for part in PARTS}
+        return TokenizedRows(**arrays, num_cut=about["cut"][split], window=about.get("window", 0))
 
     validation = rows("validation") if "validation" in about["cut"] else None
     return TokenizedNews(

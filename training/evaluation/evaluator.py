@@ -16,7 +16,7 @@ import torch
 from common.errors import UserError
 from common.model_folder import SavedModel, read_saved_model
 from common.rows import Columns
-from common.text import TextTokenizer
+from common.windows import pool
 from training.config import Selection
 from training.data.batching import DataShard, pad
 from training.data.dataset import NewsData, Rows, load_news
@@ -53,7 +53,8 @@ def evaluate(
 
     Args:
         logits_of: from ids and mask, (batch, seq) on this rank's device, to what the function ``finish``, its third
-            argument, makes of the scores of the batch: (batch, :attr:`Task.num_scores`).
+            argument, makes of the scores of the batch: (batch, :attr:`Task.num_scores`); of a model that reads windows,
+            with the attention's output.
         index: which rows of the split; by default all.
         chosen: the evaluation on which was chosen what this one uses, such as thresholds; None to choose here.
         on_batch: called with the number of rows of each batch that this rank finishes.
@@ -69,7 +70,8 @@ def evaluate(
     index = np.arange(len(rows)) if index is None else index
     # Rows of similar length share a batch, so little is padded. Rank r of n takes the batches r, r + n, r + 2n, ...
     order = np.argsort(rows.lengths[index], kind="stable")
-    batches = [order[start : start + task.rows_at_once] for start in range(0, len(order), task.rows_at_once)]
+    batch_of = (np.cumsum(rows.num_inputs(index[order])) - 1) // task.rows_at_once  # a row's windows stay together
+    batches = np.split(order, np.flatnonzero(np.diff(batch_of)) + 1) if len(order) else []
     results = []
     for number, first in enumerate(range(0, len(batches), data_shard.size)):
         if number % ROUNDS_BETWEEN_ASKING == 0 and stops():
@@ -78,11 +80,13 @@ def evaluate(
         has_batch = first + data_shard.rank < len(batches)
         batch = batches[first + data_shard.rank] if has_batch else batches[-1][:1]
         own = index[batch]
-        input_ids, attention_mask = pad(rows, own, int(rows.lengths[own].max()))
+        input_ids, attention_mask = pad(rows, own, int(rows.input_lengths(own).max()))
         mask = None if attention_mask is None else attention_mask.to(ranks.device)
         input_ids, targets = task.ask(input_ids, attention_mask, torch.from_numpy(rows.labels[own]), own, EVALUATION)
         finish = partial(task.summary, targets=targets.to(ranks.device))
         part = logits_of(input_ids.to(ranks.device), mask, finish=finish).float().cpu().numpy()
+        if rows.window:
+            part, _ = pool(part, rows.num_inputs(own))
         if has_batch:
             results.append(part)
             on_batch(len(batch))
@@ -133,7 +137,7 @@ def evaluate_saved(
     saved, data = ranks.run_on_all_ranks(read)
     model = NewsClassifier.from_saved(saved).to(ranks.device).eval()
     rows = _relabelled(data, model.task)
-    tokens = encode_rows(TextTokenizer.from_json(saved.tokenizer_json, saved.max_length, saved.cleaning), rows)
+    tokens = encode_rows(saved.tokenizer(), rows)
     show = ranks.is_first and not quiet
     counting = Console().counting("evaluating", len(tokens)) if show else nullcontext(lambda rows: None)
     with counting as count, torch.inference_mode():

@@ -29,8 +29,9 @@ from transformers import (
 )
 
 from common.encoders import max_positions
-from common.errors import UserError, first_line
+from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
+from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, segments_of
@@ -90,8 +91,15 @@ class NewsClassifier(nn.Module):
         # Build the network without loading anything from its original place: the weights are in `saved`.
         config = AutoConfig.for_model(**saved.config)
         network = AutoModelForSequenceClassification.from_config(config)
-        network.load_state_dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
+        weights = dict(load_file(saved.weights) if isinstance(saved.weights, Path) else saved.weights)
+        attention = weights.pop(ATTENTION_KEY, None)
+        if (attention is None) != (saved.windows is None):
+            what = f"has one of {ATTENTION_KEY} in the weights and {WINDOWS_KEY} in config.json, but not both"
+            raise ModelLoadError(saved.path, what, "copy the files of the training run again")
+        network.load_state_dict(weights)
         classifier._adopt(network, TASK_OF_PROBLEM[saved.problem_type.name](saved.labels))
+        if saved.windows:
+            classifier.widen_head(saved.windows, attention)
         return classifier
 
     @classmethod
@@ -106,6 +114,17 @@ class NewsClassifier(nn.Module):
             network.config.own_network = f"{type(network).__module__}:{type(network).__qualname__}"
         classifier._adopt(network, task)
         return classifier
+
+    def widen_head(self, windows: Windows, row: torch.Tensor) -> None:
+        """Give the last layer one more output, the attention of windows, and note how texts are cut."""
+        head = self.network.get_submodule(windows.head)
+        trained = head.weight.requires_grad
+        head.weight = nn.Parameter(torch.cat([head.weight.detach(), row.to(head.weight)]), requires_grad=trained)
+        if head.bias is not None:
+            bias = torch.cat([head.bias.detach(), head.bias.new_zeros(1)])
+            head.bias = nn.Parameter(bias, requires_grad=trained)
+        head.out_features += 1
+        self.network.config.update(windows.as_settings())
 
     def _adopt(self, network: nn.Module, task: Task) -> None:
         self.task = task
@@ -171,7 +190,7 @@ class NewsClassifier(nn.Module):
         """The name of the last layer, whose outputs are the scores; empty if it cannot be told."""
         if self.architecture:
             return self.architecture.family.classifier
-        outputs = len(self.task.label_names)
+        outputs = len(self.task.label_names) + hasattr(self.config, WINDOWS_KEY)
         layers = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
         return next((name for name in reversed(layers) if self.network.get_submodule(name).out_features == outputs), "")
 

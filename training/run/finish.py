@@ -22,6 +22,7 @@ from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
 from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
+from training.model.window_attention import split_head
 from training.monitoring import EpochMetrics
 from training.monitoring.events import RunTested
 from training.monitoring.records import score_of
@@ -160,7 +161,7 @@ def _report_data(
     context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer], doubted: Sequence[DoubtedText]
 ) -> ReportData:
     tokens = context.news.tokens
-    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.max_length} tokens."
+    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.longest_text}."
     if context.config.is_language_model:
         cut = f"Rows are blocks of {context.config.max_length} tokens, into which all texts of a split were joined."
     notes = [*tokens.notes, cut]
@@ -243,5 +244,7 @@ def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str,
     weight, bias = (f"network.{strategy.head}.{name}" for name in ("weight", "bias"))
     if weight not in weights:
         return weights
+    if strategy.config.long == "windows":
+        weights = split_head(weights, strategy.head)
     finished = dict(zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True))
     return weights | {name: tensor for name, tensor in finished.items() if tensor is not None}

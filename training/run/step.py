@@ -22,6 +22,7 @@ from training.fault_tolerance.bad_steps import BadStep
 from training.fault_tolerance.failures import translate_errors
 from training.model.optimizer import learning_rate_at
 from training.model.precision import LossScale
+from training.model.window_attention import pool_windows
 from training.monitoring import StepMetrics
 from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
@@ -172,6 +173,8 @@ def forward_backward(
             with phases("forward"):
                 with strategy.autocast():
                     logits = strategy.forward(batch.input_ids, batch.attention_mask)  # (rows, labels)
+                if batch.windows is not None:
+                    logits = pool_windows(logits, batch.windows)  # (inputs, labels + 1) before
                 losses.append(strategy.task.loss(logits, batch.labels, config.label_smoothing))  # (rows,)
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)

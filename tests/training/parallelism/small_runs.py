@@ -44,9 +44,10 @@ def take_steps(
     speeds: Sequence[float] | None = None,
     ranks: Ranks | None = None,
     norms: list[torch.Tensor] | None = None,
+    rows: TokenizedRows | None = None,
 ) -> list[float]:
     """Optimizer steps by their numbers; returns the global loss of each, and adds each gradient norm to ``norms``."""
-    rows, losses = small_rows(), []
+    rows, losses = rows or small_rows(), []
     ranks = ranks or here()
     for number in numbers:
         batch = np.roll(np.arange(len(rows)), -number * GLOBAL_BATCH)[: GLOBAL_BATCH - number % 3]
