@@ -144,11 +144,8 @@ def read_saved_model(path: Path) -> SavedModel:
 
 
 def read_served_model(path: Path) -> SavedModel:
-    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than the beginning of one text."""
+    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than one text."""
     saved = read_saved_model(path)
-    if saved.windows:
-        what = "reads long texts in windows, which is not served yet"
-        raise ModelLoadError(saved.path, what, "use transformers' pipeline, which cuts them, or train with --long cut")
     if PAIR_KEY in saved.config:
         raise ModelLoadError(saved.path, "reads pairs of texts, and requests have one", "use transformers' pipeline")
     return saved

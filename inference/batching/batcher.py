@@ -15,6 +15,7 @@ from inference.batching.engine_health import EngineHealth
 from inference.batching.scheduler import FairQueue, Flow, QueuedText, spread, useful_slots
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.engines.base import PASSES_AT_ONCE, Engine, TokenBatch
+from inference.engines.windowed import WindowedEngine
 from inference.errors import ForwardError, WorkerDownError
 from inference.metrics import ServerMetrics
 
@@ -256,10 +257,18 @@ class Batcher:
 
     def _forward(self, worker: _Worker, texts: Sequence[QueuedText]) -> list[Outcome]:
         worker.thread.busy_since = time.monotonic()
-        logits = self._engine.logits(TokenBatch.of([text.ids for text in texts]), worker.slots)
+        batch, deciding = TokenBatch.of([text.ids for text in texts]), None
+        if isinstance(self._engine, WindowedEngine):
+            logits, deciding = self._engine.read(batch, worker.slots)
+        else:
+            logits = self._engine.logits(batch, worker.slots)
         if len(logits) != len(texts):
             raise ValueError(f"{self._engine.name} gave {len(logits)} rows of scores for {len(texts)} texts")
         rows = values_of(self._problem_type, logits)
+        if deciding is not None:
+            for row, windows in zip(rows, deciding.tolist(), strict=True):
+                if row is not None:
+                    row.decided_by = windows
         return [ForwardError("the model answers this text with NaN") if row is None else row for row in rows]
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:

@@ -19,6 +19,7 @@ class Values(tuple[float, ...]):
     """
 
     given: Sequence[float]
+    decided_by: Sequence[int] = ()  # of a text in several windows: which one decided each value
 
     def __new__(cls, values: Iterable[float], given: Sequence[float]) -> Values:
         found = super().__new__(cls, values)

@@ -26,6 +26,7 @@ class Answer:
         tokenize_s: seconds in the tokenizer.
         queue_s: seconds of waiting, for the tokenizer and for the forward pass.
         forward_s: seconds in the forward pass; 0 if cached.
+        passages: where each window of a long text begins and ends in it, in characters; empty if it has one window.
     """
 
     values: Values
@@ -35,6 +36,11 @@ class Answer:
     tokenize_s: float
     queue_s: float
     forward_s: float
+    passages: Sequence[tuple[int, int]] = ()
+
+    def passage(self, place: int) -> tuple[int, int] | None:
+        """The part of a long text that decided the value at this place; None if the text was read as a whole."""
+        return self.passages[self.values.decided_by[place]] if self.passages else None
 
 
 Outcome = Answer | Exception
@@ -109,7 +115,17 @@ class Caller:
     identical texts share, None before it is tokenized.
     """
 
-    __slots__ = ("call", "future", "num_tokens", "queued", "reserved_tokens", "text", "tokenize_s", "truncated")
+    __slots__ = (
+        "call",
+        "future",
+        "num_tokens",
+        "passages",
+        "queued",
+        "reserved_tokens",
+        "text",
+        "tokenize_s",
+        "truncated",
+    )
 
     def __init__(self, call: Call, text: str, reserved_tokens: int) -> None:
         self.call = call
@@ -119,6 +135,7 @@ class Caller:
         self.queued: QueuedText | None = None
         self.num_tokens = 0
         self.truncated = False
+        self.passages: Sequence[tuple[int, int]] = ()
         self.tokenize_s = 0.0
 
     def answer(self, values: Values, done: FinishedPass | None = None) -> Answer:
@@ -132,6 +149,7 @@ class Caller:
             tokenize_s=self.tokenize_s,
             queue_s=max(0.0, until - self.call.started - self.tokenize_s),  # an equal text may have started before
             forward_s=done.seconds if done else 0.0,
+            passages=self.passages,
         )
 
 

@@ -58,11 +58,11 @@ class Classifier:
         """Raises:
         ValueError: a text of the model's full length would not fit into a forward pass.
         """
-        longest = model.max_length
+        longest = model.tokenizer.most_ids
         budget = limits.max_batch_tokens or max(model.engine.batch_tokens, longest)
         if budget < longest:
             raise ValueError(f"max_batch_tokens {budget}: must be at least the model's max_length, {longest}")
-        self._lengths = TextLengths(model.max_length)
+        self._lengths = TextLengths(longest)
         self._max_wait_s = limits.max_wait_seconds
         self._first_tokens_per_second = model.tokens_per_second or ASSUMED_TOKENS_PER_SECOND
         self._metrics = metrics
@@ -230,6 +230,7 @@ class Classifier:
                 if caller.future.done():
                     continue
                 caller.num_tokens, caller.truncated, caller.tokenize_s = one.num_tokens, one.truncated, seconds
+                caller.passages = one.passages
                 ids = np.array(one.ids, dtype=np.int32)
                 key = ids.tobytes()
                 known = self._remembered(key)

@@ -106,7 +106,7 @@ class ServedModel:
         async with self._loading:
             try:
                 model = await asyncio.to_thread(self._load_model, self.path, self._engine)
-                budget, longest = self._limits.max_batch_tokens, model.max_length
+                budget, longest = self._limits.max_batch_tokens, model.tokenizer.most_ids
                 if budget and budget < longest:  # 0 leaves it to the engine, which takes any model
                     what = f"MAX_BATCH_TOKENS {budget}: one text of this model has up to {longest} tokens"
                     raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")

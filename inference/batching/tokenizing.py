@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from common.text import Encoded, TextTokenizer
 from inference.batching.calls import Call, Caller, TextLengths, deliver
@@ -104,6 +105,9 @@ class TokenizerThread:
                 return [ForwardError(f"the tokenizer failed on this text ({type(error).__name__})")]
             return [one for text in texts for one in self._encode([text])]
         blank = RefusedTextError("blank_text", "the text is blank: there is nothing to classify")
+        for i, one in enumerate(encoded):
+            if one.passages:
+                encoded[i] = replace(one, passages=self._tokenizer.locate(texts[i], one.passages))
         return [one if text else blank for text, one in zip(cleaned, encoded, strict=True)]
 
     def _leave_round(self) -> list[Caller]:

@@ -40,6 +40,7 @@ from inference.engines.self_test import (
     remember_speeds,
     speeds_key,
 )
+from inference.engines.windowed import widened_config, with_windows
 
 # In the order in which they are tried if nothing was measured.
 ARTEFACT_ENGINES = ("native", "openvino", "onnx")
@@ -232,6 +233,10 @@ def build_engine(
     name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware = _ANY_DEVICE
 ) -> Engine:
     """Build the engine of an artefact folder."""
+    return with_windows(_build_engine(name, folder, widened_config(config), precision, hardware), config)
+
+
+def _build_engine(name: str, folder: Path, config: Mapping[str, Any], precision: str, hardware: Hardware) -> Engine:
     threads = hardware.num_threads
     if name == "native":
         from inference.engines.native.engine import NativeEngine
@@ -302,13 +307,14 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
         what = f"the weights do not load into the model of its configuration ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
-    check_engine(saved.path, engine, tokenizer, saved.labels, tolerance, saved.problem_type)
+    answering = with_windows(engine, saved.config)
+    check_engine(saved.path, answering, tokenizer, saved.labels, tolerance, saved.problem_type)
     revision = sha256_of(weights)[:12]
     if _version_of(weights) != before:  # then the bytes that were hashed may not be the ones that were loaded
         raise ModelLoadError(weights, "changed while it was read", "load it again when the copy is complete")
     if hardware.device == "auto" and engine.device.type == "cpu":
         reason += f"; it runs on the processor, since {_why_no_cuda()}"
-    return LoadedModel(saved, tokenizer, engine, engine.precision, revision, reason)
+    return LoadedModel(saved, tokenizer, answering, engine.precision, revision, reason)
 
 
 def _version_of(file: Path) -> tuple[int, int, int] | None:

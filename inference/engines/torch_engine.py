@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, 
 from transformers.utils import logging as transformers_logging
 
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
+from inference.engines.windowed import widened_config, widened_weights
 
 # Errors are raised as one line. Progress bars and loading reports do not belong in a server's log.
 transformers_logging.disable_progress_bar()
@@ -53,6 +54,7 @@ class TorchEngine:
             ValueError: transformers has no classifier for this configuration, or the weights do not fit it.
         """
         state_dict = read_weights(weights) if isinstance(weights, Path) else dict(weights)
+        config, state_dict = widened_config(config), widened_weights(config, state_dict)
         found = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(found if device == "auto" else device)
         self.batch_tokens = _GPU_BATCH_TOKENS if self.device.type == "cuda" else CPU_BATCH_TOKENS

@@ -43,6 +43,9 @@ def browser_files(model: Path) -> dict[str, bytes]:
         )
     loaded = load_model(model, "native")
     saved, engine = loaded.saved, loaded.engine
+    if saved.windows:
+        what = f"{model}: reads long texts in windows (--long windows), and the page in a browser cuts them"
+        raise UserError(f"{what}; serve it with a server, or train it with --long cut", code="browser-windows")
     assert isinstance(engine, NativeEngine)
     tokenizer = tokenizer_settings(
         folder / "tokenizer.json", json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning

@@ -43,6 +43,7 @@ from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
 from inference.engines.self_test import FLOAT_TOLERANCE, check_engine
 from inference.engines.torch_engine import TorchEngine, read_weights
+from inference.engines.windowed import widened_config, widened_weights, with_windows
 from inference.errors import ExportRefusedError
 from inference.exporting.comparison import compare
 
@@ -101,13 +102,15 @@ def export(
         with stages.stage("Load the reference (PyTorch, float32)"):
             weights = read_weights(saved.weights) if isinstance(saved.weights, Path) else dict(saved.weights or {})
             weights = {name: t.float() if t.is_floating_point() else t for name, t in weights.items()}
-            reference = TorchEngine(saved.config, weights, "fp32")
+            reference = with_windows(TorchEngine(saved.config, weights, "fp32"), saved.config)
             expected = check_engine(saved.path, reference, tokenizer, saved.labels, FLOAT_TOLERANCE, kind)
 
         with stages.stage(f"Write the {engine} {precision} files"):
             chosen = evenly_spread(len(rows.calibration_texts), _CALIBRATION_TEXTS)
             calibration = _encode(tokenizer, [rows.calibration_texts[i] for i in chosen])
-            options = _write_engine_files(engine, precision, saved.config, weights, calibration, folder)
+            calibration = [ids[: saved.max_length] for ids in calibration]  # of a long text the first window
+            config, weights = widened_config(saved.config), widened_weights(saved.config, weights)
+            options = _write_engine_files(engine, precision, config, weights, calibration, folder)
             after_bytes = sum(path.stat().st_size for path in folder.iterdir())
             artefact = build_engine(engine, folder, saved.config, precision)
             found = check_engine(target, artefact, tokenizer, saved.labels, most, kind)

@@ -67,11 +67,23 @@ class ExplainRequest(RequestModel):
     label: str | None = Field(default=None, description="The label to explain; null is the most probable one.")
 
 
+class Passage(BaseModel):
+    """A part of the text."""
+
+    start: int = Field(description="Where it begins in the text, in Unicode characters.")
+    end: int = Field(description="Where it ends, exclusive.")
+
+
 class AnyResponse(BaseModel):
     """What every answer to one text has."""
 
     truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
     num_tokens: int = Field(description="Tokens of the whole text, the two special ones included.")
+    passage: Passage | None = Field(
+        default=None,
+        description="Of a model that reads long texts in windows: the window that decided the answer, or the first of "
+        "several labels. Absent if the text has one window.",
+    )
 
 
 class PredictionResponse(AnyResponse):

@@ -11,6 +11,7 @@ const LONGEST_WAIT_MS = 450; // or, when it never pauses, this often
 const EXPLAIN_AFTER_SECONDS = 0.6;
 const EXPLAIN_UNASKED_WORDS = 80; // an explanation costs about one forward pass a word
 const NUM_WORDS = 6;
+const PASSAGE_STRENGTH = 0.4;
 const CLOSE_CALL = 0.2;
 
 const [
@@ -89,6 +90,8 @@ async function classify(text, signal) {
   if (!result) return;
   showAnswer(result.data);
   showTiming(result);
+  const { passage } = result.data; // of a long text that was read in windows
+  if (passage) highlight.show(text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], text));
   if (text.trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
     showWords([]);
     why.textContent = "A long text takes a while.";
@@ -163,9 +166,11 @@ function showAnswer(data) {
   remark.textContent = remarkOn(data);
 }
 
-function remarkOn({ label: winner, labels, confidence: share, probabilities, truncated, num_tokens: numTokens }) {
+function remarkOn(data) {
+  const { label: winner, labels, confidence: share, probabilities, truncated, num_tokens: numTokens, passage } = data;
+  if (passage && !truncated) return `${numTokens} tokens read; the coloured passage decided.`;
   if (truncated) {
-    const limit = maxLength ? `first ${maxLength} tokens` : "beginning";
+    const limit = maxLength && !passage ? `first ${maxLength} tokens` : "beginning";
     return `Long text${numTokens ? ` (${numTokens} tokens)` : ""}: only the ${limit} decided.`;
   }
   if (winner === undefined) {

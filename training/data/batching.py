@@ -31,9 +31,9 @@ BATCHES_PER_BUCKET = 50
 class MicroBatch:
     """One rank's padded part of a global batch.
 
-    ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded. An input is a row, or
-    one of its windows. ``labels``: (rows, ...), as the task takes them. ``weights``: float32, (rows,), each row's weight
-    in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, -1 for a dummy row.
+    ``input_ids``, ``attention_mask``: int64, (inputs, seq); the mask is None if nothing is padded. An input is a row,
+    or one of its windows. ``labels``: (rows, ...), as the task takes them. ``weights``: float32, (rows,), each row's
+    weight in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, -1 for a dummy row.
     ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without padding.
     ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every row is one input.
     """

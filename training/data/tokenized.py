@@ -45,8 +45,8 @@ class TokenizedRows:
     """Rows without padding, one after the other.
 
     Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
-    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum. ``window``: ids
-    per window, of which a long row has several, joined; 0 if every row is one input.
+    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum. ``window``:
+    ids per window, of which a long row has several, joined; 0 if every row is one input.
     """
 
     ids: np.ndarray

@@ -91,9 +91,13 @@ def decide(parts: Parts, served: Served, answer: Answer) -> list[tuple[str, floa
 
 def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = None) -> dict[str, Any]:
     """Turn an answer into the fields of the response for this kind of model (see `schemas`), and count it."""
-    fields = served.model.answering.fields(answer.values, decide(parts, served, answer), top_k)
+    answering, given = served.model.answering, decide(parts, served, answer)
+    fields = answering.fields(answer.values, given, top_k)
     fields["truncated"] = answer.truncated
     fields["num_tokens"] = answer.num_tokens
+    # Of several labels the passage is that of the first; where no label applies, nothing decided.
+    if given and (passage := answer.passage(answering.labels.index(given[0][0]))):
+        fields["passage"] = dict(zip(("start", "end"), passage, strict=True))
     return fields
 
 

@@ -37,7 +37,7 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     if body.label is not None:
         answering.refuse_unknown(body.label)  # before the work
     spans = [match.span() for match in _WORD.finditer(body.text)]
-    shortened = _without_each(body.text, spans, served.model.max_length, parts.settings.explain_max_passes - 1)
+    shortened = _without_each(body.text, spans, served.model.tokenizer.most_ids, parts.settings.explain_max_passes - 1)
     texts = [body.text, *(text for _, text in shortened)]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
