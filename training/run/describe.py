@@ -47,10 +47,10 @@ def describe_run(context: RunContext) -> dict[str, str]:
 
 def _reads(context: RunContext) -> dict[str, str]:
     """What the model reads and answers; of a language model the blocks say it all."""
-    tokens, length = context.news.tokens, context.config.max_length
+    tokens = context.news.tokens
     if context.config.is_language_model:
         return {}
-    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {length} tokens"
+    cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
     return {"Labels": ", ".join(tokens.label_names), "Texts cut": cut}
 
 
