@@ -168,6 +168,7 @@ def test_a_model_that_cannot_be_served_ends_in_one_line(wrong: list[str], tmp_pa
         "by_hand --cases CNN(width=32) --rounds 1 --steps 1",
         "imbalance --dataset sample --model tiny --rows 40 --seeds 1",
         "lora --dataset sample --model tiny --rows 60 --test_rows 40 --seeds 1",
+        "long_documents --dataset sample --model tiny --rows 60 --tests 20 --epochs 1 --seeds 1",
         "one_or_two_processes --device cpu --data common/sample_news --rows 160 --test_rows 20 --epochs 1 --rounds 1",
         "scaling --processes 2 --strategies zero3 --steps 1 --rounds 1",
         "training_features async_saving --layouts 1x1 --rounds 1 --steps 1 --rows 1 --tokens 8",
