@@ -63,7 +63,7 @@ def _alone(family: str, count: int) -> Found:
         losses.append([])
         for batch in _micro_batches(step, count):
             model.seed_dropout(SEED, step, batch.first_row)
-            share, rows = _loss(model(batch.input_ids, batch.attention_mask), batch)
+            share, rows, _ = _loss(model(batch.input_ids, batch.attention_mask), batch)
             share.backward()
             losses[-1].append(rows.detach())
     model.eval()
@@ -82,7 +82,7 @@ def _piped(family: str, count: int, schedule: str) -> Found:
     make = pipeline.get_schedule_class
     pipeline.get_schedule_class = lambda name: built.append(name) or make(name)
     for step in range(len(LENGTHS)):
-        losses.append(pipe.run(_micro_batches(step, count), SEED, step, "fp32"))
+        losses.append(pipe.run(_micro_batches(step, count), SEED, step, "fp32")[0])
         for stage in stages:
             stage.eval()
         with torch.no_grad():
