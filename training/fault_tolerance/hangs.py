@@ -28,6 +28,7 @@ MARGIN_SECONDS = 1.0
 _LOOK_AGAIN = 0.25
 # The beginning of the last message of a rank that others wait for, but that waits for nobody.
 BUSY = "did not come for"
+GONE = "is gone: its process has ended"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ def find_missing(run_dir: Path, ranks: Ranks) -> tuple[list[Missing], list[int]]
     return [Missing(others[rank], why) for rank, why in sorted(lost.items())], sorted(others.keys() - lost.keys())
 
 
+def is_any_gone(run_dir: Path, ranks: Ranks) -> bool:
+    """Whether the process of a rank that runs on this machine has ended."""
+    others = [status for status in read_statuses(run_dir) if ranks.rank != status.rank < ranks.world_size]
+    return any(_known_problem(status) == GONE for status in others)
+
+
 def _known_problem(status: RankStatus) -> str | None:
     """What is wrong with a rank according to its own file, or to this machine's process table."""
     if status.state == "failed" and not status.message.startswith(LOST):
@@ -79,7 +86,7 @@ def _known_problem(status: RankStatus) -> str | None:
         return None
     state = _process_state(status.pid)
     if state in (None, "Z", "X"):
-        return "is gone: its process has ended"
+        return GONE
     return "does not move: its process is stopped" if state in ("T", "t") else None
 
 

@@ -11,13 +11,23 @@ from types import TracebackType
 from typing import NoReturn
 
 from common.errors import LostRank, in_one_line
-from training.fault_tolerance.hangs import BUSY, LOST, Missing, describe_position, find_missing, write_hang_record
+from training.fault_tolerance.hangs import (
+    BUSY,
+    LOST,
+    Missing,
+    describe_position,
+    find_missing,
+    is_any_gone,
+    write_hang_record,
+)
 from training.fault_tolerance.interruption import STOP_SECONDS, leave
 from training.monitoring.events import Event, RunStarted, StepsAgreed, Subscriber
 from training.parallelism.distributed import is_lost_rank, limit_collective_time, start_timeout
 from training.run.context import RunContext
 
 TICK = 0.5  # seconds
+# A launcher asks the others to stop when a rank has died. Whoever still waits for it after so long will wait in vain.
+GONE_SECONDS = 3.0
 # If another rank reports the failure, give it this long to do so.
 REPORT_SECONDS = 10.0
 RESUME_HINT = "The last checkpoint is safe: to resume, rerun the same command"
@@ -91,6 +101,8 @@ class Watchdog(Subscriber):
                 self._end_hang(still)
             if min(still, asked) > STOP_SECONDS:
                 self._stop_without_agreement()
+            elif min(still, asked) > GONE_SECONDS and is_any_gone(self._run_dir, self._ranks):
+                self._end_lost()
 
     def _end_hang(self, seconds: float) -> NoReturn:
         with self._report_lock:
@@ -106,6 +118,14 @@ class Watchdog(Subscriber):
             line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
             self._report_and_exit(1, line, reports=reports, at_once=not waits)
+
+    def _end_lost(self) -> None:
+        with self._report_lock:
+            # The connection should have said so; NCCL's does not, and gloo's rarely misses it.
+            missing, reports = self._find_missing_ranks()
+            self._report_and_exit(
+                1, f"{self._line(missing, 'a connection is silent')} [rank-lost]", reports=reports, at_once=True
+            )
 
     def _stop_without_agreement(self) -> None:
         with self._report_lock:

@@ -127,6 +127,22 @@ def test_a_rank_that_ends_is_named_with_its_reason(
     assert re.match(rf"error: lost at step \d+: a connection ended; {named}.*\. {GO_ON}", line), line
 
 
+def test_a_rank_that_does_not_hear_of_a_dead_one_ends_soon_after_the_launcher_asks(
+    start_ranks: Callable[..., StartedRanks], tmp_path: Path
+) -> None:
+    ranks = start_ranks(2, *LONG, fault=partial(_loop_for_ever, busy=0))
+    ranks.wait_until(lambda: _has_stepped(ranks)() and _status(tmp_path / "model.run", 0).step == 3)
+    ranks.signal(1, signal.SIGKILL)
+    ranks.exit_code(1)
+
+    ranks.signal(0, signal.SIGTERM)
+
+    assert ranks.exit_code(0) == 1  # 75 if it had tried to agree with the others on a stop
+    [line] = ranks.errors
+    named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) is gone: its process has ended; last seen "
+    assert re.match(rf"error: lost at step 4: a connection is silent; {named}.*\. {GO_ON} \[rank-lost\]", line), line
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(start_ranks: Callable[..., StartedRanks]) -> None:
     ranks = start_ranks(2, *LONG)
