@@ -100,9 +100,16 @@ class SavedModel:
         """How long texts are cut into windows; None if the model reads only their beginning."""
         return Windows.of(self.config)
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the model reads two texts together."""
+        return PAIR_KEY in self.config
+
     def tokenizer(self) -> TextTokenizer:
         try:
-            tokenizer = TextTokenizer.from_json(self.tokenizer_json, self.max_length, self.cleaning, self.windows)
+            tokenizer = TextTokenizer.from_json(
+                self.tokenizer_json, self.max_length, self.cleaning, self.windows, reads_pairs=self.reads_pairs
+            )
         except (TypeError, ValueError) as error:
             raise ModelLoadError(self.path, str(error).strip().splitlines()[0]) from error
         vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
@@ -141,14 +148,6 @@ def read_saved_model(path: Path) -> SavedModel:
         "no such model",
         "train one (python -m training.train_single) or set MODEL_CHECKPOINT to a model folder or .pt file",
     )
-
-
-def read_served_model(path: Path) -> SavedModel:
-    """Like :func:`read_saved_model`, for a server: refuses a model that reads more than one text."""
-    saved = read_saved_model(path)
-    if PAIR_KEY in saved.config:
-        raise ModelLoadError(saved.path, "reads pairs of texts, and requests have one", "use transformers' pipeline")
-    return saved
 
 
 def _read_folder(folder: Path) -> SavedModel:
@@ -235,6 +234,10 @@ def _checked(saved: SavedModel) -> SavedModel:
     if saved.problem_type is MULTI_LABEL:
         _check_thresholds(saved)
     _check_windows(saved)
+    separator = saved.config.get(PAIR_KEY, 0)
+    if type(separator) is not int or separator < 0:
+        what = f"{PAIR_KEY} {separator!r} in config.json: must be the id of the token between two texts"
+        raise ModelLoadError(saved.path, what, "copy config.json from the training run again")
     twice = next((label for i, label in enumerate(saved.labels) if label in saved.labels[:i]), None)
     if twice is not None:
         what = f"two classes are named {twice!r}"
@@ -251,6 +254,8 @@ def _check_windows(saved: SavedModel) -> None:
         windows = saved.windows
     except ValueError as error:
         raise ModelLoadError(saved.path, f"{error} (in config.json)", remedy) from error
+    if windows and saved.reads_pairs:
+        raise ModelLoadError(saved.path, "windows of pairs of texts in config.json, which are not read", remedy)
     if windows and windows.length != saved.max_length:
         what = f"windows of {windows.length} tokens in config.json, but a model_max_length of {saved.max_length}"
         raise ModelLoadError(saved.path, what, remedy)

@@ -8,6 +8,7 @@ wherever it was resumed, it has the same rows.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,10 @@ from common.rows import (
     check_utf8,
     csv_records,
     find_layout,
+    joined,
     utf8_bytes,
 )
+from common.text import Text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,11 +43,12 @@ AG_NEWS_COLUMNS = ("class", "title", "description")
 class Part:
     """Consecutive rows with all their columns.
 
-    ``texts``: of each row, None if it cannot be used; ``problems`` then says why, by the row's position in the part.
+    ``texts``: of each row, a pair if there is a second column; None if it cannot be used, and ``problems`` then says
+    why, by the row's position in the part.
     """
 
     rows: list[dict[str, Any]] | pyarrow.Table
-    texts: list[str | None]
+    texts: list[Text | None]
     problems: dict[int, str] = field(default_factory=dict)
     end: Place = field(default_factory=Place)
 
@@ -65,7 +69,14 @@ class PartReader:
         raise NotImplementedError
 
 
-def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str, part_rows: int = ROWS_PER_PART) -> PartReader:
+def open_parts(
+    name: str,
+    suffix: str,
+    file: BinaryIO,
+    text_column: str,
+    part_rows: int = ROWS_PER_PART,
+    pair_column: str = "",
+) -> PartReader:
     """A reader for an open file that can seek.
 
     Args:
@@ -74,33 +85,29 @@ def open_parts(name: str, suffix: str, file: BinaryIO, text_column: str, part_ro
         file: it is left open.
         text_column: the column that is classified; case does not matter.
         part_rows: the most rows of a part.
+        pair_column: the column of the second text, for a model that reads pairs.
 
     Raises:
         UserError: it is not such a file, has no such column or no rows.
     """
-    readers: dict[str, Callable[[str, BinaryIO, str, int], PartReader]] = {
+    readers: dict[str, Callable[[str, BinaryIO, Columns, int], PartReader]] = {
         ".csv": CsvParts,
         ".tsv": CsvParts,
         ".parquet": ParquetParts,
     }
-    return readers.get(suffix, JsonLinesParts)(name, file, text_column, part_rows)
+    return readers.get(suffix, JsonLinesParts)(name, file, Columns(text_column, "", pair_column), part_rows)
 
 
-def _no_column(name: str, text_column: str, found: Sequence[str]) -> NoReturn:
-    missing = Columns(text_column, text_column).missing(found).split(" and ")[0]
-    among = ", ".join(found[:20])
-    raise UserError(
-        f"{name}: {missing if ' among ' in missing else f'no column {text_column} among {among}'}; "
-        "name yours with --text_column",
-        code="data-columns",
-    )
+def _no_column(name: str, columns: Columns, found: Sequence[str]) -> NoReturn:
+    flags = "--text_column and --pair_column" if columns.pair else "--text_column"
+    raise UserError(f"{name}: {columns.missing(found)}; name yours with {flags}", code="data-columns")
 
 
 class _Collecting(Reading):
     """Collects what cannot be used as rows of their own, in the order in which the lines are read."""
 
-    def __init__(self, text_column: str, part: Part) -> None:
-        super().__init__(Columns(text_column, text_column), skip=True)
+    def __init__(self, columns: Columns, part: Part) -> None:
+        super().__init__(columns, skip=True)
         self._part = part
 
     def reject(self, where: str, why: str, rows: int = 1) -> None:
@@ -113,8 +120,8 @@ class _Collecting(Reading):
 class _TextParts(PartReader):
     """What CSV and JSON lines share: lines, and parts that end after so many rows or bytes."""
 
-    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
-        self._name, self._file, self._text_column, self._part_rows = name, file, text_column, part_rows
+    def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
+        self._name, self._file, self._wanted, self._part_rows = name, file, wanted, part_rows
         file.seek(0)
         try:
             head = utf8_bytes(file.read(4096)[:4095])
@@ -150,19 +157,27 @@ class _TextParts(PartReader):
         part.end = replace(part.end, rows=place.rows + len(part.texts))
         return part
 
-    def _add(self, part: Part, line: int, row: dict[str, Any], text: object, problem: str = "") -> None:
+    def _add(self, part: Part, line: int, row: dict[str, Any], texts: Sequence[Any], problem: str = "") -> None:
         assert isinstance(part.rows, list)
-        problem = problem or _problem_of(text)
+        problem = problem or _problem_of(texts)
         if problem:
             part.problems[len(part.texts)] = f"{self._name} line {line}: {problem}"
         part.rows.append(row)
-        part.texts.append(None if problem else str(text))
+        part.texts.append(None if problem else _text_of(texts))
 
 
-def _problem_of(text: object) -> str:
-    if isinstance(text, str) and text.strip():
-        return ""
-    return f"the text is {'empty' if isinstance(text, str) else 'not a string'}"
+def _problem_of(texts: Sequence[Any]) -> str:
+    """What is wrong with the text of a row, or with one of a pair."""
+    for name, text in zip(("text", "second text"), texts, strict=False):
+        if not isinstance(text, str):
+            return f"the {name} is not a string"
+        if not text.strip():
+            return f"the {name} is empty"
+    return ""
+
+
+def _text_of(texts: Sequence[str]) -> Text:
+    return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
 
 class CsvParts(_TextParts):
@@ -179,7 +194,7 @@ class CsvParts(_TextParts):
         except IndexError:
             raise UserError(f"{self._name}: holds no rows", code="data-empty") from None
         try:
-            self._layout = find_layout(line, Columns(self._text_column, self._text_column))
+            self._layout = find_layout(line, self._wanted)
         except ValueError:
             self._layout = self._without_text_column(line)
         if self._layout.places:
@@ -201,30 +216,32 @@ class CsvParts(_TextParts):
         try:
             check_utf8(line)
             layout = find_layout(line, Columns())
-            if self._text_column == Columns().text and not layout.places:
+            if self._wanted == Columns(label="") and not layout.places:
                 return layout
         except ValueError as error:
             if "UTF-8" in str(error):
                 raise UserError(f"{self._name}: {error}", code="data-unreadable") from error
         rows = (next(csv.reader([line], delimiter=separator), []) for separator in ",;\t")
-        _no_column(f"{self._name} line {self._header_lines}", self._text_column, max(rows, key=len))
+        _no_column(f"{self._name} line {self._header_lines}", self._wanted, max(rows, key=len))
 
     def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
         skipped = max(start, self._header_lines)
-        collecting = _Collecting(self._text_column, part)
+        collecting = _Collecting(self._wanted, part)
         width, places = len(self.columns), self._layout.places
         # A rejected line adds its row to the part on its own, before the next record is yielded.
         for line, fields in csv_records(self._name, lines, skipped, self._layout.separator, collecting):
             if fields:
-                problem, joined = "", "".join(fields)
-                if not joined.isascii() and not _is_utf8(joined):
+                problem, line_text = "", "".join(fields)
+                if not line_text.isascii() and not _is_utf8(line_text):
                     problem = 'not UTF-8 text; save the file as UTF-8 (in Excel "CSV UTF-8")'
                     fields = [part.encode(errors="surrogateescape").decode(errors="replace") for part in fields]
                 if places and len(fields) != width:
                     problem = problem or f"{len(fields)} fields, but the header has {width}"
                 padded = [*fields[:width], *[""] * (width - len(fields))]
-                text = padded[places[0][0]] if places else " ".join(field for field in fields[1:] if field)
-                self._add(part, line, dict(zip(self.columns, padded, strict=True)), text, problem)
+                texts = [" ".join(field for field in fields[1:] if field)]
+                if places:
+                    texts = [joined([padded[i] for i in text]) for text in places]
+                self._add(part, line, dict(zip(self.columns, padded, strict=True)), texts, problem)
             yield line
 
 
@@ -241,19 +258,20 @@ class JsonLinesParts(_TextParts):
 
     def _find_columns(self) -> None:
         self.columns = []
+        self._names: list[str] = []
+        self._keys: list[list[str]] = []
         # What a table gets its columns from, if the rows are written as one.
         self.first_rows: list[dict[str, Any]] = []
         first = self.read(Place())
         assert isinstance(first.rows, list)
         self.first_rows = [row for row in first.rows if row]
         self.columns = list(dict.fromkeys(name for row in self.first_rows for name in row))
-        if self.columns and self._text_column.lower() not in [name.lower() for name in self.columns]:
-            _no_column(self._name, self._text_column, self.columns)
+        if self.columns and self._wanted.missing(self.columns):
+            _no_column(self._name, self._wanted, self.columns)
         if not self.columns and first.problems:
             raise UserError(first.problems[min(first.problems)], code="data-unreadable")
 
     def _records(self, lines: Lines, start: int, part: Part) -> Iterator[int]:
-        wanted = self._text_column.lower()
         number = start
         while True:
             try:
@@ -263,12 +281,19 @@ class JsonLinesParts(_TextParts):
             number += 1
             if line.strip():
                 row, problem = _json_object(line)
-                key = self._text_column if self._text_column in row else None
-                key = key or next((name for name in row if name.strip().lower() == wanted), None)
-                if key is None:
-                    problem = problem or f"no column {self._text_column} among {', '.join(list(row)[:20])}"
-                self._add(part, number, row, row.get(key) if key is not None else None, problem)
+                problem = problem or self._look_for_columns(list(row))
+                texts = [] if problem else [joined([row[key] for key in text]) for text in self._keys]
+                self._add(part, number, row, texts, problem)
             yield number
+
+    def _look_for_columns(self, names: list[str]) -> str:
+        """Find the keys of a row's texts; returns what is missing. Most rows have the names of the one before."""
+        if names != self._names:
+            if missing := self._wanted.missing(names):
+                return missing
+            self._names = names
+            self._keys = [[names[i] for i in text] for text in self._wanted.among(names)]
+        return ""
 
 
 def _json_object(line: str) -> tuple[dict[str, Any], str]:
@@ -289,7 +314,7 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
 class ParquetParts(PartReader):
     """Parquet: row groups of any size are read in slices."""
 
-    def __init__(self, name: str, file: BinaryIO, text_column: str, part_rows: int) -> None:
+    def __init__(self, name: str, file: BinaryIO, wanted: Columns, part_rows: int) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -307,14 +332,15 @@ class ParquetParts(PartReader):
             message = f"{name}: not a readable Parquet file ({first_line(error)}); copy it again"
             raise UserError(message, code="data-unreadable") from error
         self.columns = self.schema.names
-        names = [column.strip().lower() for column in self.columns]
-        if text_column.lower() not in names:
-            _no_column(name, text_column, self.columns)
-        self._text = names.index(text_column.lower())
-        kind = self.schema.types[self._text]
-        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
-            raise UserError(f"{name}: the column {text_column} holds {kind} and not text", code="data-columns")
+        if wanted.missing(self.columns):
+            _no_column(name, wanted, self.columns)
+        self._texts = wanted.among(self.columns)
+        for place in itertools.chain(*self._texts):
+            kind = self.schema.types[place]
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
+                what = f"the column {self.columns[place]} holds {kind} and not text"
+                raise UserError(f"{name}: {what}", code="data-columns")
         self.num_rows = self._file.metadata.num_rows
         if not self.num_rows:
             raise UserError(f"{name}: holds no rows", code="data-empty")
@@ -338,16 +364,20 @@ class ParquetParts(PartReader):
             while self._row < place.offset:  # in steps: a row group may be too large for memory
                 self._take(min(self.rows_per_part, place.offset - self._row))
             table = self._take(num_rows)
-            column = table.column(self._text).cast(self._pyarrow.string())
-            texts: list[str | None] = column.to_pylist()
+            columns = [
+                zip(*(table.column(i).cast(self._pyarrow.string()).to_pylist() for i in text), strict=True)
+                for text in self._texts
+            ]
         except self._unreadable as error:
             message = f"{self._name} rows {place.offset + 1} to {end.offset}: cannot be read ({first_line(error)})"
             raise UserError(message + "; copy the file again", code="data-unreadable") from error
-        part = Part(table, texts, end=end)
-        for position, text in enumerate(texts):
-            if problem := _problem_of(text):
+        part = Part(table, [], end=end)
+        for position, cells in enumerate(zip(*columns, strict=True)):
+            texts = [joined(text) for text in cells]
+            problem = _problem_of(texts)
+            if problem:
                 part.problems[position] = f"{self._name} row {place.offset + position + 1}: {problem}"
-                texts[position] = None
+            part.texts.append(None if problem else _text_of(texts))
         return part
 
     def _group_of(self, row: int) -> int:

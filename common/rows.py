@@ -493,7 +493,7 @@ def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
 
 def text_and_label(*cells: Sequence[Any]) -> tuple[Any, Any]:
     """What a row's cells make: those of the text, of the label (None without) and, of pairs, of the second text."""
-    text, *pair = [_joined(columns) for columns in (*cells[:1], *cells[2:])]
+    text, *pair = [joined(columns) for columns in (*cells[:1], *cells[2:])]
     labels = cells[1] if len(cells) > 1 else [None]
     return ((text, *pair) if pair else text), labels[0] if len(labels) == 1 else tuple(labels)
 
@@ -505,7 +505,7 @@ def _applies(name: str, cell: Any) -> bool:
     return yes_and_no[said]
 
 
-def _joined(cells: Sequence[Any]) -> Any:
+def joined(cells: Sequence[Any]) -> Any:
     """What is not empty, with a space between, as in AG News; any cell that is not a text stands for the whole."""
     if len(cells) == 1:
         return cells[0]
@@ -610,14 +610,14 @@ Target = int | tuple[int, ...] | float
 class LabelledRows:
     """Texts with what is right for each.
 
-    ``name``: the file they are from. ``texts``: as found, not cleaned. ``calibration_texts``: texts that accuracy is
-    not measured on, if any, such as a folder's training rows.
+    ``name``: the file they are from. ``texts``: as found, not cleaned; pairs if their columns have a second text.
+    ``calibration_texts``: texts that accuracy is not measured on, if any, such as a folder's training rows.
     """
 
     name: str
-    texts: list[str]
+    texts: list[Text]
     targets: list[Target]
-    calibration_texts: list[str]
+    calibration_texts: list[Text]
 
 
 def find_rows(model_dataset: str | None, problem_type: ProblemType = SINGLE_LABEL) -> Path:
@@ -660,7 +660,7 @@ def read_labelled_rows(
             f"{path}: {what}; --rows names a folder with test.csv, a CSV or JSONL file", code="data-not-found"
         )
     class_of = {label: class_id for class_id, label in enumerate(labels)}
-    texts: list[str] = []
+    texts: list[Text] = []
     targets: list[Target] = []
     for where, text, cell in _rows_of_model(file, columns, problem_type):
         try:
@@ -698,13 +698,14 @@ def _split_file(folder: Path, split: str) -> Path | None:
     return next((folder / f"{split}{suffix}" for suffix in FORMATS if (folder / f"{split}{suffix}").is_file()), None)
 
 
-def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, str, Any]]:
+def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, Text, Any]]:
     remedy = "the columns must have the names of training's"
     reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
     classes = file.with_name("classes.txt")
     found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []
     for where, text, label in read_file(file, reading, [name.strip() for name in found if name.strip()]):
-        if not isinstance(text, str):
+        parts = [text] if not columns.pair else list(text)
+        if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{where}: the text is not a string", code="row-unusable")
-        if text.strip():
+        if all(part.strip() for part in parts):
             yield where, text, reading.label_of(label)

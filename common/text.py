@@ -5,14 +5,18 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html.entities import html5
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Encoding, Tokenizer
 
 from common.windows import Windows
+
+if TYPE_CHECKING:
+    import torch
 
 # Raise it whenever a text may come to other tokens than before: cached tokens are then made again, and a run that began
 # with the old ones is not resumed with the new.
@@ -151,6 +155,24 @@ def in_one_line(text: Text) -> str:
     return text if isinstance(text, str) else " | ".join(text)
 
 
+def num_chars(text: Text) -> int:
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def type_separator(config: Mapping[str, Any]) -> int | None:
+    """The id behind which a pair's tokens have type 1; None if the model reads single texts or knows no types."""
+    return config.get(PAIR_KEY) if config.get("type_vocab_size", 1) > 1 else None
+
+
+def segments_of(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
+    """Which text of a pair each token belongs to, 0 or 1, int64 (texts, tokens).
+
+    The ids tell: the second text begins behind the first separator. What they say of padding does not matter.
+    """
+    is_separator = (input_ids == separator).long()
+    return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
+
+
 def cleaner(cleaning: str) -> Callable[[str], str]:
     """Return what texts go through for one of `CLEANINGS`; it gives an empty text where there is nothing to read."""
     return clean_text if cleaning == "news" else _as_it_is
@@ -175,15 +197,26 @@ class Encoded:
 
 
 class TextTokenizer:
-    """Cleans and tokenises texts; may be shared by threads. Without ``windows``, long texts are cut."""
+    """Cleans and tokenises texts; may be shared by threads.
+
+    Without ``windows``, long texts are cut, and of a pair always the longer one. ``reads_pairs`` only tells users of
+    the tokenizer whether its model expects pairs.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, max_length: int, cleaning: str = "news", windows: Windows | None = None
+        self,
+        tokenizer: Tokenizer,
+        max_length: int,
+        cleaning: str = "news",
+        windows: Windows | None = None,
+        *,
+        reads_pairs: bool = False,
     ) -> None:
         if max_length < 3:
             raise ValueError(f"max_length {max_length}: must be at least 3 (two special tokens and one word)")
         self.max_length = max_length
         self.windows = windows
+        self.reads_pairs = reads_pairs
         self.clean = cleaner(cleaning)
         self._tokenizer = tokenizer
         # A saved tokenizer.json may carry the cutting and padding of whoever saved it.
@@ -204,14 +237,20 @@ class TextTokenizer:
 
     @classmethod
     def from_json(
-        cls, text: str, max_length: int, cleaning: str = "news", windows: Windows | None = None
+        cls,
+        text: str,
+        max_length: int,
+        cleaning: str = "news",
+        windows: Windows | None = None,
+        *,
+        reads_pairs: bool = False,
     ) -> TextTokenizer:
         """Build the tokenizer from the contents of a ``tokenizer.json``; else as `from_file`."""
         try:
             tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the Rust side raises bare Exception
             raise ValueError(f"not a tokenizer.json: {error}") from error
-        return cls(tokenizer, max_length, cleaning, windows)
+        return cls(tokenizer, max_length, cleaning, windows, reads_pairs=reads_pairs)
 
     @property
     def most_ids(self) -> int:
@@ -227,10 +266,15 @@ class TextTokenizer:
         return ManyTexts(self, self._tokenizer)
 
     def encode(self, texts: Sequence[Text]) -> list[Encoded]:
-        return self.encode_cleaned([self._clean_both(text) for text in texts])
+        return self.encode_cleaned([self.clean_all(text) for text in texts])
 
-    def _clean_both(self, text: Text) -> Text:
+    def clean_all(self, text: Text) -> Text:
+        """Clean a text, or both texts of a pair."""
         return self.clean(text) if isinstance(text, str) else (self.clean(text[0]), self.clean(text[1]))
+
+    def examples(self, texts: Sequence[str]) -> list[Text]:
+        """These texts as the model reads them: one by one, or each together with the one after it."""
+        return list(zip(texts, [*texts[1:], texts[0]], strict=True)) if self.reads_pairs else list(texts)
 
     def locate(self, text: str, passages: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Where passages of the cleaned text are in the text itself."""
@@ -246,7 +290,17 @@ class TextTokenizer:
         if self.windows:
             return [_in_windows(encoding, self.windows) for encoding in self._tokenizer.encode_batch(texts)]
         # "Fast" leaves out the places in the text, which nobody asks for.
-        return [_encoded(encoding) for encoding in self._tokenizer.encode_batch_fast(texts)]
+        encodings = self._tokenizer.encode_batch_fast(texts)
+        return [
+            _encoded(encoding) if isinstance(text, str) or not encoding.overflowing else self._cut_pair(encoding, text)
+            for encoding, text in zip(encodings, texts, strict=True)
+        ]
+
+    def _cut_pair(self, encoding: Encoding, pair: tuple[str, str]) -> Encoded:
+        # What was cut off comes in all combinations of the two texts, so each is counted alone.
+        alone = sum(_encoded(one).num_tokens for one in self._tokenizer.encode_batch_fast(pair))
+        special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
+        return Encoded(ids=encoding.ids, num_tokens=alone - 2 * special[0] + special[1], truncated=True)
 
 
 def _encoded(encoding: Encoding) -> Encoded:
@@ -280,7 +334,8 @@ class ManyTexts:
     """Token ids of a long series of cleaned texts, as `TextTokenizer.encode_cleaned` gives them, but faster.
 
     BERT's tokenizers treat what stands between two spaces apart from the rest, and most words of a series have come
-    before. So each is tokenised once and remembered. Other tokenizers look across spaces: theirs is the usual way.
+    before. So each is tokenised once and remembered. Other tokenizers look across spaces, and of pairs it depends on
+    both texts what is cut: theirs is the usual way.
     """
 
     def __init__(self, texts: TextTokenizer, tokenizer: Tokenizer) -> None:
@@ -289,8 +344,8 @@ class ManyTexts:
         self._num_chars = 0
         self._frame = _frame_of(tokenizer)
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._frame is None:
+    def token_ids(self, texts: Sequence[Text]) -> list[list[int]]:
+        if self._frame is None or self._texts.reads_pairs:
             return [encoded.ids for encoded in self._texts.encode_cleaned(texts)]
         begin, end = self._frame
         room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows

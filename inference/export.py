@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import OneLineParser, UserError, first_line, positive, run_command
-from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_served_model
+from common.model_folder import PRECISIONS, SavedModel, is_artefact, read_saved_model
 from common.rows import SAMPLE_NEWS, TEXT_AND_LABEL, Columns, LabelledRows, find_rows, read_labelled_rows
 from inference.engines import native
 from inference.engines.native.architecture import EncoderShape
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         if is_artefact(options.model):
             what = f"{options.model}: is already an artefact; give the model it was made from"
             raise UserError(what, code="export-failed")
-        saved = read_served_model(options.model)
+        saved = read_saved_model(options.model)
         rows = _read_rows(options, saved, console)
         engine = options.engine or _default_engine(saved.config)
         if options.precision not in PRECISIONS[engine]:
@@ -88,7 +88,11 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     dataset = saved.metadata.get("dataset")
     path = options.rows or find_rows(dataset, saved.problem_type)
     text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
-    columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label)
+    pair = str(saved.metadata.get("pair_column", "text_pair")) if saved.reads_pairs else ""
+    if saved.reads_pairs and path == SAMPLE_NEWS:
+        what = f"{options.model}: reads pairs of texts, and the sample news are single ones; name rows with --rows"
+        raise UserError(what, code="data-not-found")
+    columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)
     if options.rows is None and path == SAMPLE_NEWS:
         console.print(f"Measuring on the sample news ({len(rows.texts)} rows); --rows takes your own test set.")

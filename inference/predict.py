@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import OneLineParser, UserError, run_command
+from common.text import Text
 from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
@@ -28,7 +29,12 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m inference.predict", description="Classify news texts.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("text", nargs="?", help="the text to classify")
-    what.add_argument("--file", help="classify a file with one text per line; - reads standard input")
+    what.add_argument(
+        "--file",
+        help="classify a file with one text per line, or for a model that reads pairs with two that a tab separates; - "
+        "reads standard input",
+    )
+    parser.add_argument("--pair", metavar="TEXT", help="the second text, for a model that reads pairs")
     parser.add_argument("--model", type=Path, help="model folder, .pt file or artefact (default: MODEL_CHECKPOINT)")
     parser.add_argument(
         "--engine",
@@ -37,7 +43,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; for a file, one object per line")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.file is not None and options.pair is not None:
+        parser.error("--pair belongs to a single text; the lines of --file have both texts")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +75,13 @@ def _predict_text(options: argparse.Namespace) -> None:
     if not options.text.strip():  # before the model is loaded, which takes seconds
         raise UserError("the text is blank: there is nothing to classify", code="prediction-failed")
     model = _load_model(options)
-    prediction = cast("dict[str, Any]", model.predict(options.text))
+    if model.reads_pairs is (options.pair is None):
+        what = "reads single texts; leave out --pair"
+        if model.reads_pairs:
+            what = "reads pairs of texts; give the second one with --pair"
+        raise UserError(f"{model.info['path']}: {what}", code="prediction-failed")
+    text = options.text if options.pair is None else (options.text, options.pair)
+    prediction = cast("dict[str, Any]", model.predict(text))
     print(json.dumps(prediction) if options.json else _chart(prediction, model.answering))
 
 
@@ -91,30 +106,40 @@ def _given(prediction: dict[str, Any]) -> str:
 
 def _predict_file(options: argparse.Namespace) -> None:
     with nullcontext(sys.stdin.buffer) if options.file == "-" else Path(options.file).open("rb") as source:
-        texts = _texts(source)
-        chunk = list(islice(texts, _LINES_AT_ONCE))
+        lines = _lines(source)
+        chunk = list(islice(lines, _LINES_AT_ONCE))
         if not chunk:
             raise UserError(f"--file {options.file}: has no text to classify", code="prediction-failed")
         model = _load_model(options)
         while chunk:
-            readable = [text for text in chunk if model.tokenizer.clean(text)]
-            answers = cast("list[dict[str, Any]]", model.predict_batch(readable))
-            _print_lines(zip(readable, answers, strict=True), model.answering, as_json=options.json)
-            chunk = list(islice(texts, _LINES_AT_ONCE))
+            readable = [line for line in chunk if model.tokenizer.clean(line)]
+            texts = [_pair(options.file, line) for line in readable] if model.reads_pairs else readable
+            answers = cast("list[dict[str, Any]]", model.predict_batch(texts))
+            _print_lines(zip(texts, answers, strict=True), model.answering, as_json=options.json)
+            chunk = list(islice(lines, _LINES_AT_ONCE))
 
 
-def _texts(source: BinaryIO) -> Iterator[str]:
+def _pair(file: str, line: str) -> tuple[str, str]:
+    first, _, second = line.partition("\t")
+    if not second.strip() or "\t" in second:
+        what = f"--file {file}: the model reads pairs of texts, so each line needs two with a tab between; found"
+        raise UserError(f"{what} {line.strip()[:60]!r}", code="prediction-failed")
+    return first, second
+
+
+def _lines(source: BinaryIO) -> Iterator[str]:
     lines = (line.decode("utf-8", errors="replace") for line in source)
     return (line for line in lines if line.strip())
 
 
-def _print_lines(answers: Iterable[tuple[str, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:
+def _print_lines(answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:
     for text, prediction in answers:
-        text = " ".join(text.split())
+        parts = [" ".join(part.split()) for part in ([text] if isinstance(text, str) else text)]
         if as_json:
-            print(json.dumps({"text": text, **prediction}, ensure_ascii=False))
+            named = dict(zip(("text", "text_pair"), parts, strict=False))
+            print(json.dumps({**named, **prediction}, ensure_ascii=False))
         else:
-            print(f"{_line(prediction, answering)}\t{text}")
+            print("\t".join([_line(prediction, answering), *parts]))
     sys.stdout.flush()
 
 

@@ -49,7 +49,17 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"{', '.join(ENGINES)} (default: ENGINE, else the fastest that works here)",
     )
-    parser.add_argument("--text_column", default="text", metavar="NAME", help="column with the text (default: text)")
+    parser.add_argument(
+        "--text_column",
+        default="text",
+        metavar="NAME",
+        help="column with the text, or several as in title,body (default: text)",
+    )
+    parser.add_argument(
+        "--pair_column",
+        metavar="NAME",
+        help="column with the second text, for a model that reads pairs (default: text_pair)",
+    )
     parser.add_argument(
         "--bad_rows",
         choices=("refuse", "keep"),
@@ -95,6 +105,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.restart:
         job.discard()
     model = _load_model(options, job)
+    if model.reads_pairs:
+        job.settings["pair_column"] = options.pair_column or "text_pair"
+    elif options.pair_column:
+        what = f"--pair_column {options.pair_column}: this model reads single texts; leave the flag out"
+        raise UserError(what, code="flags-conflict")
     if options.probabilities and model.answering.problem_type is REGRESSION:
         what = "--probabilities: this model answers with a number, which has none; leave the flag out"
         raise UserError(what, code="flags-conflict")

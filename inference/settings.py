@@ -235,8 +235,10 @@ class Settings(BaseModel):
 
     @property
     def max_body_values(self) -> int:
-        """The most JSON values in a body: a text and a list around it for each text, and room for other fields."""
-        return 2 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
+        """The most JSON values in a body: two texts and an object around them for each text, and room for other
+        fields.
+        """
+        return 3 * self.max_batch_texts + _JSON_OVERHEAD_VALUES
 
     @property
     def allowed_origins(self) -> list[str]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from common.text import Text, num_chars
 from inference.batching.batcher import FinishedPass
 from inference.batching.cache import Values
 from inference.batching.scheduler import Flow, QueuedText
@@ -61,13 +62,13 @@ class TextLengths:
         self.tokens_per_char = self._TOKENS_PER_CHAR
         self.tokens_per_text = min(self._TOKENS_PER_TEXT, max_length)
 
-    def add(self, text: str, num_tokens: int) -> None:
-        self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, len(text)) - self.tokens_per_char)
+    def add(self, text: Text, num_tokens: int) -> None:
+        self.tokens_per_char += self._WEIGHT * (num_tokens / max(1, num_chars(text)) - self.tokens_per_char)
         self.tokens_per_text += self._WEIGHT * (min(num_tokens, self.max_length) - self.tokens_per_text)
 
-    def expected(self, text: str) -> int:
+    def expected(self, text: Text) -> int:
         """Roughly how many tokens the model will read of a text."""
-        return min(self.max_length, 2 + int(len(text) * self.tokens_per_char))
+        return min(self.max_length, 2 + int(num_chars(text) * self.tokens_per_char))
 
 
 class Call:
@@ -86,7 +87,7 @@ class Call:
         "timer",
     )
 
-    def __init__(self, texts: Sequence[str], timeout_s: float, max_wait_s: float, lengths: TextLengths) -> None:
+    def __init__(self, texts: Sequence[Text], timeout_s: float, max_wait_s: float, lengths: TextLengths) -> None:
         self.loop = asyncio.get_running_loop()
         self.started = time.monotonic()
         self.timeout_s = timeout_s
@@ -127,7 +128,7 @@ class Caller:
         "truncated",
     )
 
-    def __init__(self, call: Call, text: str, reserved_tokens: int) -> None:
+    def __init__(self, call: Call, text: Text, reserved_tokens: int) -> None:
         self.call = call
         self.text = text
         self.reserved_tokens = reserved_tokens

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.text import Text
 from inference.batching.batcher import ASSUMED_TOKENS_PER_SECOND, Batcher, FinishedPass
 from inference.batching.cache import AnswerCache, Values
 from inference.batching.calls import Answer, Call, Caller, Outcome, TextLengths, deliver
@@ -126,11 +127,11 @@ class Classifier:
         """What a single text of usual length would be refused with now, if it would be."""
         return self._refusal(int(self._lengths.tokens_per_text), 1)
 
-    def submit(self, texts: Sequence[str], timeout_s: float) -> list[asyncio.Future[Answer]]:
+    def submit(self, texts: Sequence[Text], timeout_s: float) -> list[asyncio.Future[Answer]]:
         """Accept the texts of one call.
 
         Args:
-            texts: at least one.
+            texts: at least one, as the model reads them: single texts, or pairs.
             timeout_s: seconds after which unanswered texts fail.
 
         Returns:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.text import Encoded, TextTokenizer
+from common.text import Encoded, Text, TextTokenizer, num_chars
 from inference.batching.calls import Call, Caller, TextLengths, deliver
 from inference.batching.supervision import JOIN_SECONDS, SupervisedThread
 from inference.errors import ForwardError, RefusedTextError
@@ -84,19 +84,19 @@ class TokenizerThread:
 
     def _next_callers(self) -> list[Caller]:
         chosen: list[Caller] = []
-        num_chars = 0
-        while self._calls and len(chosen) < TEXTS_PER_ROUND and num_chars < CHARS_PER_ROUND:
+        size = 0
+        while self._calls and len(chosen) < TEXTS_PER_ROUND and size < CHARS_PER_ROUND:
             call = self._calls.popleft()
             chosen.append(call.callers[call.num_taken])
-            num_chars += len(chosen[-1].text)
+            size += num_chars(chosen[-1].text)
             call.num_taken += 1
             if call.num_taken < len(call.callers):
                 self._calls.append(call)
         return chosen
 
-    def _encode(self, texts: Sequence[str]) -> list[Encoded | Exception]:
+    def _encode(self, texts: Sequence[Text]) -> list[Encoded | Exception]:
         try:
-            cleaned = [self._tokenizer.clean(text) for text in texts]
+            cleaned = [self._tokenizer.clean_all(text) for text in texts]
             encoded = self._tokenizer.encode_cleaned(cleaned)
         except Exception as error:
             self._metrics.worker_failed()
@@ -104,11 +104,10 @@ class TokenizerThread:
             if len(texts) == 1:
                 return [ForwardError(f"the tokenizer failed on this text ({type(error).__name__})")]
             return [one for text in texts for one in self._encode([text])]
-        blank = RefusedTextError("blank_text", "the text is blank: there is nothing to classify")
         for i, one in enumerate(encoded):
             if one.passages:
                 encoded[i] = replace(one, passages=self._tokenizer.locate(texts[i], one.passages))
-        return [one if text else blank for text, one in zip(cleaned, encoded, strict=True)]
+        return [_unless_blank(text, one) for text, one in zip(cleaned, encoded, strict=True)]
 
     def _leave_round(self) -> list[Caller]:
         with self._changed:
@@ -122,3 +121,13 @@ class TokenizerThread:
         failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
         deliver((caller, failure) for caller in self._leave_round())
         self._metrics.worker_failed()
+
+
+def _unless_blank(cleaned: Text, encoded: Encoded) -> Encoded | RefusedTextError:
+    # Whoever reports it names the text before this.
+    if isinstance(cleaned, str):
+        return encoded if cleaned else RefusedTextError("blank_text", "is blank: there is nothing to classify")
+    if all(cleaned):
+        return encoded
+    which = "second" if cleaned[0] else "first"
+    return RefusedTextError("blank_text", f"has a blank {which} text: there is nothing to classify")

@@ -426,11 +426,10 @@ def _start_of(pid: int) -> str:
 class FileParts:
     """The parts of one input file: which are finished, and where they begin."""
 
-    def __init__(self, job: Job, number: int, text_column: str) -> None:
+    def __init__(self, job: Job, number: int) -> None:
         self.file = job.files[number]
         self._job, self._storage = job, job.outputs
         self._number = number
-        self._text_column = text_column
         self._reader: PartReader | None = None
         self._places: dict[int, Place] = {0: Place()}
         self._last = (0, Place())  # the furthest that is known
@@ -449,9 +448,10 @@ class FileParts:
             except OSError as error:
                 why = error.strerror or error
                 raise UserError(f"{self.file.path}: cannot be read ({why})", code="data-unreadable") from error
-            self._reader = open_parts(
-                self.file.path, self.file.suffix, source, self._text_column, self._job.settings["part_rows"]
+            text_column, part_rows, pair_column = (
+                self._job.settings.get(name, "") for name in ("text_column", "part_rows", "pair_column")
             )
+            self._reader = open_parts(self.file.path, self.file.suffix, source, text_column, part_rows, pair_column)
             self._size = self._reader.num_rows or self._job.inputs.version(self.file.path)["bytes"]
         return self._reader
 

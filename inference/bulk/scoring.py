@@ -143,7 +143,7 @@ class Scoring:
         self._job, self._model = job, model
         self._tokenize = model.tokenizer.many()
         self._keep = job.settings["bad_rows"] == "keep"
-        self.files = [FileParts(job, number, job.settings["text_column"]) for number in range(len(job.files))]
+        self.files = [FileParts(job, number) for number in range(len(job.files))]
         self._outs: dict[int, RowsOut] = {}
         self._assembling: dict[int, Future[None]] = {}
         self._done: set[int] = set()
@@ -263,7 +263,8 @@ class Scoring:
         for position, text in enumerate(part.texts):
             if text is None:
                 continue
-            if clean := tokenizer.clean(text):
+            clean = tokenizer.clean_all(text)
+            if all([clean] if isinstance(clean, str) else clean):
                 positions.append(position)
                 cleaned.append(clean)
             else:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from common.hardware import Hardware
 from common.model_folder import is_artefact, read_manifest
+from common.text import Text
 from inference.engines.answering import Answering, Prediction
 from inference.engines.base import answers_of
 from inference.engines.selection import load_model
@@ -25,6 +26,7 @@ class ModelLoader:
     Attributes:
         labels: Class names, by class id; of a regression model the name of its number.
         answering: Reads the engine's answers; it knows the problem type and the thresholds.
+        reads_pairs: Whether it reads two texts together.
         max_length: The most token ids that the model reads per text, special tokens included.
         metadata: The contents of the model's ``metrics.json``, empty if there is none.
         tokenizer: Cleans and tokenises texts for this model.
@@ -53,6 +55,7 @@ class ModelLoader:
         self.max_length = loaded.saved.max_length
         self.metadata: dict[str, Any] = loaded.saved.metadata
         self.tokenizer = loaded.tokenizer
+        self.reads_pairs = loaded.saved.reads_pairs
         self.engine = loaded.engine
         self.tokens_per_second = loaded.tokens_per_second
         place = loaded.saved.path
@@ -65,22 +68,24 @@ class ModelLoader:
             "path": str(place),
         }
 
-    def predict(self, text: str) -> Prediction:
-        self._refuse_blank("text", text)
+    def predict(self, text: Text) -> Prediction:
+        """Classify one text, or if the model reads pairs, two texts."""
+        self._refuse_unreadable("text", text)
         return self._classify([text])[0]
 
-    def predict_batch(self, texts: Sequence[str]) -> list[Prediction]:
-        """Classify texts; the answers come in the order of the texts.
+    def predict_batch(self, texts: Sequence[Text]) -> list[Prediction]:
+        """Classify texts, or pairs of texts; the answers come in their order.
 
         Raises:
             ForwardError: The model answers one of them with NaN.
-            ValueError: A text is blank; the message gives its position.
+            ValueError: A text is blank, or is a pair and the model reads single texts, or the other way round; the
+                message gives its position.
         """
         for position, text in enumerate(texts):
-            self._refuse_blank(f"texts[{position}]", text)
+            self._refuse_unreadable(f"texts[{position}]", text)
         return self._classify(texts)
 
-    def _classify(self, texts: Sequence[str]) -> list[Prediction]:
+    def _classify(self, texts: Sequence[Text]) -> list[Prediction]:
         token_ids = [encoded.ids for encoded in self.tokenizer.encode(texts)]
         return [self._prediction(row) for row in answers_of(self.engine, self.answering.problem_type, token_ids)]
 
@@ -89,8 +94,12 @@ class ModelLoader:
             raise ForwardError("the model answers this text with NaN")
         return cast("Prediction", self.answering.predict(answers.tolist()))
 
-    def _refuse_blank(self, name: str, text: str) -> None:
-        if not self.tokenizer.clean(text):
+    def _refuse_unreadable(self, name: str, text: Text) -> None:
+        if self.reads_pairs is isinstance(text, str):
+            expected = "pairs (text, text_pair)" if self.reads_pairs else "single texts"
+            raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
+        parts = [text] if isinstance(text, str) else text
+        if not all(map(self.tokenizer.clean, parts)):
             raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
 
 

@@ -23,7 +23,7 @@ from common.model_folder import (
     artefact_folder,
     is_artefact,
     read_manifest,
-    read_served_model,
+    read_saved_model,
     verified_manifest,
     weights_file,
 )
@@ -204,7 +204,7 @@ def _load_candidate(path: Path, name: str, reason: str, hardware: Hardware) -> L
 
 def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hardware) -> LoadedModel:
     manifest = verified_manifest(folder, model)
-    saved = read_served_model(folder)
+    saved = read_saved_model(folder)
     tokenizer = saved.tokenizer()
     engine = _artefact_engine(folder, manifest, saved.config, hardware)
     tolerance = FLOAT_TOLERANCE if manifest.precision == "fp32" else manifest.probe_tolerance
@@ -267,7 +267,7 @@ def _spread(folder: Path, manifest: Manifest) -> float:
 
 def check_probes(folder: Path, manifest: Manifest, saved: SavedModel, tokenizer: TextTokenizer, engine: Engine) -> None:
     is_number = saved.problem_type is REGRESSION
-    texts = [probe["text"] for probe in manifest.probes]
+    texts = [text if isinstance(text := probe["text"], str) else tuple(text) for probe in manifest.probes]
     expected = np.array([[probe["value"]] if is_number else probe["probabilities"] for probe in manifest.probes])
     found = answers_of(engine, saved.problem_type, [encoded.ids for encoded in tokenizer.encode(texts)])
     difference = np.abs(found - expected).max() if found.shape == expected.shape else np.inf
@@ -283,7 +283,7 @@ def check_probes(folder: Path, manifest: Manifest, saved: SavedModel, tokenizer:
 def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool = False) -> LoadedModel:
     weights = weights_file(path)
     before = _version_of(weights)  # to notice if the file is replaced while it is read
-    saved = read_served_model(path)
+    saved = read_saved_model(path)
     tokenizer = saved.tokenizer()
     place = saved.weights if isinstance(saved.weights, Path) else saved.path
     try:

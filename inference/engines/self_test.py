@@ -73,7 +73,7 @@ def check_engine(
     longest = min(tokenizer.max_length, _LONGEST)
     num_words = dict.fromkeys((1, 15, min(longest, _LONGEST_TOGETHER), longest))  # a word has at least one token
     texts = [" ".join(islice(cycle(_NEWS.split()), count)) for count in num_words]
-    token_ids = [encoded.ids for encoded in tokenizer.encode(texts)]
+    token_ids = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(texts))]
     alone = np.concatenate([_answers(place, engine, problem_type, [ids]) for ids in token_ids])
     if alone.shape[1] != len(labels):
         raise ModelLoadError(place, f"{alone.shape[1]} classes in the weights, {len(labels)} labels")
@@ -84,7 +84,7 @@ def check_engine(
     difference, unit = np.abs(together - alone[:3]).max(), ""
     if problem_type is REGRESSION:
         if spread is None:
-            others = [encoded.ids for encoded in tokenizer.encode(_SPREAD_TEXTS)]
+            others = [encoded.ids for encoded in tokenizer.encode(tokenizer.examples(_SPREAD_TEXTS))]
             found = [_answers(place, engine, problem_type, [ids]) for ids in others]
             spread = spread_of(np.concatenate([alone, *found]), _LEAST_SPREAD)
         difference, unit = difference / spread, " standard deviations"

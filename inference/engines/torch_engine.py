@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from common.text import segments_of, type_separator
 from inference.engines.base import CPU_BATCH_TOKENS, TokenBatch
 from inference.engines.windowed import widened_config, widened_weights
 
@@ -61,6 +62,7 @@ class TorchEngine:
         self.precision = precision or _fast_precision(self.device)
         self.name = f"torch {self.device.type} {self.precision}{' compiled' if compiled else ''}"
         self._pad_id: int | None = config.get("pad_token_id")
+        self._separator = type_separator(config)
         model = build_model(config, state_dict).to(self.device, _DTYPES[self.precision]).eval()
         self._config = model.config.get_text_config()
         self._model = torch.compile(model, dynamic=True) if compiled else model
@@ -72,11 +74,9 @@ class TorchEngine:
             # A decoder reads the last token that is not padding, so padding must be an id that no text has.
             unused = np.setdiff1d(np.arange(len(batch.ids) + 1), batch.ids)[0]
             pad_id = self._config.pad_token_id = min(int(unused), self._config.vocab_size - 1)
-        input_ids, attention_mask = batch.padded(pad_id)
-        output = self._model(
-            input_ids=torch.from_numpy(input_ids).to(self.device),
-            attention_mask=torch.from_numpy(attention_mask).to(self.device),
-        )
+        input_ids, attention_mask = (torch.from_numpy(array).to(self.device) for array in batch.padded(pad_id))
+        types = token_types(self._separator, input_ids)
+        output = self._model(input_ids=input_ids, attention_mask=attention_mask, **types)
         return output.logits.float().cpu().numpy()
 
 
@@ -86,6 +86,11 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     `load_file` only maps it. Overwriting the file would then change answers, and truncating it kill the process.
     """
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def token_types(separator: int | None, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a model with this `type_separator` is told besides ids and mask."""
+    return {} if separator is None else {"token_type_ids": segments_of(input_ids, separator)}
 
 
 def _fast_precision(device: torch.device) -> str:

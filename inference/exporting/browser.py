@@ -46,6 +46,9 @@ def browser_files(model: Path) -> dict[str, bytes]:
     if saved.windows:
         what = f"{model}: reads long texts in windows (--long windows), and the page in a browser cuts them"
         raise UserError(f"{what}; serve it with a server, or train it with --long cut", code="browser-windows")
+    if saved.reads_pairs:
+        what = f"{model}: reads pairs of texts, and the page in a browser has one text"
+        raise UserError(f"{what}; serve it with a server", code="browser-pairs")
     assert isinstance(engine, NativeEngine)
     tokenizer = tokenizer_settings(
         folder / "tokenizer.json", json.loads(saved.tokenizer_json), loaded.tokenizer, saved.cleaning

@@ -37,7 +37,7 @@ from common.model_folder import (
 )
 from common.problem_types import REGRESSION, ProblemType
 from common.rows import LabelledRows, evenly_spread
-from common.text import TextTokenizer
+from common.text import Text, TextTokenizer
 from inference.engines.base import answers_of
 from inference.engines.native.quantize import write_native
 from inference.engines.selection import build_engine, load_model
@@ -128,7 +128,8 @@ def export(
 
         with stages.stage("Write the manifest, load the artefact as a server will"):
             _write_description(saved, folder)
-            probe_ids = _encode(tokenizer, _PROBES)
+            probes = tokenizer.examples(_PROBES)
+            probe_ids = _encode(tokenizer, probes)
             answers = answers_of(reference, kind, probe_ids)
             difference = _refuse_distance(answers_of(artefact, kind, probe_ids), answers, comparison.spread, most, kind)
             before_speed, after_speed = comparison.texts_per_second
@@ -153,7 +154,7 @@ def export(
                     {"text": text, "value": float(row[0])}
                     if kind is REGRESSION
                     else {"text": text, "probabilities": row.round(6).tolist()}
-                    for text, row in zip(_PROBES, answers, strict=True)
+                    for text, row in zip(probes, answers, strict=True)
                 ],
                 probe_tolerance=round(min(difference + margin, most), 3),
             )
@@ -201,7 +202,7 @@ def replaced_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def _encode(tokenizer: TextTokenizer, texts: Sequence[Text]) -> list[list[int]]:
     return [encoded.ids for encoded in tokenizer.encode(texts)]
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from common.model_folder import SavedModel
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from common.rows import LabelledRows
+from common.text import Text, in_one_line
 from inference.engines.answering import spread_of
 from inference.engines.base import Engine, answers_of
 
@@ -281,6 +282,6 @@ def _decisions(saved: SavedModel, answers: NDArray[np.float64]) -> NDArray[Any]:
     return answers[:, 0]
 
 
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
+def _shortened(text: Text) -> str:
+    line = " ".join(in_one_line(text).split())
     return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 1] + "…"

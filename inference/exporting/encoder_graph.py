@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from common.encoders import BERT, DISTILBERT
+from common.text import segments_of, type_separator
 from inference.engines.native.architecture import ACTIVATIONS, EncoderShape
-from inference.engines.torch_engine import build_model
+from inference.engines.torch_engine import build_model, token_types
 
 # Softmax makes it exactly 0 in float32. Unlike infinity, it gives no NaN for a text that is all padding.
 _MASKED = -1e9
@@ -38,9 +39,11 @@ class _WholeModel(nn.Module):
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__()
         self.model = build_model({**config, "attn_implementation": "eager"}, dict(weights))
+        self.separator = type_separator(config)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        types = token_types(self.separator, input_ids)
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **types).logits
 
 
 class EncoderGraph(nn.Module):
@@ -59,9 +62,13 @@ class EncoderGraph(nn.Module):
         words = weights[f"{family.word_embeddings}.weight"].float()
         self.word_embeddings = _SmallEmbedding(words) if small_embeddings else nn.Embedding.from_pretrained(words)
         positions = weights[f"{family.position_embeddings}.weight"].float()
+        self.separator = shape.separator
         if family.token_type_embeddings:
-            # A single text is given, not a pair, so every token has type 0: add that embedding to the positions.
-            positions = positions + weights[f"{family.token_type_embeddings}.weight"].float()[0]
+            # Type 0 is added to the positions; only the tokens of a pair's second text differ from it.
+            types = weights[f"{family.token_type_embeddings}.weight"].float()
+            positions = positions + types[0]
+            if self.separator is not None:
+                self.register_buffer("second_text", types[1] - types[0])
         self.register_buffer("position_embeddings", positions)
         self.embedding_norm = _norm(shape, weights, family.embedding_norm)
         last = shape.num_layers - 1
@@ -75,7 +82,10 @@ class EncoderGraph(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits (texts, labels) from token ids and mask, both int64 (texts, tokens)."""
         positions = self.position_embeddings[: input_ids.shape[1]]
-        hidden = self.embedding_norm(self.word_embeddings(input_ids) + positions)  # (texts, tokens, hidden)
+        hidden = self.word_embeddings(input_ids) + positions  # (texts, tokens, hidden)
+        if self.separator is not None:
+            hidden = hidden + segments_of(input_ids, self.separator)[..., None] * self.second_text
+        hidden = self.embedding_norm(hidden)
         # Added to the scores of every head and query: (texts, 1, 1, tokens).
         mask = ((1 - attention_mask) * _MASKED)[:, None, None, :].to(hidden.dtype)
         for block in self.blocks:

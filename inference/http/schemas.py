@@ -28,6 +28,10 @@ _EXAMPLE_VALUE = {"value": 3.21, "truncated": False, "num_tokens": 13}
 Text = Annotated[str, Field(description="Plain text of up to MAX_TEXT_CHARS characters; not blank.")]
 # Validation stops at the first invalid entry: an error per entry would take far more memory than the entries.
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Pair = Annotated[
+    str | None,
+    Field(default=None, description="The second text, for a model that reads pairs (`reads_pairs` of GET /model)."),
+]
 TopK = Annotated[
     int | None,
     Field(default=None, ge=1, description="Give only so many probabilities, the highest first; null gives all."),
@@ -46,6 +50,7 @@ class PredictRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
 
     text: Text
+    text_pair: Pair = None
     top_k: TopK = None
 
 
@@ -55,6 +60,9 @@ class BatchRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"texts": [_EXAMPLE_TEXT]}]})
 
     texts: Texts = Field(min_length=1, description="One to MAX_BATCH_TEXTS texts, none of them blank.")
+    text_pairs: Texts | None = Field(
+        default=None, description="For a model that reads pairs: the second text of each, in the same order."
+    )
     top_k: TopK = None
 
 
@@ -64,6 +72,7 @@ class ExplainRequest(RequestModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": _EXAMPLE_TEXT}]})
 
     text: Text
+    text_pair: Pair = None
     label: str | None = Field(default=None, description="The label to explain; null is the most probable one.")
 
 
@@ -136,6 +145,9 @@ class Explained(BaseModel):
     """What an explanation adds to an answer."""
 
     words: list[WordWeight] = Field(description="Every word of the text, in order.")
+    pair_words: list[WordWeight] | None = Field(
+        default=None, description="Of a pair: every word of the second text, in order."
+    )
 
 
 class ExplainResponse(Explained, PredictionResponse):
@@ -188,7 +200,8 @@ class ModelResponse(BaseModel):
     thresholds: dict[str, float] | None = Field(
         default=None, description="Of a multi-label model: the probability from which on each label is given."
     )
-    max_length: int = Field(description="Tokens that the model reads of a text.")
+    reads_pairs: bool = Field(description="Whether requests have a second text, text_pair, that is read with the text.")
+    max_length: int = Field(description="Tokens that the model reads of a text, or of both texts of a pair together.")
     engine: dict[str, Any] = Field(description="What runs it, in which precision, and why that was picked.")
     training_data: str | None = None
     test_accuracy: float | None = Field(default=None, description="Share of right answers on the test rows, 0 to 1.")
@@ -208,6 +221,7 @@ class ModelResponse(BaseModel):
             problem_type=kind.name,
             labels=model.labels,
             thresholds=thresholds,
+            reads_pairs=model.reads_pairs,
             max_length=model.max_length,
             engine={name: value for name, value in model.info.items() if name not in ("name", "path", "revision")},
             training_data=dataset if isinstance(dataset, str) else None,

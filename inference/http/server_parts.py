@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from common.text import Text
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.http.api_keys import ApiKeys
 from inference.http.lifecycle import Lifecycle
@@ -49,9 +50,10 @@ class BodyBudget:
             await self._released.wait()
 
 
-def weight_of(texts: Sequence[str]) -> int:
+def weight_of(texts: Sequence[Text]) -> int:
     """The bytes of memory that texts take: up to four per character if one of them is an emoji."""
-    return sum(map(sys.getsizeof, texts)) + _BYTES_PER_TEXT * len(texts)
+    sizes = (sys.getsizeof(text) if isinstance(text, str) else sum(map(sys.getsizeof, text)) for text in texts)
+    return sum(sizes) + _BYTES_PER_TEXT * len(texts)
 
 
 @dataclass(frozen=True, slots=True)

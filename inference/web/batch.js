@@ -7,14 +7,15 @@ const IN_FLIGHT = 2; // the server has the next chunk before it has finished thi
 const PATIENCE_SECONDS = [1, 2, 4, 8];
 
 /**
- * Classify `texts`.
+ * Classify `texts`: strings, or pairs of them for a model that reads pairs.
  * `onAnswers(indices, answers)` gets each chunk; an answer is the server's, or {error} with the reason of a refusal.
  * `onWait(line)` says why nothing moves, null when it goes on. Rejects only when `signal` aborts.
  */
 export async function classifyAll(texts, { signal, onAnswers, onWait }) {
-  const blank = texts.flatMap((text, i) => (text.trim() ? [] : [i]));
+  const isBlank = (text) => [text].flat().some((part) => !part.trim());
+  const blank = texts.flatMap((text, i) => (isBlank(text) ? [i] : []));
   if (blank.length) onAnswers(blank, blank.map(() => ({ error: "blank: nothing to classify" })));
-  const waiting = texts.flatMap((text, i) => (text.trim() ? [i] : []));
+  const waiting = texts.flatMap((text, i) => (isBlank(text) ? [] : [i]));
   let chunkSize = CHUNK;
 
   // Without the text that the refusal names, or else halved, until the server takes it.
@@ -42,8 +43,8 @@ export async function classifyAll(texts, { signal, onAnswers, onWait }) {
   await Promise.all(Array.from({ length: IN_FLIGHT }, work));
 }
 
-// "texts[3] has 30000 characters …" names the fourth.
-const ACCUSED = /^texts\[(\d+)\]/;
+// "texts[3] has 30000 characters …" names the fourth, and so does "text_pairs[3] …".
+const ACCUSED = /^text(?:s|_pairs)\[(\d+)\]/;
 
 function accusedBy({ status, message }) {
   return status === 422 && ACCUSED.test(message) ? Number(message.match(ACCUSED)[1]) : Infinity;
@@ -53,11 +54,16 @@ function reasonOf({ message }) {
   return message.replace(ACCUSED, "the text");
 }
 
+function bodyOf(texts) {
+  if (typeof texts[0] === "string") return { texts };
+  return { texts: texts.map(([first]) => first), text_pairs: texts.map(([, second]) => second) };
+}
+
 // The answers, or the error when waiting would not help.
 async function ask(texts, { signal, onWait }) {
   for (let attempt = 0; ; attempt += 1) {
     try {
-      const { data } = await call("predict/batch", { body: { texts }, signal });
+      const { data } = await call("predict/batch", { body: bodyOf(texts), signal });
       if (attempt) onWait(null);
       return data;
     } catch (error) {

@@ -27,7 +27,7 @@ export function startFile() {
     table.hasHeader = target.checked;
     showPlan();
   });
-  $("column").addEventListener("change", showSample);
+  for (const id of ["column", "pair-column"]) $(id).addEventListener("change", showSample);
   $("plan").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
@@ -38,7 +38,8 @@ export function startFile() {
     const [first, second] = columns();
     const names = [element("em", {}, first), ...(second ? [" and ", element("em", {}, second)] : [])];
     const promise = `You get it back with ${second ? "two more columns" : "one more column"}: `;
-    $("file-hint").replaceChildren(`CSV, or plain text with one headline a line. ${promise}`, ...names, ".");
+    const what = kind.readsPairs ? "CSV with a column for each text." : "CSV, or plain text with one headline a line.";
+    $("file-hint").replaceChildren(`${what} ${promise}`, ...names, ".");
   });
 }
 
@@ -94,6 +95,9 @@ async function open(chosen) {
     if (file.size > MAX_BYTES) throw new Error(`${file.name} is larger than 64 MB: split it.`);
     table = new Table(decode(await file.arrayBuffer()), isCsv(file));
     if (!table.records.length) throw new Error(`${file.name} is empty.`);
+    if (kind.readsPairs && table.width < 2) {
+      throw new Error(`${file.name} has one column: the model reads two texts together, each from its own.`);
+    }
   } catch (error) {
     $("drop-error").textContent = error.message;
     show("drop");
@@ -112,6 +116,8 @@ function isCsv({ name, type }) {
 function showPlan() {
   choices = table.textColumns();
   $("column").replaceChildren(...choices.map(({ name }, i) => element("option", { value: i }, name)));
+  $("pair-column").replaceChildren(...choices.map(({ name }, i) => element("option", { value: i }, name)));
+  $("pair-column").value = Math.max(choices.findIndex(({ name }) => name.trim().toLowerCase() === "text_pair"), 1);
   $("column-field").hidden = choices.length === 1;
   $("header-field").hidden = !table.isCsv;
   $("file-name").replaceChildren(element("b", {}, file.name), ` ${rows(table.rows.length)}`);
@@ -121,7 +127,8 @@ function showPlan() {
 }
 
 function planned() {
-  return table.texts(choices[$("column").value].columns);
+  const [first, second] = ["column", "pair-column"].map((id) => table.texts(choices[$(id).value]?.columns ?? []));
+  return kind.readsPairs ? first.map((text, i) => [text, second[i]]) : first;
 }
 
 function showSample() {
@@ -129,7 +136,8 @@ function showSample() {
 }
 
 function previewRow(text, ...extra) {
-  return element("li", {}, ...extra, element("span", { class: "excerpt" }, text.slice(0, 300) || "(blank)"));
+  const shown = [text].flat().map((part) => part.slice(0, 300) || "(blank)").join(" | ");
+  return element("li", {}, ...extra, element("span", { class: "excerpt" }, shown));
 }
 
 async function run() {

@@ -15,13 +15,14 @@ const PASSAGE_STRENGTH = 0.4;
 const CLOSE_CALL = 0.2;
 
 const [
-  title, field, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
+  title, fieldName, field, pairField, clearButton, answer, label, confidence, remark, bars, words, why, explainButton, timing, announcer,
 ] = [
-  "title", "text", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing",
+  "title", "text-name", "text", "text-pair", "clear", "answer", "label", "confidence", "remark", "bars", "words", "why", "explain", "timing",
   "announce",
 ].map((id) => document.getElementById(id));
 const empty = { label: label.textContent, remark: remark.textContent, why: why.textContent };
 const highlight = new Highlight(document.getElementById("mirror"));
+const pairHighlight = new Highlight(document.getElementById("pair-mirror"));
 let maxLength = null;
 let current = new AbortController(); // everything under way for the text as it stands
 let timer = 0;
@@ -29,10 +30,12 @@ let waitingSince = 0;
 
 /** Answer what is typed from now on. */
 export function startLive() {
-  field.addEventListener("input", () => textChanged());
-  field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !event.isComposing) setText("");
-  });
+  for (const one of [field, pairField]) {
+    one.addEventListener("input", () => textChanged());
+    one.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.isComposing) setText("");
+    });
+  }
   clearButton.addEventListener("click", () => {
     setText("");
     field.focus();
@@ -40,15 +43,25 @@ export function startLive() {
   explainButton.addEventListener("click", () => {
     explainButton.hidden = true;
     field.focus();
-    explain(field.value, current.signal);
+    explain(typed(), current.signal);
   });
   textChanged(); // a browser may have kept the text over a reload
 }
 
-/** Put `text` into the field and answer it at once. */
+/** Put `text` into the field, empty that of the second text, and answer it at once. */
 export function setText(text) {
   field.value = text;
+  pairField.value = "";
   textChanged(0);
+}
+
+/** What is asked about, as the server takes it. */
+function typed() {
+  return kind.readsPairs ? { text: field.value, text_pair: pairField.value } : { text: field.value };
+}
+
+function isComplete() {
+  return Object.values(typed()).every((text) => text.trim());
 }
 
 /** Show bars for the model's labels, and ask again: the model is there, or there again. */
@@ -57,8 +70,11 @@ export function modelReady({ labels, model }) {
   const answersNumber = kind.problemType === "regression";
   bars.hidden = answersNumber;
   bars.replaceChildren(); // another model may have other thresholds
-  if (kind.problemType !== "single_label_classification") title.textContent = "What does the model say?";
-  if (field.value.trim()) textChanged(0);
+  if (kind.problemType !== "single_label_classification" || kind.readsPairs) {
+    title.textContent = "What does the model say?";
+  }
+  if (kind.readsPairs) fieldName.textContent = "First text";
+  if (isComplete()) textChanged(0);
   else if (!answersNumber) showBars(Object.fromEntries(labels.map((name) => [name, 0])), []);
 }
 
@@ -67,10 +83,11 @@ function textChanged(pause = PAUSE_MS) {
   current = new AbortController();
   clearTimeout(timer);
   highlight.follow(field.value);
+  pairHighlight.follow(pairField.value);
   explainButton.hidden = true;
-  clearButton.hidden = !field.value;
+  clearButton.hidden = !field.value && !pairField.value;
   setNotice("request", null);
-  if (!field.value.trim()) {
+  if (!isComplete()) {
     waitingSince = 0;
     showNothing();
     return;
@@ -80,36 +97,37 @@ function textChanged(pause = PAUSE_MS) {
   const { signal } = current;
   timer = setTimeout(() => {
     waitingSince = 0;
-    classify(field.value, signal);
+    classify(typed(), signal);
   }, Math.max(0, Math.min(pause, rest)));
 }
 
 // Whatever arrives after `signal` has aborted belongs to an older text and is dropped.
-async function classify(text, signal) {
-  const result = await ask("predict", { text }, signal);
+async function classify(texts, signal) {
+  const result = await ask("predict", texts, signal);
   if (!result) return;
   showAnswer(result.data);
   showTiming(result);
   const { passage } = result.data; // of a long text that was read in windows
-  if (passage) highlight.show(text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], text));
-  if (text.trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
+  if (passage) highlight.show(texts.text, marksOf([{ ...passage, strength: PASSAGE_STRENGTH }], texts.text));
+  if (Object.values(texts).join(" ").trim().split(/\s+/).length > EXPLAIN_UNASKED_WORDS) {
     showWords([]);
     why.textContent = "A long text takes a while.";
     explainButton.hidden = false;
     return;
   }
-  await sleep(EXPLAIN_AFTER_SECONDS, signal).then(() => explain(text, signal), () => {});
+  await sleep(EXPLAIN_AFTER_SECONDS, signal).then(() => explain(texts, signal), () => {});
 }
 
-async function explain(text, signal) {
+async function explain(texts, signal) {
   answer.classList.add("explaining");
-  const result = await ask("explain", { text }, signal);
+  const result = await ask("explain", texts, signal);
   answer.classList.remove("explaining");
   if (!result) return;
   const { data } = result;
-  const weighed =
-    data.value === undefined ? withStrength(data.words, explainedShare(data)) : withStrengthOfNumbers(data.words);
-  highlight.show(text, marksOf(weighed, text));
+  const all = [...data.words, ...(data.pair_words ?? [])]; // of a pair the strongest word of both counts
+  const weighed = data.value === undefined ? withStrength(all, explainedShare(data)) : withStrengthOfNumbers(all);
+  highlight.show(texts.text, marksOf(weighed.slice(0, data.words.length), texts.text));
+  if (data.pair_words) pairHighlight.show(texts.text_pair, marksOf(weighed.slice(data.words.length), texts.text_pair));
   showWords(weighed, data);
   announcer.textContent = `${headline(data)}${data.confidence ? `, ${percent(data.confidence)}` : ""}. ${wordList()}`;
 }
@@ -148,7 +166,7 @@ function showNothing() {
   document.body.removeAttribute("data-accent");
   label.textContent = empty.label;
   confidence.textContent = "";
-  remark.textContent = empty.remark;
+  remark.textContent = kind.readsPairs && (field.value || pairField.value) ? "Both texts are read together." : empty.remark;
   for (const bar of bars.children) setBar(bar, 0, false);
   words.replaceChildren();
   why.textContent = empty.why;

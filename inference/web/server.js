@@ -8,8 +8,8 @@ const POLL_SECONDS = 2;
 const listeners = [];
 let watching = null;
 
-/** What the model answers: a label, labels or a number; the names are those of GET model. */
-export const kind = { problemType: "single_label_classification", thresholds: {}, labels: [] };
+/** What the model reads and answers: a label, labels or a number; the names are those of GET model. */
+export const kind = { problemType: "single_label_classification", thresholds: {}, labels: [], readsPairs: false };
 
 /** Call `listener` with what GET model says (null where it says nothing) whenever the model is there, or there again. */
 export function onReady(listener) {
@@ -45,7 +45,9 @@ async function untilHealthy() {
     problemType: model?.problem_type ?? "single_label_classification",
     thresholds: model?.thresholds ?? {},
     labels,
+    readsPairs: model?.reads_pairs ?? false,
   });
+  document.body.toggleAttribute("data-pairs", kind.readsPairs);
   for (const listener of listeners) listener({ labels, model });
 }
 

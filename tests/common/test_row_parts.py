@@ -112,3 +112,23 @@ def test_rows_before_a_place_in_a_large_row_group_are_passed_in_steps(
 
     assert part.texts == [f"row {number}" for number in range(995, 1000)]
     assert max(taken) <= 7
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_text_in_several_columns_and_a_second_text_are_read_from_every_format(tmp_path: Path, suffix: str) -> None:
+    rows = [{"Title": "Oil", "body": "prices rise", "reply": "No."}, {"Title": "", "body": "Goal!", "reply": "Yes."}]
+    path = tmp_path / f"rows{suffix}"
+    match suffix:
+        case ".csv":
+            path.write_text("Title,body,reply\nOil,prices rise,No.\n,Goal!,Yes.\n")
+        case ".jsonl":
+            path.write_text("\n".join(map(json.dumps, rows)))
+        case _:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+    with path.open("rb") as file:
+        single = open_parts(path.name, suffix, file, "title,body").read(Place())
+        pairs = open_parts(path.name, suffix, file, "title,body", pair_column="Reply").read(Place())
+
+    assert single.texts == ["Oil prices rise", "Goal!"]
+    assert pairs.texts == [("Oil prices rise", "No."), ("Goal!", "Yes.")]

@@ -85,10 +85,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_folder(model_folder: Path, tmp_path: Path) -> MakeFolder:
     """Write a model of any family with random weights and the tiny tokenizer."""
-    return _folder_maker(model_folder, tmp_path / "model")
+    return folder_maker(model_folder, tmp_path / "model")
 
 
-def _folder_maker(model_folder: Path, folder: Path) -> MakeFolder:
+def folder_maker(model_folder: Path, folder: Path) -> MakeFolder:
     def make(family: str, max_length: int = 24, labels: Sequence[str] = LABELS, **config: Any) -> Path:
         torch.manual_seed(0)
         config = {"initializer_range": 0.25} | config
@@ -109,7 +109,7 @@ def _folder_maker(model_folder: Path, folder: Path) -> MakeFolder:
 @pytest.fixture(scope="session")
 def multi_label_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that gives a text any number of labels, each from a threshold of its own on."""
-    make = _folder_maker(model_folder, tmp_path_factory.mktemp("kinds") / "topics")
+    make = folder_maker(model_folder, tmp_path_factory.mktemp("kinds") / "topics")
     return make("DistilBert", problem_type="multi_label_classification", label_thresholds=THRESHOLDS, **TINY)
 
 
@@ -118,7 +118,7 @@ def regression_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFacto
     """A model that answers with a number around 1200."""
     folder = tmp_path_factory.mktemp("kinds") / "prices"
     settings = {"problem_type": "regression", "initializer_range": 0.1}
-    _folder_maker(model_folder, folder)("DistilBert", labels=["price"], **settings, **TINY)
+    folder_maker(model_folder, folder)("DistilBert", labels=["price"], **settings, **TINY)
     rescale(folder, 100.0, 1200.0)
     return folder
 

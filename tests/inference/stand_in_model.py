@@ -71,6 +71,7 @@ class StandInModel(ModelLoader):
         self.labels = LABELS
         self.answering = OneLabelAnswering(LABELS)
         self.max_length = MAX_LENGTH
+        self.reads_pairs = False
         self.metadata = {"dataset": "tiny", "test": {"accuracy": 0.9}}
         self.tokenizer = TextTokenizer.from_file(path, MAX_LENGTH)
         ids = [self.tokenizer.encode([words])[0].ids[1] for words in (RAISES, DIES, ANSWERS_NAN)]

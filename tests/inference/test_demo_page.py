@@ -24,6 +24,7 @@ from tests.inference.demo_browser import (
     until,
     visits,
 )
+from tests.inference.test_pairs import make_pair_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Route
@@ -80,6 +81,38 @@ def test_a_number_is_shown_without_bars(browser: Browser, start_server: StartSer
         assert page.inner_text("#remark").startswith("price. ")
         page.wait_for_selector("#words li")
         assert page.inner_text("#why") == "In price lost without the word."
+
+
+def test_a_model_of_pairs_gets_a_second_field_and_a_second_column(
+    browser: Browser, start_server: StartServer, model_folder: Path, tmp_path: Path
+) -> None:
+    folder = make_pair_folder(model_folder, tmp_path / "pairs", "bert")
+    address = "body[data-pairs]"
+    with start_server(folder) as server, visits(browser, f"{server.base_url}/demo", ready=address) as open_page:
+        page = open_page()
+        assert page.locator("#examples").is_hidden()
+        page.fill("#text", HEADLINE)
+        until(page, "remark.textContent === 'Both texts are read together.'")
+        page.fill("#text-pair", OTHER)
+        pair = {"text": HEADLINE, "text_pair": OTHER}
+        expect_answer(page, server.post("/predict", json=pair).json())
+        until(page, "document.querySelectorAll('#mirror mark, #pair-mirror mark').length > 0")
+        explained = server.post("/explain", json=pair).json()
+        strongest = max(explained["words"] + explained["pair_words"], key=lambda word: abs(word["weight"]))["word"]
+        assert page.locator("#words li").first.inner_text().split("\n")[0].strip(".,") in strongest
+        page.press("#text-pair", "Escape")
+        assert [page.input_value(field) for field in ("#text", "#text-pair")] == ["", ""]
+
+        choose(page, "pairs.csv", f'text,text_pair\n"{HEADLINE}","{OTHER}"\n"{OTHER}",\n'.encode())
+        assert page.inner_text("#sample li:first-child") == f"{HEADLINE} | {OTHER}"
+        page.click("#start")
+        content = download(page, tmp_path)
+        rows = list(csv.DictReader(io.StringIO(content)))
+        assert [row["label"] for row in rows] == [server.post("/predict", json=pair).json()["label"], ""]
+        assert rows[1]["error"] == "blank: nothing to classify"
+        page.click("#again")
+        choose(page, "lines.txt", b"one line\nanother\n")
+        assert "has one column" in page.inner_text("#drop-error")
 
 
 def test_the_answer_follows_the_typing_and_nothing_jumps(open_page: OpenPage, server: httpx.Client) -> None:

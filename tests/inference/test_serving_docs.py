@@ -15,6 +15,8 @@ from inference.app import create_app
 from inference.batching.classifier import QueueLimits
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
+from tests.inference.conftest import StartServer
+from tests.inference.test_pairs import make_pair_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUIDE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -82,12 +84,18 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_every_curl_command_of_the_guide_gets_an_answer(server: httpx.Client, tmp_path: Path) -> None:
+def test_every_curl_command_of_the_guide_gets_an_answer(
+    server: httpx.Client, start_server: StartServer, model_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "Shares fall"}\n{"text": "Goal!", "top_k": 1}\n')
     commands = re.findall(r"^curl .*$", GUIDE, re.MULTILINE)
     assert len(commands) >= 4
-    for command in commands:
-        command = command.replace("localhost:7860", str(server.base_url).rstrip("/"))
-        run = subprocess.run(f"{command} --fail", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=30)
-        assert run.returncode == 0, command
-        assert '"label"' in run.stdout
+    with start_server(make_pair_folder(model_folder, tmp_path / "pairs", "bert")) as of_pairs:
+        for command in commands:
+            address = (of_pairs if "text_pair" in command else server).base_url
+            command = command.replace("localhost:7860", str(address).rstrip("/"))
+            run = subprocess.run(
+                f"{command} --fail", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=30
+            )
+            assert run.returncode == 0, command
+            assert '"label"' in run.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
 
-from common.errors import ModelLoadError
-from common.model_folder import read_saved_model, read_served_model
+from common.model_folder import read_manifest, read_saved_model
+from inference import export
 from tests.deployment.documented import REPOSITORY, documented
 from training.evaluation.evaluator import evaluate_saved
 from training.model.classifier import NewsClassifier
@@ -170,8 +171,18 @@ def test_a_pair_model_gives_transformers_the_same_answers(alone: dict[str, Path]
         predictions = list(csv.DictReader(file))
     assert [row["predicted"] for row in predictions] == [answer["label"] for answer in answers]
     assert predictions[0]["text"] == f"{rows[0]['text']} | {rows[0]['text_pair']}"
-    with pytest.raises(ModelLoadError, match="reads pairs of texts"):
-        read_served_model(alone["pair"])
+
+
+def test_a_pair_model_is_exported_on_the_columns_of_its_training(
+    alone: dict[str, Path], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(alone["pair"], tmp_path / "pair"))
+
+    export.main([str(model), "--engine", "native", "--max_drop", "100"])
+
+    accuracy = read_manifest(model / "native").accuracy
+    assert accuracy["rows"] == len((folders["pair"] / "test.jsonl").read_text().splitlines())
+    assert accuracy["before"] == pytest.approx(read_saved_model(model).metadata["test"]["accuracy"], abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Electra"])

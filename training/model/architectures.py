@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 
 from common.encoders import BERT, DISTILBERT, LLAMA, LLAMA_LANGUAGE_MODEL, EncoderFamily
-from common.text import PAIR_KEY
+from common.text import segments_of, type_separator
 from training.model.dropout import RowDropout
 
 ROW_ATTENTION = "row_dropout"
@@ -131,7 +131,7 @@ class Bert(FirstTokenArchitecture):
 
     def embed(self, network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings = network.get_submodule(self.embeddings)
-        return embeddings(input_ids, token_type_ids=segments_of(network, input_ids))
+        return embeddings(input_ids, token_type_ids=token_types(network, input_ids))
 
     def read_one_token(self, network: PreTrainedModel) -> None:
         last = network.get_submodule(self.blocks)[-1]
@@ -139,16 +139,10 @@ class Bert(FirstTokenArchitecture):
         last.attention.self.forward = MethodType(_bert_attend_first, last.attention.self)
 
 
-def segments_of(network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """Which text of a pair each token belongs to, 0 or 1, int64 (batch, seq); None if the model reads no pairs.
-
-    The ids tell: the second text begins behind the first separator. What they say of padding does not matter.
-    """
-    separator = getattr(network.config, PAIR_KEY, None)
-    if separator is None:
-        return None
-    is_separator = (input_ids == separator).long()
-    return (is_separator.cumsum(dim=1) - is_separator).clamp(max=1)
+def token_types(network: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor | None:
+    """Which text of a pair each token belongs to, int64 (batch, seq); None if the model reads no pairs, or no types."""
+    separator = type_separator(vars(network.config))
+    return None if separator is None else segments_of(input_ids, separator)
 
 
 class Llama(Architecture):

@@ -34,7 +34,7 @@ from common.model_folder import SavedModel
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import TINY
 from training.data.dataset import AG_NEWS_LABELS
-from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, segments_of
+from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import use_row_dropout
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, Task
 
@@ -152,11 +152,11 @@ class NewsClassifier(nn.Module):
         # Batches are padded with 0, but some encoders number positions by where their own padding id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         if isinstance(self.network, PreTrainedModel):
-            segments = segments_of(self.network, input_ids) if getattr(self.config, "type_vocab_size", 1) > 1 else None
-            types = {} if segments is None else {"token_type_ids": segments}
+            found = token_types(self.network, input_ids)
+            more = {} if found is None else {"token_type_ids": found}
             if self.task.is_language_model and hasattr(self.config, "use_cache"):
-                types["use_cache"] = False  # keys and values would be kept for a next token, which nobody asks for
-            return self.network(input_ids=input_ids, attention_mask=attention_mask, **types).logits
+                more["use_cache"] = False  # keys and values would be kept for a next token, which nobody asks for
+            return self.network(input_ids=input_ids, attention_mask=attention_mask, **more).logits
         return self.network(input_ids, attention_mask)
 
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from common.encoders import (
     EncoderFamily,
     max_positions,
 )
+from common.text import type_separator
 
 FAMILIES = (DISTILBERT, BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, MPNET, MODERNBERT)
 LANES = 16  # floats that one step of the kernels takes, see model.h
@@ -44,6 +45,7 @@ class EncoderShape:
     head_activation: int  # one of _HEAD_ACTIVATIONS
     norm_epsilon: float
     padding_id: int | None  # gets the first position; the others count from behind it
+    separator: int | None  # behind it begins a pair's second text, whose tokens have another type
     mean_pool: bool  # the head reads the mean of a text's tokens instead of the first one
     windows: tuple[int, ...]  # of each layer: how many tokens one sees to either side, 0 for all
     rotary_thetas: tuple[float | None, ...]  # of each layer with rotary positions
@@ -100,6 +102,7 @@ class EncoderShape:
             head_activation=_activation("classifier_activation", head_activation, _HEAD_ACTIVATIONS),
             norm_epsilon=config[epsilon] if isinstance(epsilon, str) else epsilon,
             padding_id=config[padding] if isinstance(padding, str) else padding,
+            separator=type_separator(config) if family.token_type_embeddings else None,
             mean_pool=family is MODERNBERT and config.get("classifier_pooling", "cls") == "mean",
             windows=windows,
             rotary_thetas=thetas,

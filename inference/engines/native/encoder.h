@@ -349,16 +349,18 @@ static void embed(const Session *s, const Batch *batch, Scratch *scratch, int fr
         const int start = batch->starts[text], end = at_most(to, batch->starts[text + 1]);
         int paddings = 0; /* before the row */
         for (int row = start; row < end; row++) {
-            const int is_padding = batch->ids[row] == m->padding_id;
+            const int32_t id = batch->ids[row] & ~SECOND_TEXT;
+            const int is_padding = id == m->padding_id;
             paddings += is_padding;
             if (row < from) continue;
             float *x = is_projected ? scratch->wide + (size_t)waiting * width : s->hidden + (size_t)row * m->width;
-            const uint16_t *word = m->words + (size_t)batch->ids[row] * width;
+            const uint16_t *word = m->words + (size_t)id * width;
             for (int i = 0; i < width; i += LANES) v_store(x + i, v_load_half(word + i));
             if (m->positions) {
                 /* With a padding id the table's first row is for it alone, and the others count without it. */
-                const int place = row - start - paddings + (m->padding_id >= 0);
-                const float *position = m->positions + (size_t)(is_padding ? 0 : place) * width;
+                int place = is_padding ? 0 : row - start - paddings + (m->padding_id >= 0);
+                if (batch->ids[row] & SECOND_TEXT) place += m->num_positions + (m->padding_id >= 0);
+                const float *position = m->positions + (size_t)place * width;
                 for (int i = 0; i < width; i += LANES) v_store(x + i, v_add(v_load(x + i), v_load(position + i)));
             }
             normalise_row(x, m->embedding_norm, width, m->norm_epsilon, x);

@@ -26,6 +26,7 @@ from inference.engines.native.library import (
 from inference.engines.native.quantize import FILE_NAME
 
 _ALIGNMENT = 64
+_SECOND_TEXT = 1 << 30
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I8": np.int8}
 
 
@@ -70,6 +71,8 @@ class NativeEngine:
         ids = np.ascontiguousarray(batch.ids, dtype=np.int32)
         starts = np.zeros(num_texts + 1, dtype=np.int32)
         np.cumsum(batch.lengths, out=starts[1:])
+        if self._shape.separator is not None:
+            ids = _mark_second_texts(ids, starts, self._shape.separator)
         logits = np.empty((num_texts, self._shape.num_labels), dtype=np.float32)
         here = self._threads
         if here.process != os.getpid():  # after a fork, which copies memory but not threads
@@ -191,7 +194,8 @@ class NativeEngine:
         if family.position_embeddings:
             # With a padding id the first row is for it alone.
             rows = positions + (shape.padding_id is not None)
-            model.positions = self._pointer("positions", np.float32, (rows, embedding_width))
+            tables = 1 if shape.separator is None else 2
+            model.positions = self._pointer("positions", np.float32, (tables * rows, embedding_width))
         if family.relative_positions:
             model.distances = self._pointer("distances", np.float32, (shape.num_heads, 2 * positions + LANES))
         if embedding_width != width:
@@ -248,6 +252,14 @@ class NativeEngine:
             found = "nothing" if array is None else f"{array.dtype} {array.shape}"
             raise ValueError(f"{FILE_NAME}: {name} must be {np.dtype(dtype)} {shape}, found {found}")
         return array.ctypes.data
+
+
+def _mark_second_texts(ids: NDArray[np.int32], starts: NDArray[np.int32], separator: int) -> NDArray[np.int32]:
+    """Add SECOND_TEXT of model.h to the ids behind the first separator of each text."""
+    is_separator = ids == separator
+    before = np.cumsum(is_separator, dtype=np.int32) - is_separator
+    before -= np.repeat(before[starts[:-1]], np.diff(starts))
+    return np.where(before > 0, ids | _SECOND_TEXT, ids)
 
 
 class _Threads:

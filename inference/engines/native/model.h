@@ -84,7 +84,9 @@ typedef struct {
     int32_t padding_id; /* gets the position 0, and does not count in the positions of others; -1: no such token */
     float norm_epsilon;
     const uint16_t *words;    /* float16 (vocabulary, embedding width) */
-    const float *positions;   /* (positions, embedding width), token type 0 added where the model has types, or NULL */
+    /* (positions, embedding width), token type 0 added where the model has types, or NULL; for pairs of texts the same
+     * again with token type 1 */
+    const float *positions;
     Norm embedding_norm;
     Linear projection;        /* from embedding width to width; weight is NULL where they are equal */
     /* (heads, 2 positions + 16): what a score gets by the key's position minus the query's, plus positions - 1; or NULL */
@@ -94,6 +96,9 @@ typedef struct {
     Norm head_norm;                           /* before the classifier; gain is NULL where there is none */
     const float *classifier_weight, *classifier_bias; /* (labels, width), (labels,) */
 } Model;
+
+/* Marks the ids of a pair's second text, for models that have a token type for it. */
+enum { SECOND_TEXT = 1 << 30 };
 
 typedef struct {
     const int32_t *ids;    /* (rows,) */

@@ -47,12 +47,14 @@ def write_native(config: Mapping[str, Any], weights: Weights, folder: Path) -> N
         **reader.norm("embedding_norm", family.embedding_norm),
     }
     if family.position_embeddings:
-        positions = reader.tensor(f"{family.position_embeddings}.weight")
-        if family.token_type_embeddings:
-            # A single text is given, not a pair, so every token has type 0.
-            positions = positions + reader.tensor(f"{family.token_type_embeddings}.weight")[0]
         # Rows before the padding id's are never used.
-        tensors["positions"] = positions[shape.padding_id or 0 :]
+        positions = reader.tensor(f"{family.position_embeddings}.weight")[shape.padding_id or 0 :]
+        if family.token_type_embeddings:
+            # A single text has type 0 throughout. For pairs there is a second table, of the second text.
+            types = reader.tensor(f"{family.token_type_embeddings}.weight")
+            used = types[:1] if shape.separator is None else types[:2]
+            positions = np.concatenate([positions + one for one in used])
+        tensors["positions"] = positions
     if family.relative_positions:
         table = reader.tensor(f"{family.relative_positions}.weight")
         tensors["distances"] = _distances(table, shape.num_positions)

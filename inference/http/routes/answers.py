@@ -9,22 +9,24 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
+from common.text import Text
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import RefusedTextError
 from inference.http.error_responses import RETRY_AFTER_SECONDS
 from inference.http.request_context import RequestContext
+from inference.http.schemas import ExplainRequest, PredictRequest
 from inference.http.server_parts import Parts, weight_of
 from inference.settings import Settings
 
 
 async def classify(
-    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str = "texts[{}]"
+    request: Request, parts: Parts, served: Served, texts: Sequence[Text], name: str = "texts[{}]"
 ) -> list[Answer]:
     """Classify texts in order, all or none; ``name`` is what the client calls them, with ``{}`` for their position.
 
     Raises:
-        RefusedTextError: a text is blank.
+        RefusedTextError: a text is blank, or is no pair though the model reads pairs, or the other way round.
         RateLimitedError: the client has sent more texts than it may.
         HTTPException: 503, the texts do not fit into the memory budget.
         QueueFullError, WorkerDownError, DeadlineExceededError, ForwardError: from the queue.
@@ -33,9 +35,10 @@ async def classify(
 
 
 async def classify_some(
-    request: Request, parts: Parts, served: Served, texts: Sequence[str], name: str, *, num_required: int
+    request: Request, parts: Parts, served: Served, texts: Sequence[Text], name: str, *, num_required: int
 ) -> list[Answer | None]:
     """Like `classify`, but all texts after the first `num_required` may be blank: they get None."""
+    refuse_other_kind(served, texts, name)
     context = RequestContext.of(request.scope)
     context.allowance.require()
     _hold(parts, context, weight_of(texts))
@@ -49,7 +52,7 @@ async def classify_some(
             except RefusedTextError as error:
                 if len(answers) < num_required:
                     place = name.format(len(answers))
-                    raise RefusedTextError(error.code, f"{place} is blank: there is nothing to classify") from None
+                    raise RefusedTextError(error.code, f"{place} {error}") from None
                 answers.append(None)
     finally:
         cancel_unfinished(futures)  # where one fails or the client is gone, what still waits leaves the queue
@@ -101,6 +104,44 @@ def render(parts: Parts, served: Served, answer: Answer, top_k: int | None = Non
     return fields
 
 
+def refuse_other_kind(served: Served, texts: Sequence[Text], name: str) -> None:
+    """Refuse single texts for a model that reads pairs, and pairs for one that reads single texts."""
+    reads_pairs = served.model.reads_pairs
+    wrong = next((place for place, text in enumerate(texts) if isinstance(text, str) is reads_pairs), None)
+    if wrong is not None:
+        what = "has no second text (text_pair)" if reads_pairs else "has a second text"
+        kind = "pairs of texts" if reads_pairs else "single texts"
+        raise RefusedTextError("wrong_kind_of_text", f"{name.format(wrong)} {what}; this model reads {kind}")
+
+
+def with_pairs(texts: Sequence[str], pairs: Sequence[str] | None, settings: Settings) -> Sequence[Text]:
+    """Each text with its second text, if there are any.
+
+    Raises:
+        RefusedTextError: there are more or fewer of them, or one is too long.
+    """
+    if pairs is None:
+        return texts
+    if len(pairs) != len(texts):
+        line = f"text_pairs has {len(pairs)} entries and texts {len(texts)}; send a second text for each"
+        raise RefusedTextError("invalid_request", line)
+    refuse_many("text_pairs[{}]", pairs, settings)
+    return list(zip(texts, pairs, strict=True))
+
+
+def text_of(body: PredictRequest | ExplainRequest, settings: Settings) -> Text:
+    """The text of a request, or its pair of texts.
+
+    Raises:
+        RefusedTextError: one is too long.
+    """
+    refuse_long("text", body.text, settings)
+    if body.text_pair is None:
+        return body.text
+    refuse_long("text_pair", body.text_pair, settings)
+    return body.text, body.text_pair
+
+
 def refuse_long(name: str, text: str, settings: Settings) -> None:
     if len(text) > settings.max_text_chars:
         raise RefusedTextError(
@@ -109,11 +150,14 @@ def refuse_long(name: str, text: str, settings: Settings) -> None:
         )
 
 
-def refuse_many(name: str, texts: Sequence[str], settings: Settings) -> None:
+def refuse_many(name: str, texts: Sequence[Text], settings: Settings) -> None:
+    """Refuse too many texts, and any that is too long; ``name`` is what the client calls them, as in `classify`."""
     if len(texts) > settings.max_batch_texts:
+        what = name.removesuffix("[{}]")
         raise RefusedTextError(
             "too_many_texts",
-            f"{name} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
+            f"{what} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
         )
     for position, text in enumerate(texts):
-        refuse_long(f"{name}[{position}]", text, settings)
+        for part in [text] if isinstance(text, str) else text:
+            refuse_long(name.format(position), part, settings)

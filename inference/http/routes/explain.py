@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
 
 from common.problem_types import MULTI_LABEL
+from common.text import Text
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify_some, refuse_long, render
+from inference.http.routes.answers import classify_some, render, text_of
 from inference.http.routes.json_route import JsonRoute
 from inference.http.schemas import ExplainRequest, Explanation
 from inference.http.server_parts import parts_of
@@ -20,6 +22,7 @@ from inference.http.server_parts import parts_of
 router = APIRouter(tags=["explain"], responses=REFUSALS, route_class=JsonRoute)
 
 _WORD = re.compile(r"\S+")
+Span = tuple[int, int]
 
 
 @router.post("/explain", response_model=Explanation)
@@ -31,50 +34,67 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     Words beyond what the model reads weigh 0.
     """
     parts = parts_of(request)
-    refuse_long("text", body.text, parts.settings)
+    text = text_of(body, parts.settings)
     served = parts.served_model.require()
     answering = served.model.answering
     if body.label is not None:
         answering.refuse_unknown(body.label)  # before the work
-    spans = [match.span() for match in _WORD.finditer(body.text)]
-    shortened = _without_each(body.text, spans, served.model.tokenizer.most_ids, parts.settings.explain_max_passes - 1)
-    texts = [body.text, *(text for _, text in shortened)]
+    spans = [[match.span() for match in _WORD.finditer(part)] for part in _parts(text)]
+    shortened = _without_each(text, spans, served.model.tokenizer.most_ids, parts.settings.explain_max_passes - 1)
+    texts = [text, *(remaining for _, _, remaining in shortened)]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
     answers = await classify_some(request, parts, served, texts, "text", num_required=1)
     whole = cast("Answer", answers[0])
     place = answering.place_of(whole.values, body.label)
     value = whole.values[place]
-    weights: list[float] = []
-    for (num_words, _), answer in zip(shortened, answers[1:], strict=True):
+    weights: list[list[float]] = [[] for _ in spans]
+    for (part, num_words, _), answer in zip(shortened, answers[1:], strict=True):
         # If nothing is left to read, nothing speaks for any label.
         without = answering.without_words(value) if answer is None else answer.values[place]
-        weights += [(value - without) / num_words] * num_words
-    weights += [0.0] * (len(spans) - len(weights))
+        weights[part] += [(value - without) / num_words] * num_words
     explanation = render(parts, served, whole)
     if body.label is not None or answering.problem_type is MULTI_LABEL:
         explanation["explained"] = answering.labels[place]
-    explanation["words"] = _words(body.text, spans, weights)
-    return explanation
+    words = [_words(*one) for one in zip(_parts(text), spans, weights, strict=True)]
+    return explanation | dict(zip(("words", "pair_words"), words, strict=False))
+
+
+def _parts(text: Text) -> tuple[str, ...]:
+    return (text,) if isinstance(text, str) else text
 
 
 def _without_each(
-    text: str, spans: Sequence[tuple[int, int]], max_length: int, max_passes: int
-) -> list[tuple[int, str]]:
-    """Leave out each word or group of words; returns how many words are missing, and the texts that remain."""
+    text: Text, spans: Sequence[Sequence[Span]], max_length: int, max_passes: int
+) -> list[tuple[int, int, Text]]:
+    """Leave out each word or group of words, of a pair first those of the first text.
+
+    Args:
+        text: a text, or a pair.
+        spans: of the words of each of its parts.
+        max_length: tokens that the model reads.
+        max_passes: how many texts may remain.
+
+    Returns:
+        Which part is shorter by how many words, and the text that remains.
+    """
     # A word has at least one token, so words beyond the model's token limit are never read.
-    num_read = min(len(spans), max_length)
-    size = max(1, math.ceil(num_read / max(1, max_passes)))
-    shortened = []
-    for first in range(0, num_read, size):
-        after = min(first + size, num_read)
-        end = spans[min(after + max_length, len(spans)) - 1][1]
-        shortened.append((after - first, text[: spans[first][0]] + text[spans[after - 1][1] : end]))
+    nums_read = [min(len(words), max_length) for words in spans]
+    parts, shortened = _parts(text), []
+    # A group never spans two texts, so a pair may take one more pass than the groups of all its words together.
+    size = max(1, math.ceil(sum(nums_read) / max(1, max_passes - len(parts) + 1)))
+    for place, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
+        for first in range(0, num_read, size):
+            after = min(first + size, num_read)
+            end = words[min(after + max_length, len(words)) - 1][1]
+            remaining = part[: words[first][0]] + part[words[after - 1][1] : end]
+            whole = remaining if len(parts) == 1 else ((remaining, parts[1]) if place == 0 else (parts[0], remaining))
+            shortened.append((place, after - first, whole))
     return shortened
 
 
-def _words(text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]) -> list[dict[str, Any]]:
+def _words(text: str, spans: Sequence[Span], weights: Sequence[float]) -> list[dict[str, Any]]:
     return [
         # Half of a surrogate pair ("\\ud83d") is not a character that an answer could carry.
         {"word": text[start:end].encode("utf-8", "replace").decode(), "start": start, "end": end, "weight": weight}
-        for (start, end), weight in zip(spans, weights, strict=True)
+        for (start, end), weight in zip_longest(spans, weights[: len(spans)], fillvalue=0.0)
     ]

@@ -11,10 +11,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL
+from common.text import Text
 from inference.batching.cache import Values
 from inference.engines.answering import Answering
 from inference.http.error_responses import REFUSALS
-from inference.http.routes.answers import classify, decide, refuse_long, refuse_many
+from inference.http.routes.answers import classify, decide, refuse_many
 from inference.http.routes.json_route import JsonRoute, json_list
 from inference.http.schemas import Texts
 from inference.http.server_parts import parts_of
@@ -34,12 +35,26 @@ class HubParameters(BaseModel):
     )
 
 
+class HubPair(BaseModel):
+    """Two texts, for a model that reads pairs."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    text: str
+    text_pair: str
+
+
+HubPairs = Annotated[list[HubPair], Field(fail_fast=True)]
+
+
 class HubRequest(BaseModel):
     """What the hub's clients send; their other fields (such as options) are ignored."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
 
-    inputs: str | Annotated[Texts, Field(min_length=1)] = Field(description="One text, or 1 to MAX_BATCH_TEXTS texts.")
+    inputs: str | HubPair | Annotated[Texts, Field(min_length=1)] | Annotated[HubPairs, Field(min_length=1)] = Field(
+        description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs the same of pairs."
+    )
     parameters: HubParameters = HubParameters()
 
 
@@ -56,18 +71,20 @@ async def classify_as_the_hub(request: Request, body: HubRequest) -> Response:
     """
     parts = parts_of(request)
     served = parts.served_model.require()
-    is_single = isinstance(body.inputs, str)
-    texts = [body.inputs] if is_single else body.inputs
-    if is_single:
-        refuse_long("inputs", body.inputs, parts.settings)
-    else:
-        refuse_many("inputs", texts, parts.settings)
-    answers = await classify(request, parts, served, texts, "inputs" if is_single else "inputs[{}]")
+    is_single = not isinstance(body.inputs, list)
+    name = "inputs" if is_single else "inputs[{}]"
+    texts = [_text(one) for one in ([body.inputs] if is_single else body.inputs)]
+    refuse_many(name, texts, parts.settings)
+    answers = await classify(request, parts, served, texts, name)
     function = _function(served.model.answering, body.parameters.function_to_apply)
     labels = served.model.labels
     for answer in answers:
         decide(parts, served, answer)
     return await json_list(_best(labels, function(answer.values), body.parameters.top_k) for answer in answers)
+
+
+def _text(given: str | HubPair) -> Text:
+    return given if isinstance(given, str) else (given.text, given.text_pair)
 
 
 def _best(labels: Sequence[str], scores: Sequence[float], top_k: int | None) -> list[dict[str, Any]]:

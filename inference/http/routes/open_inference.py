@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 import inference
 from common.problem_types import MULTI_LABEL, REGRESSION
+from common.text import Text
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.engines.answering import Answering
@@ -22,8 +23,10 @@ from inference.http.routes.json_route import JsonRoute, parse_json, read_body
 from inference.http.routes.open_inference_schemas import (
     BINARY_HEADER,
     INPUT_NAME,
+    PAIR_NAME,
     InferRequest,
     InferResponse,
+    InputTensor,
     Liveness,
     ModelMetadata,
     ModelReadiness,
@@ -73,7 +76,10 @@ async def get_model_metadata(name: str, parts: PartsDep) -> ModelMetadata:
         name=served.name,
         versions=[served.model.info["revision"]],
         platform=served.model.info["engine"].replace(" ", "_"),
-        inputs=[TensorMetadata(name=INPUT_NAME, datatype="BYTES", shape=[-1])],
+        inputs=[
+            TensorMetadata(name=name, datatype="BYTES", shape=[-1])
+            for name in ((INPUT_NAME, PAIR_NAME) if served.model.reads_pairs else (INPUT_NAME,))
+        ],
         outputs=_outputs(served.model.answering),
     )
 
@@ -116,29 +122,31 @@ async def get_version_readiness(name: str, version: str, parts: PartsDep, respon
 
 
 class InferRoute(JsonRoute):
-    """A JSON route whose tensor may follow the JSON."""
+    """A JSON route whose tensors may follow the JSON."""
 
     async def read(self, request: Request) -> bytes:
-        """Read the whole body; only the part before the tensor is JSON."""
+        """Read the whole body; only the part before the tensors is JSON."""
         return await read_body(request, _num_json_bytes(request))
 
     def parse(self, model: type[InferRequest], body: bytes, request: Request) -> InferRequest:
-        """Check a body against its model, and put the tensor into it."""
+        """Check a body against its model, and put the tensors into it."""
         num_json_bytes = _num_json_bytes(request)
         if num_json_bytes is None:
             return parse_json(model, body)
         if num_json_bytes > len(body):
             raise RefusedTextError("invalid_request", _WRONG_LENGTH)
         infer_request = parse_json(model, body[:num_json_bytes])
-        tensor = infer_request.inputs[0]
-        if "binary_data_size" in tensor.parameters:
-            settings = parts_of(request).settings
+        settings, rest = parts_of(request).settings, body[num_json_bytes:]
+        binary = [tensor for tensor in infer_request.inputs if "binary_data_size" in tensor.parameters]
+        for tensor in binary:
+            size = tensor.parameters["binary_data_size"] if tensor is not binary[-1] else len(rest)
+            if type(size) is not int or not 0 <= size <= len(rest):
+                raise RefusedTextError("invalid_request", "binary_data_size must be a number of bytes behind the JSON")
             try:
-                tensor.data = read_binary_texts(
-                    body[num_json_bytes:], settings.max_batch_texts, settings.max_text_chars
-                )
+                tensor.data = read_binary_texts(rest[:size], settings.max_batch_texts, settings.max_text_chars)
             except UnicodeDecodeError:
                 raise HTTPException(400, "the tensor is not UTF-8") from None
+            rest = rest[size:]
         return infer_request
 
 
@@ -154,6 +162,7 @@ def _num_json_bytes(request: Request) -> int | None:
 async def infer(request: Request, body: InferRequest, name: str) -> dict[str, Any]:
     """Classify texts: one BYTES tensor in, the tensors `label`, `confidence` and `probabilities` out.
 
+    A model that reads pairs takes two tensors, `text` and `text_pair`.
     A multi-label model answers with `labels` (of each text, joined by "|") and `probabilities`, a regression model with
     `value`. The model's metadata list its tensors.
     """
@@ -165,7 +174,7 @@ async def infer(request: Request, body: InferRequest, name: str) -> dict[str, An
     if unknown := [name for name in wanted if name not in named]:
         line = f"the model has no output {unknown[0]}, its outputs are {', '.join(named)}"
         raise RefusedTextError("invalid_request", line)
-    refuse_many("data", texts, parts.settings)
+    refuse_many("data[{}]", texts, parts.settings)
     answers = await classify(request, parts, served, texts, "data[{}]")
     tensors = {output["name"]: output for output in _tensors(parts, served, answers, body.inputs[0].shape)}
     response: dict[str, Any] = {
@@ -187,8 +196,17 @@ def _served(parts: Parts, name: str, version: str | None = None) -> Served:
     return served
 
 
-def _texts(body: InferRequest) -> list[str]:
-    tensor = body.inputs[0]
+def _texts(body: InferRequest) -> list[Text]:
+    if len(body.inputs) == 1:
+        return _texts_of(body.inputs[0])
+    first, second = sorted(body.inputs, key=lambda tensor: tensor.name == PAIR_NAME)
+    if second.name != PAIR_NAME or first.name == PAIR_NAME or first.shape != second.shape:
+        line = f"two tensors must be {INPUT_NAME} and {PAIR_NAME}, of the same shape"
+        raise RefusedTextError("invalid_request", line)
+    return list(zip(_texts_of(first), _texts_of(second), strict=True))
+
+
+def _texts_of(tensor: InputTensor) -> list[Text]:
     texts = [text for row in tensor.data or [] for text in ([row] if isinstance(row, str) else row)]
     if not texts:
         raise RefusedTextError("invalid_request", "the tensor holds no text")

@@ -12,7 +12,7 @@ from inference.http.schemas import Texts
 
 # Triton's clients append tensors to the JSON; this header says where the JSON ends.
 BINARY_HEADER = "inference-header-content-length"
-INPUT_NAME = "text"
+INPUT_NAME, PAIR_NAME = "text", "text_pair"
 _MAX_UTF8_BYTES = 4  # of one character
 
 
@@ -61,7 +61,7 @@ class ModelMetadata(BaseModel):
 
 
 class InputTensor(BaseModel):
-    """Texts, in `data` or (binary_data_size) behind the JSON."""
+    """Texts, in `data` or (binary_data_size: how many bytes) behind the JSON."""
 
     model_config = ConfigDict(strict=True)
 
@@ -92,7 +92,11 @@ class InferRequest(BaseModel):
 
     id: str | None = None
     parameters: dict[str, Any] = {}
-    inputs: list[InputTensor] = Field(min_length=1, max_length=1)
+    inputs: list[InputTensor] = Field(
+        min_length=1,
+        max_length=2,
+        description="The tensor of the texts; for a model that reads pairs another of the same shape, named text_pair.",
+    )
     outputs: list[RequestedOutput] = Field(
         default=[], max_length=3, fail_fast=True, description="Default: all that the model has."
     )

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from inference.http.error_responses import REFUSALS
 from inference.http.request_gate import is_stream
 from inference.http.routes import streams
-from inference.http.routes.answers import classify, refuse_long, refuse_many, render
+from inference.http.routes.answers import classify, refuse_many, render, text_of, with_pairs
 from inference.http.routes.json_route import Endpoint, JsonRoute, json_list
 from inference.http.schemas import BatchRequest, Prediction, PredictRequest
 from inference.http.server_parts import parts_of
@@ -22,9 +22,9 @@ router = APIRouter(prefix="/predict", tags=["predict"], responses=REFUSALS, rout
 async def predict(request: Request, body: PredictRequest) -> dict[str, Any]:
     """Classify one text: with one label, several labels or a number, depending on the model that is served."""
     parts = parts_of(request)
-    refuse_long("text", body.text, parts.settings)
+    text = text_of(body, parts.settings)
     served = parts.served_model.require()
-    (answer,) = await classify(request, parts, served, [body.text], "text")
+    (answer,) = await classify(request, parts, served, [text], "text")
     return render(parts, served, answer, body.top_k)
 
 
@@ -52,14 +52,15 @@ _STREAM_ANSWER = {
 async def predict_batch(request: Request, body: BatchRequest) -> Response:
     """Classify texts; the answers come in the order of the texts.
 
-    With `Content-Type: application/x-ndjson` the body is any number of lines `{"text": ..., "top_k"?: ...}`.
+    With `Content-Type: application/x-ndjson` the body is any number of lines, each as for /predict.
     Each is answered by a line in the same order, with its `index`, while the rest still arrives; a line that cannot be
     answered has an `error` instead of an answer, and the others go on.
     """
     parts = parts_of(request)
-    refuse_many("texts", body.texts, parts.settings)
+    refuse_many("texts[{}]", body.texts, parts.settings)
+    texts = with_pairs(body.texts, body.text_pairs, parts.settings)
     served = parts.served_model.require()
-    answers = await classify(request, parts, served, body.texts)
+    answers = await classify(request, parts, served, texts)
     return await json_list(render(parts, served, answer, body.top_k) for answer in answers)
 
 

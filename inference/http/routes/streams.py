@@ -22,7 +22,7 @@ from inference.batching.served_model import Served
 from inference.errors import QueueFullError, RateLimitedError, RefusedTextError, WorkerDownError
 from inference.http.error_responses import FAILURES, describe, describe_invalid, error_detail, http_code
 from inference.http.request_context import RequestContext
-from inference.http.routes.answers import cancel_unfinished, note, refuse_long, render
+from inference.http.routes.answers import cancel_unfinished, note, refuse_other_kind, render, text_of
 from inference.http.routes.json_bounds import SMALL_BODY_BYTES, JsonBounds
 from inference.http.routes.json_route import parse_json
 from inference.http.routes.lines import LineReader
@@ -40,7 +40,7 @@ _MOST_REFUSED_LINES = 1024
 
 @dataclass(slots=True)
 class _Group:
-    """Lines submitted together: for each its top_k, or the error it is answered with; futures for the former."""
+    """Lines submitted together: requests, with a future for each, and the errors that others are answered with."""
 
     served: Served
     lines: list[PredictRequest | Exception]
@@ -49,7 +49,7 @@ class _Group:
 
 
 class StreamResponse(Response):
-    """Reads lines `{"text": ..., "top_k"?: ...}` and writes one line for each, in order, with its `index`."""
+    """Reads lines, each a request to /predict, and writes one line for each, in order, with its `index`."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(media_type=MEDIA_TYPE)
@@ -120,14 +120,15 @@ class StreamResponse(Response):
             if len(line) > SMALL_BODY_BYTES:
                 JsonBounds(settings).feed(line)
             request = parse_json(PredictRequest, line)
-            refuse_long("text", request.text, settings)
+            text_of(request, settings)
         except (ValidationError, HTTPException, RefusedTextError) as error:
             return error
         return request
 
     def _submit(self, lines: list[PredictRequest | Exception]) -> _Group:
         served = self._parts.served_model.require()
-        texts = [line.text for line in lines if isinstance(line, PredictRequest)]
+        lines = [self._unless_other_kind(served, line) for line in lines]
+        texts = [text_of(line, self._parts.settings) for line in lines if isinstance(line, PredictRequest)]
         if texts:
             self._context.allowance.require()
         futures = served.classifier.submit(texts, self._timeout_s) if texts else []
@@ -135,6 +136,15 @@ class StreamResponse(Response):
         group = _Group(served, lines, futures, weight_of(texts))
         self._parts.body_budget.take(group.held_bytes)
         return group
+
+    def _unless_other_kind(self, served: Served, line: PredictRequest | Exception) -> PredictRequest | Exception:
+        # Only now: another model may have been loaded since the line was read.
+        if isinstance(line, PredictRequest):
+            try:
+                refuse_other_kind(served, [text_of(line, self._parts.settings)], "text")
+            except RefusedTextError as error:
+                return error
+        return line
 
     def _leave(self, group: _Group) -> None:
         self._parts.body_budget.release(group.held_bytes)

@@ -69,8 +69,8 @@ def test_answers_flow_while_the_body_still_arrives(model_folder: Path) -> None:
         for i in range(3):
             line = b'{"text": "Goal!"}\n'
             connection.sendall(b"%x\r\n%s\r\n" % (len(line), line))
-            while f'"index":{i}'.encode() not in received.readline():
-                pass
+            while f'"index":{i}'.encode() not in (answer := received.readline()):
+                assert answer, "the server closed the connection"
         connection.sendall(b"0\r\n\r\n")
         assert b"0\r\n" in [received.readline() for _ in range(2)]
 
