@@ -2,7 +2,8 @@
 
 const DELIMITERS = [",", ";", "\t", "|"];
 const TEXT_COLUMNS = ["text", "headline", "sentence", "content", "article", "body"];
-const HEADER_WORDS = new Set([...TEXT_COLUMNS, "title", "description", "label", "class", "class index", "category", "id"]);
+const PAIR_COLUMNS = ["text_pair", "question", "answer", "premise", "hypothesis", "sentence1", "sentence2"];
+const HEADER_WORDS = new Set([...TEXT_COLUMNS, ...PAIR_COLUMNS, "title", "description", "label", "class", "class index", "category", "id"]);
 const LONGEST_HEADER = 40;
 
 /**

@@ -117,7 +117,11 @@ function showPlan() {
   choices = table.textColumns();
   $("column").replaceChildren(...choices.map(({ name }, i) => element("option", { value: i }, name)));
   $("pair-column").replaceChildren(...choices.map(({ name }, i) => element("option", { value: i }, name)));
-  $("pair-column").value = Math.max(choices.findIndex(({ name }) => name.trim().toLowerCase() === "text_pair"), 1);
+  if (kind.readsPairs) {
+    // The two that hold the most text, in their order in the file.
+    const [first, second] = [0, 1].sort((a, b) => choices[a].columns[0] - choices[b].columns[0]);
+    [$("column").value, $("pair-column").value] = [first, second];
+  }
   $("column-field").hidden = choices.length === 1;
   $("header-field").hidden = !table.isCsv;
   $("file-name").replaceChildren(element("b", {}, file.name), ` ${rows(table.rows.length)}`);

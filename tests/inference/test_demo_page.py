@@ -103,7 +103,7 @@ def test_a_model_of_pairs_gets_a_second_field_and_a_second_column(
         page.press("#text-pair", "Escape")
         assert [page.input_value(field) for field in ("#text", "#text-pair")] == ["", ""]
 
-        choose(page, "pairs.csv", f'text,text_pair\n"{HEADLINE}","{OTHER}"\n"{OTHER}",\n'.encode())
+        choose(page, "pairs.csv", f'question,answer\n"{HEADLINE}","{OTHER}"\n"{OTHER}",\n'.encode())
         assert page.inner_text("#sample li:first-child") == f"{HEADLINE} | {OTHER}"
         page.click("#start")
         content = download(page, tmp_path)
