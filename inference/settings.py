@@ -225,13 +225,17 @@ class Settings(BaseModel):
     @property
     def max_body_bytes(self) -> int:
         """The largest body: MAX_BODY_MB, or what a body within the limits on texts can be at most, if that is less."""
-        texts = self.max_text_chars * self.max_batch_texts * _MAX_BYTES_PER_CHAR + _JSON_OVERHEAD_BYTES
+        texts = self.max_pair_bytes * self.max_batch_texts + _JSON_OVERHEAD_BYTES
         return min(texts, int(self.max_body_mb * 2**20))
 
     @property
     def max_line_bytes(self) -> int:
-        """The longest line of a stream that can hold a text within the limit."""
-        return min(self.max_body_bytes, self.max_text_chars * _MAX_BYTES_PER_CHAR + _LINE_OVERHEAD_BYTES)
+        """The longest line of a stream that can hold a pair of texts within the limit."""
+        return min(self.max_body_bytes, self.max_pair_bytes + _LINE_OVERHEAD_BYTES)
+
+    @property
+    def max_pair_bytes(self) -> int:
+        return 2 * self.max_text_chars * _MAX_BYTES_PER_CHAR
 
     @property
     def max_body_values(self) -> int:

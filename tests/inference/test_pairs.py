@@ -281,6 +281,16 @@ def test_a_batch_may_have_as_many_pairs_as_texts(client: httpx.Client) -> None:
     assert refused.json()["error"]["message"].startswith("texts has 9 entries > maximum 8")
 
 
+def test_the_largest_pairs_within_the_limits_are_answered(client: httpx.Client) -> None:
+    text = '"' + "\\ud83d\\ude00" * 2000 + '"'
+    batch = f'{{"texts": [{", ".join([text] * 8)}], "text_pairs": [{", ".join([text] * 8)}]}}'
+    line = f'{{"text": {text}, "text_pair": {text}}}'
+    assert client.post("/predict/batch", content=batch).status_code == 200
+    assert client.post("/predict", content=line).status_code == 200
+    (answer,) = _streamed(client, [json.loads(line)])
+    assert "label" in answer
+
+
 def test_an_explanation_weighs_the_words_of_both_texts(client: httpx.Client) -> None:
     first, second = "Oil prices rise again", "Ministers meet in Geneva"
     whole = client.post("/predict", json={"text": first, "text_pair": second}).json()

@@ -18,7 +18,7 @@ from common.errors import ModelLoadError, UserError
 from common.model_folder import read_saved_model
 from common.text import TextTokenizer, clean_text
 from common.windows import ATTENTION_KEY, MOST_WINDOWS, Windows, pool
-from inference import export
+from inference import export, score
 from inference.engines.model_loader import ModelLoader
 from inference.exporting.browser import browser_files
 from tests.inference.conftest import MAX_LENGTH, TEXTS, StartServer
@@ -68,8 +68,18 @@ def by_hand(folder: Path, text: str) -> tuple[np.ndarray, np.ndarray]:
     return saved.problem_type.answers(scores)[0], shares
 
 
-@pytest.mark.parametrize(("engine", "tolerance"), [("torch", 1e-5), ("native", 0.1)])
-def test_every_engine_answers_long_texts_as_the_pooled_windows(windowed: Path, engine: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("engine", "package", "tolerance"),
+    [("torch", "torch", 1e-5), ("native", "numpy", 0.1), ("onnx", "onnxruntime", 0.1), ("openvino", "nncf", 0.1)],
+)
+def test_every_engine_answers_long_texts_as_the_pooled_windows(
+    windowed: Path, tmp_path: Path, engine: str, package: str, tolerance: float
+) -> None:
+    pytest.importorskip(package)
+    if engine in ("onnx", "openvino"):
+        rows = windowed.with_name("rows.jsonl")
+        windowed = Path(shutil.copytree(windowed, tmp_path / "model"))
+        export.main([str(windowed), "--engine", engine, "--rows", str(rows), "--max_drop", "100"])
     model = ModelLoader(windowed, engine)
 
     answers = model.predict_batch([LONG, *TEXTS])
@@ -114,6 +124,55 @@ def test_batches_streams_explanations_and_the_other_faces_answer_long_texts_alik
         assert answer["confidence"] == pytest.approx(alone["confidence"], abs=1e-4)
         assert answer["passage"] == alone["passage"]
     assert len(explained["words"]) == len(LONG.split())
+
+
+def test_the_faces_of_other_servers_and_files_read_long_texts_too(
+    client: httpx.Client, windowed: Path, tmp_path: Path
+) -> None:
+    expected = client.post("/predict", json={"text": LONG}).json()
+
+    (hub,) = client.post("/hub", json={"inputs": LONG}).json()
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": [LONG]}
+    outputs = client.post(f"/v2/models/{windowed.name}/infer", json={"inputs": [tensor]}).json()["outputs"]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": LONG}))
+    flags = ["--model", str(windowed), "--quiet", "--probabilities"]
+    score.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *flags])
+
+    assert {one["label"]: one["score"] for one in hub} == pytest.approx(expected["probabilities"], abs=1e-5)
+    assert outputs[-1]["data"] == pytest.approx(list(expected["probabilities"].values()), abs=1e-5)
+    scored = json.loads((tmp_path / "out.jsonl").read_text())
+    assert scored["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["multi_label", "regression"])
+def test_several_labels_and_numbers_are_pooled_too(
+    kind: str, request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(request.getfixturevalue(f"{kind}_folder"), tmp_path / kind))
+    weights = load_file(folder / "model.safetensors")
+    weights[ATTENTION_KEY] = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= Windows.of_length(MAX_LENGTH, "classifier").as_settings()
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with start_server(folder) as client:
+        answer = client.post("/predict", json={"text": LONG}).json()
+
+    values, shares = by_hand(folder, LONG)
+    if kind == "regression":
+        assert answer["value"] == pytest.approx(values[0], rel=1e-5)
+        assert answer["passage"] == passage_of(folder, int(shares.argmax()))
+    else:
+        assert list(answer["probabilities"].values()) == pytest.approx(list(values), abs=1e-5)
+        assert ("passage" in answer) is bool(answer["labels"])
+
+
+def passage_of(folder: Path, window: int) -> dict[str, int]:
+    tokenizer = read_saved_model(folder).tokenizer()
+    (encoded,) = tokenizer.encode([LONG])
+    start, end = tokenizer.locate(LONG, encoded.passages)[window]
+    return {"start": start, "end": end}
 
 
 def test_a_text_has_so_many_windows_and_no_more(windowed: Path) -> None:

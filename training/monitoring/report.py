@@ -18,7 +18,7 @@ from training.monitoring.records import format_percent, format_time, metrics_of,
 
 if TYPE_CHECKING:
     from training.monitoring.plots import Curves
-    from training.tasks.task import TestAnswer
+    from training.tasks.task import RowAnswer
 
 REPORT_FILE = "report.html"
 MOST_WRONG_TEXTS = MOST_DOUBTED_TEXTS = 20
@@ -39,7 +39,7 @@ class WrongText:
     """A text that the model got wrong; ``certainty``: what the answer's figure of that name means."""
 
     text: str
-    answer: TestAnswer
+    answer: RowAnswer
     certainty: str
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from common.errors import UserError
 from common.problem_types import SINGLE_LABEL, Label
 from common.rows import AG_NEWS_LABELS
-from training.tasks.task import Task, TestAnswer
+from training.tasks.task import RowAnswer, Task
 
 # This many labels are not suspicious, however few the rows.
 FEW_LABELS = 10
@@ -87,11 +87,11 @@ class Classification(Task):
             "confusion_matrix": confusion.tolist(),
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         probabilities, names = np.exp(log_softmax(scores)), self.label_names
         predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1).tolist()
         for label, answer, certainty in zip(targets, predicted, confidence, strict=True):
-            yield TestAnswer(names[label], names[answer], certainty, surprise=certainty if answer != label else 0.0)
+            yield RowAnswer(names[label], names[answer], certainty, surprise=certainty if answer != label else 0.0)
 
 
 def _notes_on_labels(name: str, labels: Counter[str], *, known: bool) -> list[str]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from common.problem_types import PLAIN_TEXT, Label
-from training.tasks.task import Task, TestAnswer
+from training.tasks.task import RowAnswer, Task
 
 # The target of a token that is not predicted, as cross-entropy calls it.
 IGNORED = -100
@@ -103,7 +103,7 @@ class LanguageModel(Task):
             "labels": [],
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         return iter(())
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from common.problem_types import DEFAULT_THRESHOLD, MULTI_LABEL, THRESHOLDS_KEY, Label
-from training.tasks.task import Task, TestAnswer
+from training.tasks.task import RowAnswer, Task
 
 # A threshold chosen on fewer rows with the label would follow chance, so 0.5 is kept.
 FEWEST_TO_CHOOSE = 5
@@ -110,7 +110,7 @@ class MultiLabelClassification(Task):
             "per_class": per_class,
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         """The certainty is that of the least certain decision; the surprise that of the most wrong one."""
         probabilities = MULTI_LABEL.answers(scores)
         predicted = probabilities >= self._thresholds(chosen)
@@ -120,7 +120,7 @@ class MultiLabelClassification(Task):
         surprise = np.where(wrong, 1 - right, 0.0).max(axis=1)
         for row in range(len(targets)):
             label, answer = (self._names(flags) for flags in (targets[row], predicted[row]))
-            yield TestAnswer(label, answer, float(certainty[row]), float(surprise[row]))
+            yield RowAnswer(label, answer, float(certainty[row]), float(surprise[row]))
 
     def _thresholds(self, chosen: Mapping[str, Any]) -> np.ndarray:
         # Without validation rows none were chosen.

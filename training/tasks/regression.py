@@ -10,7 +10,7 @@ import torch
 
 from common.errors import UserError
 from common.problem_types import REGRESSION, Label
-from training.tasks.task import Task, TestAnswer
+from training.tasks.task import RowAnswer, Task
 
 STRATA = 10
 
@@ -89,10 +89,10 @@ class Regression(Task):
             "by_tenth": [[float(predicted[rows].mean()), float(targets[rows].mean())] for rows in tenths],
         }
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         for predicted, target in zip(self._predicted(scores).tolist(), targets.tolist(), strict=True):
             error = predicted - target
-            yield TestAnswer(f"{target:g}", f"{predicted:.6g}", error, surprise=abs(error))
+            yield RowAnswer(f"{target:g}", f"{predicted:.6g}", error, surprise=abs(error))
 
     def _predicted(self, scores: np.ndarray) -> np.ndarray:
         return scores[:, 0].astype(np.float64) * self.deviation + self.mean

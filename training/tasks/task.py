@@ -16,7 +16,7 @@ from common.problem_types import Label, ProblemType
 
 
 @dataclass(frozen=True)
-class TestAnswer:
+class RowAnswer:
     """The model's answer to one row, in words.
 
     ``certainty``: how sure the answer is, or how far off; see :attr:`Task.certainty`. ``surprise``: how wrong it is,
@@ -35,7 +35,7 @@ class Task:
     Attributes:
         name: what ``--task`` calls it.
         problem_type: what the model folder calls it.
-        certainty: the heading of :attr:`TestAnswer.certainty`.
+        certainty: the heading of :attr:`RowAnswer.certainty`.
         auto_class: the class of transformers that loads its networks.
         is_language_model: its rows are blocks of plain text, without labels.
         rows_at_once: that an evaluation computes in one batch.
@@ -171,6 +171,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[TestAnswer]:
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         """The answer to each row; ``chosen`` as for :meth:`metrics`."""
         raise NotImplementedError
