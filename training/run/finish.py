@@ -32,7 +32,7 @@ from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
 from training.run.suspects import Suspects
-from training.tasks.task import TestAnswer
+from training.tasks.task import RowAnswer
 
 
 def finish_run(context: RunContext, suspects: Suspects | None) -> Path:
@@ -158,7 +158,7 @@ def _load_best(context: RunContext) -> EpochMetrics:
 
 
 def _report_data(
-    context: RunContext, test: dict[str, Any], answers: Sequence[TestAnswer], doubted: Sequence[DoubtedText]
+    context: RunContext, test: dict[str, Any], answers: Sequence[RowAnswer], doubted: Sequence[DoubtedText]
 ) -> ReportData:
     tokens = context.news.tokens
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,} texts were cut at {context.config.longest_text}."
@@ -206,7 +206,7 @@ def _report_data(
     )
 
 
-def _write_predictions(context: RunContext, answers: Sequence[TestAnswer]) -> None:
+def _write_predictions(context: RunContext, answers: Sequence[RowAnswer]) -> None:
     """Write the model's answer to each test row, in their order, to ``predictions.csv`` in the run folder."""
     with writing_whole(context.config.run_dir / "predictions.csv") as file:
         lines = io.TextIOWrapper(file, encoding="utf-8", newline="")

@@ -10,7 +10,7 @@ import pytest
 from training.monitoring.events import read_metrics
 from training.monitoring.records import wilson_interval
 from training.monitoring.report import ReportData, WrongText, write_report
-from training.tasks.task import TestAnswer
+from training.tasks.task import RowAnswer
 
 Evaluation = Callable[..., dict[str, Any]]
 MakeReport = Callable[..., ReportData]
@@ -42,9 +42,9 @@ def run_dir(
     report_data: MakeReport,
 ) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"))
-    texts = [WrongText(HOSTILE, TestAnswer(HOSTILE, "Sports", 0.999, surprise=0.999), "confidence")]
+    texts = [WrongText(HOSTILE, RowAnswer(HOSTILE, "Sports", 0.999, surprise=0.999), "confidence")]
     for number in range(40):
-        answer = TestAnswer("World", "Sports", number / 100, surprise=number / 100)
+        answer = RowAnswer("World", "Sports", number / 100, surprise=number / 100)
         texts.append(WrongText(f"text number {number}.", answer, "confidence"))
     write_report(folder, report_data(evaluation(), texts))
     return folder
