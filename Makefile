@@ -73,7 +73,7 @@ demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another 
 	$(BIN)/python deployment/demo_elastic.py
 
 # Three tests at a time on two cores, since many wait for processes. A worker that is done takes tests from the others.
-test: $(INSTALLED_DEV) ## Run the tests (about 6 minutes on 2 cores)
+test: $(INSTALLED_DEV) ## Run the tests (6 to 9 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu"
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
