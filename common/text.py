@@ -150,13 +150,18 @@ def _as_it_is(text: str) -> str:
     return _LONE_SURROGATES.sub("\ufffd", text) if text.strip() else ""
 
 
+def texts_in(text: Text) -> tuple[str, ...]:
+    """The text alone, or both texts of a pair."""
+    return (text,) if isinstance(text, str) else text
+
+
 def in_one_line(text: Text) -> str:
     """A text as people are shown it; of a pair both, one after the other."""
-    return text if isinstance(text, str) else " | ".join(text)
+    return " | ".join(texts_in(text))
 
 
 def num_chars(text: Text) -> int:
-    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+    return sum(map(len, texts_in(text)))
 
 
 def type_separator(config: Mapping[str, Any]) -> int | None:

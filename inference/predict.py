@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from common.errors import OneLineParser, UserError, run_command
-from common.text import Text
+from common.text import Text, texts_in
 from inference.engines.answering import Answering
 from inference.engines.model_loader import ModelLoader
 from inference.engines.selection import ENGINES
@@ -134,7 +134,7 @@ def _lines(source: BinaryIO) -> Iterator[str]:
 
 def _print_lines(answers: Iterable[tuple[Text, dict[str, Any]]], answering: Answering, *, as_json: bool) -> None:
     for text, prediction in answers:
-        parts = [" ".join(part.split()) for part in ([text] if isinstance(text, str) else text)]
+        parts = [" ".join(part.split()) for part in texts_in(text)]
         if as_json:
             named = dict(zip(("text", "text_pair"), parts, strict=False))
             print(json.dumps({**named, **prediction}, ensure_ascii=False))

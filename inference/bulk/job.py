@@ -448,10 +448,11 @@ class FileParts:
             except OSError as error:
                 why = error.strerror or error
                 raise UserError(f"{self.file.path}: cannot be read ({why})", code="data-unreadable") from error
-            text_column, part_rows, pair_column = (
-                self._job.settings.get(name, "") for name in ("text_column", "part_rows", "pair_column")
+            settings = self._job.settings
+            columns = settings["text_column"], settings.get("pair_column", "")
+            self._reader = open_parts(
+                self.file.path, self.file.suffix, source, columns[0], settings["part_rows"], columns[1]
             )
-            self._reader = open_parts(self.file.path, self.file.suffix, source, text_column, part_rows, pair_column)
             self._size = self._reader.num_rows or self._job.inputs.version(self.file.path)["bytes"]
         return self._reader
 

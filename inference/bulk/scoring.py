@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from common.errors import ForeseenError, UserError, first_line
 from common.problem_types import ProblemType
 from common.row_parts import Part
+from common.text import texts_in
 from inference.bulk.job import Claims, FileParts, Job
 from inference.bulk.rows_out import Answers, RowsOut
 from inference.engines.base import PASSES_AT_ONCE, RAGGED_TOKENS, Engine, TokenBatch, forward_passes
@@ -264,7 +265,7 @@ class Scoring:
             if text is None:
                 continue
             clean = tokenizer.clean_all(text)
-            if all([clean] if isinstance(clean, str) else clean):
+            if all(texts_in(clean)):
                 positions.append(position)
                 cleaned.append(clean)
             else:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from common.hardware import Hardware
 from common.model_folder import is_artefact, read_manifest
-from common.text import Text
+from common.text import Text, texts_in
 from inference.engines.answering import Answering, Prediction
 from inference.engines.base import answers_of
 from inference.engines.selection import load_model
@@ -98,8 +98,7 @@ class ModelLoader:
         if self.reads_pairs is isinstance(text, str):
             expected = "pairs (text, text_pair)" if self.reads_pairs else "single texts"
             raise RefusedTextError("wrong_kind_of_text", f"{name}: this model reads {expected}")
-        parts = [text] if isinstance(text, str) else text
-        if not all(map(self.tokenizer.clean, parts)):
+        if not all(map(self.tokenizer.clean, texts_in(text))):
             raise RefusedTextError("blank_text", f"{name} is blank: there is nothing to classify")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from common.text import Text
+from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
 from inference.http.api_keys import ApiKeys
 from inference.http.lifecycle import Lifecycle
@@ -52,7 +52,7 @@ class BodyBudget:
 
 def weight_of(texts: Sequence[Text]) -> int:
     """The bytes of memory that texts take: up to four per character if one of them is an emoji."""
-    sizes = (sys.getsizeof(text) if isinstance(text, str) else sum(map(sys.getsizeof, text)) for text in texts)
+    sizes = (sys.getsizeof(part) for text in texts for part in texts_in(text))
     return sum(sizes) + _BYTES_PER_TEXT * len(texts)
 
 

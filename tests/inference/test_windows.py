@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -27,17 +28,23 @@ LONG = " ".join([*TEXTS, *reversed(TEXTS)] * 3)
 OTHER_LENGTH = {"length": 7, "overlap": 1, "most": 2, "head": "classifier"}
 
 
-@pytest.fixture(scope="module")
-def windowed(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a native artefact whose attention prefers some windows."""
-    folder = tmp_path_factory.mktemp("windows") / "articles"
-    shutil.copytree(model_folder, folder)
+def give_windows(folder: Path) -> dict[str, Any]:
+    """Let a model read windows, some of which its attention prefers; returns its config.json."""
     weights = load_file(folder / "model.safetensors")
     weights[ATTENTION_KEY] = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= Windows.of_length(MAX_LENGTH, "classifier").as_settings()
     (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.fixture(scope="module")
+def windowed(model_folder: Path, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a native artefact whose attention prefers some windows."""
+    folder = tmp_path_factory.mktemp("windows") / "articles"
+    shutil.copytree(model_folder, folder)
+    config = give_windows(folder)
     rows = folder.with_name("rows.jsonl")
     labels = list(config["label2id"])
     lines = [{"text": text, "label": labels[i % len(labels)]} for i, text in enumerate([*TEXTS, LONG, LONG[40:]])]
@@ -149,12 +156,7 @@ def test_several_labels_and_numbers_are_pooled_too(
     kind: str, request: pytest.FixtureRequest, start_server: StartServer, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(request.getfixturevalue(f"{kind}_folder"), tmp_path / kind))
-    weights = load_file(folder / "model.safetensors")
-    weights[ATTENTION_KEY] = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= Windows.of_length(MAX_LENGTH, "classifier").as_settings()
-    (folder / "config.json").write_text(json.dumps(config))
+    give_windows(folder)
 
     with start_server(folder) as client:
         answer = client.post("/predict", json={"text": LONG}).json()

@@ -303,15 +303,15 @@ def prepare_model(
             )
         if isinstance(model.task, MaskedLanguageModel):
             model.task.vocabulary = news.vocabulary
-        if news.separator is not None:
-            setattr(model.config, PAIR_KEY, news.separator)
         check_depths(model.network, config)
         head = model.network.get_submodule(model.head) if model.head else None
         targets = tokens.train.labels[news.train_index]
         model.task.fit(targets, head)
         own.apply_to(model.task, targets[:ROWS_TO_TRY])
-        if hasattr(model.config, WINDOWS_KEY):  # of the run that trained --model
-            delattr(model.config, WINDOWS_KEY)
+        for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
+            model.config.__dict__.pop(key, None)
+        if news.separator is not None:
+            setattr(model.config, PAIR_KEY, news.separator)
         if config.long == "windows":
             add_window_attention(model, config)
         row = int(np.argmin(tokens.train.lengths))

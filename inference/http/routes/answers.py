@@ -9,7 +9,7 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from common.text import Text
+from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.batching.served_model import Served
 from inference.errors import RefusedTextError
@@ -159,5 +159,5 @@ def refuse_many(name: str, texts: Sequence[Text], settings: Settings) -> None:
             f"{what} has {len(texts)} entries > maximum {settings.max_batch_texts}; send more batches",
         )
     for position, text in enumerate(texts):
-        for part in [text] if isinstance(text, str) else text:
+        for part in texts_in(text):
             refuse_long(name.format(position), part, settings)

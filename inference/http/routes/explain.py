@@ -11,7 +11,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 
 from common.problem_types import MULTI_LABEL
-from common.text import Text
+from common.text import Text, texts_in
 from inference.batching.classifier import Answer
 from inference.http.error_responses import REFUSALS
 from inference.http.routes.answers import classify_some, render, text_of
@@ -39,7 +39,7 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     answering = served.model.answering
     if body.label is not None:
         answering.refuse_unknown(body.label)  # before the work
-    spans = [[match.span() for match in _WORD.finditer(part)] for part in _parts(text)]
+    spans = [[match.span() for match in _WORD.finditer(part)] for part in texts_in(text)]
     shortened = _without_each(text, spans, served.model.tokenizer.most_ids, parts.settings.explain_max_passes - 1)
     texts = [text, *(remaining for _, _, remaining in shortened)]
     # Only the tokenizer's thread cleans texts; texts that consist of nothing but markup take milliseconds each.
@@ -55,12 +55,8 @@ async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
     explanation = render(parts, served, whole)
     if body.label is not None or answering.problem_type is MULTI_LABEL:
         explanation["explained"] = answering.labels[place]
-    words = [_words(*one) for one in zip(_parts(text), spans, weights, strict=True)]
+    words = [_words(*one) for one in zip(texts_in(text), spans, weights, strict=True)]
     return explanation | dict(zip(("words", "pair_words"), words, strict=False))
-
-
-def _parts(text: Text) -> tuple[str, ...]:
-    return (text,) if isinstance(text, str) else text
 
 
 def _without_each(
@@ -79,7 +75,7 @@ def _without_each(
     """
     # A word has at least one token, so words beyond the model's token limit are never read.
     nums_read = [min(len(words), max_length) for words in spans]
-    parts, shortened = _parts(text), []
+    parts, shortened = texts_in(text), []
     # A group never spans two texts, so a pair may take one more pass than the groups of all its words together.
     size = max(1, math.ceil(sum(nums_read) / max(1, max_passes - len(parts) + 1)))
     for place, (part, words, num_read) in enumerate(zip(parts, spans, nums_read, strict=True)):
