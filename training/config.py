@@ -67,11 +67,13 @@ METRICS_OF_TASKS = {
     "pair": ("accuracy", "macro_f1", "loss"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "spearman", "loss"),
+    "embedding": ("cosine", "loss"),
     "masked_lm": ("perplexity", "token_accuracy", "loss"),
     "causal_lm": ("perplexity", "token_accuracy", "loss"),
 }
 LANGUAGE_MODELS = ("masked_lm", "causal_lm")
-LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in LANGUAGE_MODELS)
+UNLABELLED = ("embedding", *LANGUAGE_MODELS)
+LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in UNLABELLED)
 
 TASKS_WITH_ONE_LABEL = ("classification", "pair")
 
@@ -153,7 +155,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    task: Literal["classification", "pair", "multi_label", "regression", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
+    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, embedding = the vector that --distill gives a text, to make a small encoder of a large one, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
     loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
     metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label; for language models also .txt, each line a text")
@@ -184,9 +186,11 @@ class TrainConfig(BaseModel):
     lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
     lora_alpha: float | None = _field(None, "model", "what the adapters add counts lora_alpha / lora times; unset = 2 x lora", gt=0)
 
+    distill: str = _field("", "distillation", "a teacher; of embedding the folder of an encoder, whose vectors of the texts are the targets", on_resume="any")
+
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of embedding cosine or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
@@ -333,6 +337,10 @@ class TrainConfig(BaseModel):
                 f"--duplicates {self.duplicates} and --pair_column {pair}: near duplicates are found among single texts; "
                 f"use --duplicates {self.duplicates.removesuffix('_near')}"
             )
+        if self.task == "embedding" and not self.distill:
+            raise ValueError(
+                "--task embedding: give the encoder whose vectors are to be learned, with --distill FOLDER"
+            )
         if self.tf32 and self.device == "cpu":
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
         if self.loss and self.label_smoothing:
@@ -418,7 +426,7 @@ class TrainConfig(BaseModel):
     @property
     def columns(self) -> Columns:
         pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
-        return Columns(self.text_column, "" if self.is_language_model else self.label_column, pair)
+        return Columns(self.text_column, "" if self.task in UNLABELLED else self.label_column, pair)
 
     @property
     def selection(self) -> Selection:

@@ -23,6 +23,7 @@ from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news,
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
+from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
 from training.data.tokenized import (
     Blocks,
     TokenizedNews,
@@ -40,9 +41,10 @@ from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
+from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
-from training.tasks import TASKS, LanguageModel, MaskedLanguageModel, Vocabulary
+from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,11 +87,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
     task = TASKS[config.task]
 
-    def read() -> tuple[str, str, int | None, Vocabulary | None]:
+    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", "", None, None
+            return "", "", None, None, None
         check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset} ...")
         source = source_file(cache_dir, config)
@@ -150,13 +152,20 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 write_json(source, known)
         assert data is not None
         loaded = data, tokenizer
-        return key, cleaning, separator, vocabulary
+        vectors = None
+        if task is Embedding:
+            vectors = vectors_file(cache_dir, key, config.distill)
+            precision = choose_precision(config.precision, ranks.device)
+            write_vectors(vectors, config.distill, data, cleaning, config.max_length, ranks.device, precision, say)
+        return key, cleaning, separator, vocabulary, vectors
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator, vocabulary = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator, vocabulary, vectors = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
+    if vectors:
+        tokens = with_vectors(tokens, vectors)
     texts, tokenizer = loaded or (None, None)
     # Rank 0 compares the texts, for all ranks.
     found: dict[str, Any] = {"dropped": [], "lines": []}

@@ -78,7 +78,7 @@ class NewsClassifier(nn.Module):
         if not task.is_language_model:
             about |= {"num_labels": num_labels, "id2label": dict(enumerate(names))}
             about["label2id"] = {name: i for i, name in enumerate(names)}
-            if task is not Classification:  # which is what transformers assumes
+            if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
         self._adopt(_load_network(pretrained_model, task, about, vocab_size, revision or None), task(names))
         if not as_stored:

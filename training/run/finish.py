@@ -78,7 +78,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "task": config.task,
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
-            **({} if task.is_language_model else {"label_column": config.label_column}),
+            **({"label_column": config.label_column} if task.has_labels else {}),
             **asdict(config.selection),
             **({"pair_column": config.columns.pair} if config.columns.pair else {}),
             "base_model": recorded_name(config.model),
@@ -103,7 +103,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
                 type(task),
             )
             answers = list(task.describe(logits, tokens.test.labels, best.validation))
-            if not task.is_language_model:
+            if task.has_labels:
                 _write_predictions(context, answers)
             doubted = _doubted_texts(context, suspects)
             if suspects:
@@ -121,7 +121,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             validation=best.validation,
             test=test,
             model_folder=config.output_dir,
-            checkpoint_file=None if task.is_language_model else config.checkpoint_file,
+            checkpoint_file=config.checkpoint_file if task.has_labels else None,
             report=report,
         )
     # The other ranks wait: if they left first, a launcher could take the run for finished.
@@ -196,7 +196,7 @@ def _report_data(
         test=test,
         wrong_texts=[
             WrongText(in_one_line(text), answer, context.strategy.task.certainty)
-            for text, answer in zip(context.news.texts.test.texts, answers, strict=not context.config.is_language_model)
+            for text, answer in zip(context.news.texts.test.texts, answers, strict=context.strategy.task.has_labels)
             if answer.surprise
         ],
         doubted_texts=[text for text in doubted if text.is_flagged],
@@ -244,6 +244,8 @@ def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str,
     weight, bias = (f"network.{strategy.head}.{name}" for name in ("weight", "bias"))
     if weight not in weights:
         return weights
+    if not strategy.task.keeps_head:
+        return {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
     if strategy.config.long == "windows":
         weights = split_head(weights, strategy.head)
     finished = dict(zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True))

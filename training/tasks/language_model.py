@@ -45,6 +45,7 @@ class LanguageModel(Task):
 
     problem_type = PLAIN_TEXT
     is_language_model = True
+    has_labels = False
     rows_at_once = 8  # of the scores of more rows, an evaluation would take gigabytes
     num_scores = 3
 
