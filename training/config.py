@@ -24,6 +24,8 @@ from common.windows import MOST_WINDOWS
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
+STARTER = "starter"
+STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -176,7 +178,7 @@ class TrainConfig(BaseModel):
     suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself disbelieves: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama) that needs no download")
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository, good with few rows and without a network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter takes the place of the default")
     model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
@@ -197,7 +199,7 @@ class TrainConfig(BaseModel):
     epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, or 2e-4 with --lora", gt=0, lt=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 3e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
@@ -450,8 +452,8 @@ class TrainConfig(BaseModel):
         """The learning rate after the warm-up, before scaling by ranks."""
         if self.learning_rate is not None:
             return self.learning_rate
-        if self.model == TINY:
-            return 1e-3
+        if self.model in (TINY, STARTER):
+            return 1e-3 if self.model == TINY else 3e-4
         return 2e-4 if self.lora else 2e-5
 
     @property
@@ -475,6 +477,14 @@ class TrainConfig(BaseModel):
 def on_resume(name: str) -> OnResume:
     """What the field ``name`` may be when a run resumes from a checkpoint."""
     return TrainConfig.model_fields[name].json_schema_extra["on_resume"]  # type: ignore[index, call-overload, return-value]
+
+
+def model_place(model: str) -> str:
+    """Where ``--model`` is, if it is one of this machine's: a path; otherwise its name."""
+    if model == STARTER:
+        return str(STARTER_FOLDER)
+    path = Path(model).expanduser()
+    return str(path) if path.is_dir() else model
 
 
 def parse_config(

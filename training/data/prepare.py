@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from common.errors import UserError, first_line
 from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from common.windows import WINDOWS_KEY, Windows
-from training.config import TINY, TrainConfig
+from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
 from training.data.duplicates import Repeats
-from training.data.hub_access import cache_is_shared, download_once
+from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
 from training.data.tokenized import (
@@ -75,6 +75,31 @@ class PreparedNews:
     @property
     def validation_rows(self) -> TokenizedRows:
         return self.tokens.validation or self.tokens.train
+
+
+def settle_model(
+    config: TrainConfig, ranks: Ranks, began: Mapping[str, Any], say: Callable[[str], None]
+) -> TrainConfig:
+    """The configuration with the model that a run without ``--model`` gets: what it ``began`` with if it is resumed,
+    the default one if it can be had, and otherwise the starter. A collective call.
+    """
+    if "model" in config.model_fields_set:
+        return config
+
+    def choose() -> str:
+        if began:
+            return began["config"]["model"]
+        if (
+            not STARTER_FOLDER.is_dir()
+            or config.task == "causal_lm"
+            or hub_may_have(config.model, config.model_revision)
+        ):
+            return config.model
+        say(f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead")
+        return STARTER
+
+    model = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose() if ranks.is_first else ""))
+    return config if model == config.model else config.model_copy(update={"model": model})
 
 
 def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
@@ -239,7 +264,7 @@ def _wrong_weights(config: TrainConfig, what: str) -> UserError:
 
 
 def _is_local(name: str) -> bool:
-    return name in (SAMPLE, TINY) or Path(name).expanduser().exists()
+    return name in (SAMPLE, STARTER, TINY) or Path(name).expanduser().exists()
 
 
 def _split(

@@ -32,7 +32,7 @@ from common.encoders import max_positions
 from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
-from training.config import TINY
+from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import use_row_dropout
@@ -304,7 +304,7 @@ def _load_network(
             **about,
         )
         return auto.from_config(config)
-    path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    path = model_place(name)
     generator, dtype = torch.get_rng_state(), stored_dtype(path, revision)
     network, fresh = _read_network(auto, path, dtype, about, revision)
     if (now := stored_dtype(path, revision)) != dtype:  # loading has downloaded the model, or a newer version of it

@@ -12,7 +12,7 @@ from training.monitoring.records import metrics_of
 # By this tag a repository of the hub is known to come from here.
 TAG = "distrinews"
 _TASK = "text-classification"
-_MADE_HERE = ("tiny", "sample")
+_MADE_HERE = ("starter", "tiny", "sample")
 # Of the bases whose licence is known here; what is trained from another gets its licence from a person.
 _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")

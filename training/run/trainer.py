@@ -30,7 +30,7 @@ from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
-from training.data.prepare import class_weights_of, prepare_model, prepare_news
+from training.data.prepare import class_weights_of, prepare_model, prepare_news, settle_model
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
@@ -112,6 +112,7 @@ class Trainer:
         # The data, then the model that fits it, then the model distributed over the ranks.
         began = state_of_run(config, ranks, storage)
         config = config.model_copy(update={"clean": cleaning_of(config, began)})
+        config = settle_model(config, ranks, began, say)
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
