@@ -51,7 +51,10 @@ def _reads(context: RunContext) -> dict[str, str]:
     if context.config.is_language_model:
         return {}
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
-    return {"Labels": ", ".join(tokens.label_names), "Texts cut": cut}
+    answers = {"Labels": ", ".join(tokens.label_names)}
+    if not context.strategy.task.has_labels:
+        answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
+    return answers | {"Texts cut": cut}
 
 
 def _trained(context: RunContext) -> str:
