@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from training.tasks.classification import Classification
 from training.tasks.embedding import Embedding
-from training.tasks.language_model import CausalLanguageModel, LanguageModel, MaskedLanguageModel, Vocabulary
+from training.tasks.language_model import (
+    MASKED_SHARE,
+    CausalLanguageModel,
+    LanguageModel,
+    MaskedLanguageModel,
+    Vocabulary,
+)
 from training.tasks.multi_label import MultiLabelClassification
 from training.tasks.pair import PairClassification
 from training.tasks.regression import Regression
@@ -13,6 +19,7 @@ from training.tasks.task import Task
 __all__ = [
     *("TASKS", "TASK_OF_PROBLEM", "Task"),
     *("Classification", "MultiLabelClassification", "PairClassification", "Regression"),
+    "MASKED_SHARE",
     "CausalLanguageModel",
     "Embedding",
     "LanguageModel",
