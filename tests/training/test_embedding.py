@@ -12,60 +12,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertForSequenceClassification, BertModel
+from tokenizers import Tokenizer
+from transformers import AutoModel, AutoTokenizer, BertForSequenceClassification
 
 from common.encoders import BERT
+from common.errors import ModelLoadError
+from common.model_folder import read_saved_model
 from common.text import TextTokenizer
+from tests.training.small_teacher import WIDTH, WORDS, fixture_teacher, fixture_text  # noqa: F401
 from training.data.array_file import ArrayFile
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.run.quiet import quiet_libraries
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
-WORDS = ("sea", "storm", "sun", "sand", "wind", "and", "at", "noon", "##s", "##y")
-WIDTH = 64
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT with random weights that knows some words and all letters."""
-    folder = tmp_path_factory.mktemp("teacher") / "encoder"
-    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    letters = [prefix + letter for prefix in ("", "##") for letter in "abcdefghijklmnopqrstuvwxyz0123456789"]
-    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([*special, *WORDS, *letters]))}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
-    )
-    tokenizer.add_special_tokens(list(special))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=WIDTH,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        initializer_range=0.2,
-    )
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with plain text for training and for the test."""
-    folder = tmp_path_factory.mktemp("text")
-    for split, count in (("train", 200), ("test", 30)):
-        lines = [f"{WORDS[i % 5]}s and {WORDS[i * 7 % 5]} at {i * 3 % 12}" for i in range(count)]
-        (folder / f"{split}.txt").write_text("\n".join(lines))
-    return folder
 
 
 def _flags(text: Path, teacher: Path, output: Path) -> tuple[object, ...]:
@@ -141,6 +101,8 @@ def test_what_is_written_is_a_base_for_fine_tuning_and_nothing_to_serve(
     assert not (tmp_path / "model.pt").exists()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "id2label" not in config
+    with pytest.raises(ModelLoadError, match="an encoder without classes"):
+        read_saved_model(tmp_path / "model")
     rows = "\n".join(f"{'calm' if i % 2 else 'rough'},{WORDS[i % 5]}" for i in range(40))
     (tmp_path / "rows.csv").write_text(f"label,text\n{rows}\n")
     tuning = ("--dataset", tmp_path / "rows.csv", "--model", tmp_path / "model", "--output_dir", tmp_path / "tuned")

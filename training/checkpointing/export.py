@@ -108,6 +108,10 @@ def write_model(
             if not task.keeps_head:
                 network.config.num_labels = DEFAULT_LABELS
             network.save_pretrained(aside, state_dict=whole)
+            if not task.keeps_head:  # an encoder, which nobody should take for a classifier
+                about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+                about["architectures"] = [type(network.base_model).__name__]
+                write_json(aside / "config.json", about)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")
