@@ -1,4 +1,4 @@
-"""Texts in a file, and in another where each begins: in memory is nothing of them, however many they are."""
+"""Texts in a file, and in another one where each begins, so that they need no memory, however many they are."""
 
 from __future__ import annotations
 
