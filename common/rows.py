@@ -13,13 +13,14 @@ import csv
 import io
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError, first_line
-from common.problem_types import MULTI_LABEL, SINGLE_LABEL, Label, ProblemType, UnusableRow
+from common.problem_types import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Label, ProblemType, UnusableRow
 from common.text import Text
 
 SAMPLE_NEWS = Path(__file__).with_name("sample_news")
@@ -250,7 +251,7 @@ class Reading:
 
     def usable(
         self, what: str, rows: Iterable[FoundRow], labels: Collection[str] = ()
-    ) -> tuple[Sequence[Text], list[Label]]:
+    ) -> tuple[Sequence[Text], Sequence[Label]]:
         """The texts and the labels of the usable rows.
 
         Args:
@@ -261,7 +262,8 @@ class Reading:
         Raises:
             UserError: there are none, or more were left out than remain.
         """
-        before, usable, found = self.count, self.new_texts(), []
+        before, usable = self.count, self.new_texts()
+        found: Any = array("d") if self.problem_type is REGRESSION else []
         names: dict[Label, Label] = {}
         for where, text, label in rows:
             try:
@@ -273,8 +275,8 @@ class Reading:
                 self.reject(where, str(error))
             else:
                 usable.append(text)
-                # One name for all rows that have it.
-                found.append(names.setdefault(read, read) if isinstance(read, str) else read)
+                # One object for all rows that have the label.
+                found.append(read if isinstance(found, array) else names.setdefault(read, read))
         left_out = self.count - before
         if left_out > len(usable):
             raise UserError(

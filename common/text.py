@@ -266,6 +266,10 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def highest_id(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
     def many(self) -> ManyTexts:
         """What tokenises a long series of texts fast; for one thread."""
         return ManyTexts(self, self._tokenizer)
@@ -347,11 +351,14 @@ class ManyTexts:
         self._texts, self._tokenizer = texts, tokenizer
         self._words: dict[str, list[int]] = {}
         self._num_chars = 0
+        self.num_cut = 0  # texts so far
         self._frame = _frame_of(tokenizer)
 
     def token_ids(self, texts: Sequence[Text]) -> list[list[int]]:
-        if self._frame is None or self._texts.reads_pairs:
-            return [encoded.ids for encoded in self._texts.encode_cleaned(texts)]
+        if self._frame is None or (texts and not isinstance(texts[0], str)):
+            encoded = self._texts.encode_cleaned(texts)
+            self.num_cut += sum(one.truncated for one in encoded)
+            return [one.ids for one in encoded]
         begin, end = self._frame
         room, windows = self._texts.max_length - len(begin) - len(end), self._texts.windows
         if self._num_chars > _MOST_REMEMBERED_CHARS:
@@ -368,9 +375,12 @@ class ManyTexts:
                 ids += self._words[word]
             if windows is None or len(ids) <= room:
                 found.append([*begin, *ids[:room], *end])
+                self.num_cut += len(ids) > room
                 continue
             step = room - windows.overlap
-            starts = range(0, len(ids) - windows.overlap, step)[: windows.most]
+            starts = range(0, len(ids) - windows.overlap, step)
+            self.num_cut += len(starts) > windows.most
+            starts = starts[: windows.most]
             found.append([id_ for start in starts for id_ in (*begin, *ids[start : start + room], *end)])
         return found
 

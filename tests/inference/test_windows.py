@@ -189,8 +189,11 @@ def test_a_text_has_so_many_windows_and_no_more(windowed: Path) -> None:
 def test_files_are_tokenised_into_the_same_windows(windowed: Path) -> None:
     tokenizer = read_saved_model(windowed).tokenizer()
     texts = [*TEXTS, LONG, *(LONG[:length] for length in range(0, 400, 7) if LONG[:length].strip())]
+    texts += [(LONG * 20)[:length] for length in range(300, 1200, 13)]
+    many, alone = tokenizer.many(), tokenizer.encode_cleaned(texts)
 
-    assert tokenizer.many().token_ids(texts) == [one.ids for one in tokenizer.encode_cleaned(texts)]
+    assert many.token_ids(texts) == [one.ids for one in alone]
+    assert 0 < many.num_cut == sum(one.truncated for one in alone)
 
 
 def test_a_passage_is_found_in_the_text_as_it_was_before_cleaning(windowed: Path) -> None:

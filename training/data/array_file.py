@@ -17,7 +17,7 @@ import numpy as np
 
 from common.files import writing_whole
 
-DTYPES = {"F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "U8": "uint8"}
+DTYPES = {"F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "U16": "uint16", "U8": "uint8"}
 PIECE = 4 * 2**20
 
 

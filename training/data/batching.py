@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 
+from training.data.dataset import row_numbers
 from training.data.tokenized import TokenizedRows
 from training.tasks import Task
 
@@ -102,23 +104,26 @@ class LengthBucketSampler:
     def __iter__(self) -> Iterator[np.ndarray]:
         """The epoch's global batches: arrays of row numbers, sorted by length within a batch."""
         generator = np.random.default_rng([self.seed, 2, self.epoch])
-        order = generator.permutation(len(self.lengths))
+        order = generator.permutation(row_numbers(len(self.lengths)))
         if self.balanced is not None:
             order = generator.permutation(self._balanced(generator))
-        bucket_size = BATCHES_PER_BUCKET * self.global_batch_size
-        batches: list[np.ndarray] = []
-        for start in range(0, len(order), bucket_size):
-            bucket = order[start : start + bucket_size]
-            bucket = bucket[np.argsort(self.lengths[bucket], kind="stable")]
-            batches += [bucket[i : i + self.global_batch_size] for i in range(0, len(bucket), self.global_batch_size)]
-        yield from self._longest_first(batches, generator)
+        size = self.global_batch_size
+        for start in range(0, len(order), BATCHES_PER_BUCKET * size):
+            bucket = order[start : start + BATCHES_PER_BUCKET * size]
+            bucket[:] = bucket[np.argsort(self.lengths[bucket], kind="stable")]
+        # Shuffled, except that the longest batch comes first: what does not fit into memory fails immediately.
+        last_rows = order[np.minimum(np.arange(size, len(order) + size, size), len(order)) - 1]
+        longest = self.lengths[last_rows].argmax()
+        numbers = generator.permutation(row_numbers(len(self)))
+        for first in chain([longest], numbers[numbers != longest]):
+            yield order[int(first) * size : (int(first) + 1) * size]
 
     def _balanced(self, generator: np.random.Generator) -> np.ndarray:
         """As many rows as there are, an equal number of each label, give or take one."""
-        labels = np.unique(self.balanced)
+        numbers, labels = row_numbers(len(self.lengths)), np.unique(self.balanced)
         drawn = []
         for number, label in enumerate(labels):
-            rows = np.flatnonzero(self.balanced == label)
+            rows = numbers[self.balanced == label]
             # Which labels get the one more changes from epoch to epoch.
             place = (number + self.epoch) % len(labels)
             count = len(self.lengths) // len(labels) + (place < len(self.lengths) % len(labels))
@@ -126,12 +131,6 @@ class LengthBucketSampler:
             rounds = [generator.permutation(rows) for _ in range(-(-count // len(rows)))]
             drawn.append(np.concatenate(rounds)[:count])
         return np.concatenate(drawn)
-
-    def _longest_first(self, batches: list[np.ndarray], generator: np.random.Generator) -> list[np.ndarray]:
-        """Shuffled, except that the longest batch comes first: what does not fit into memory fails immediately."""
-        longest = max(range(len(batches)), key=lambda i: self.lengths[batches[i]].max())
-        others = [i for i in generator.permutation(len(batches)) if i != longest]
-        return [batches[i] for i in [longest, *others]]
 
 
 def rank_share(

@@ -163,19 +163,23 @@ def default_cleaning(dataset: str, label_names: Sequence[str], train_split: str 
     return "news" if is_ag_news or (file and in_ag_news_layout(file)) else "none"
 
 
+def row_numbers(count: int) -> np.ndarray:
+    """0 to ``count`` - 1, in four bytes each if they fit."""
+    return np.arange(count, dtype=np.int32 if count < 2**31 else np.int64)
+
+
 def split_rows(labels: np.ndarray, validation_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions for training and for validation: stratified by label, (rows,), seeded, each in ascending order.
 
     Validation gets ``validation_fraction`` of each label's rows, and at least one of a label that has two.
     """
     generator = np.random.default_rng([seed, 1])
-    validation: list[np.ndarray] = []
+    numbers, is_chosen = row_numbers(len(labels)), np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
-        rows = generator.permutation(np.flatnonzero(labels == label))
+        rows = generator.permutation(numbers[labels == label])
         count = min(len(rows) - 1, max(1, round(len(rows) * validation_fraction)))
-        validation.append(rows[:count])
-    chosen = np.sort(np.concatenate(validation))
-    return np.setdiff1d(np.arange(len(labels)), chosen), chosen
+        is_chosen[rows[:count]] = True
+    return numbers[~is_chosen], numbers[is_chosen]
 
 
 def _read_folder(
@@ -371,6 +375,7 @@ def _assemble(
     texts, labels = reading.usable(*splits["train"])
     names, notes = task.name_labels(name, labels, label_names, reading.columns.label)
     train, validation = rows_of(texts, labels), None
+    del texts, labels  # of many rows, the labels as they were read need more memory than what became of them
     if "validation" in splits:
         validation = rows_of(*reading.usable(*splits["validation"], names))
         notes.append(f"validation on the {len(validation):,} rows of {splits['validation'][0]}")

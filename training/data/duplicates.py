@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from common.text import Text, in_one_line
-from training.data.dataset import NewsData
+from training.data.dataset import NewsData, row_numbers
 
 WORDS_PER_SHINGLE = 3
 LEAST_SIMILARITY = 0.8
@@ -29,6 +29,7 @@ LEAST_SIMILARITY = 0.8
 # texts are alike, and the time does not grow with the square of their number.
 MOST_COMPARED = 100
 PAIRS_PER_CHUNK = 50_000
+ROWS_PER_CHUNK = 1_000_000
 # Chinese and Japanese have no spaces, so each character counts as a word.
 _WORD = re.compile(r"[^\W\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 # Two odd numbers without a pattern (xxHash's), to mix the numbers of three words into one.
@@ -47,9 +48,11 @@ class Repeats:
         self._data, self._near = data, near
         texts = [rows.texts for rows in data.splits.values()]
         firsts = np.cumsum([0, *map(len, texts)])
-        self.rows = {split: np.arange(*ends) for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
+        numbers = row_numbers(int(firsts[-1]))
+        self.rows = {split: numbers[slice(*ends)] for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
         self._texts = _Chained(texts, firsts)
         self._hashes = np.fromiter(map(hash, chain(*texts)), np.int64, firsts[-1])
+        self._may_repeat = _occurs_again(self._hashes)
         self._shingles = Shingles.of(chain(*texts), int(firsts[-1])) if near else None
 
     def drop(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Repeats:
     def partners(self, rows: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
         """For each row one of ``known`` with the same text, or nearly the same; -1 without one.
 
-        Without ``known``, an earlier one of ``rows``. Both are ascending; int64, (rows,).
+        Without ``known``, an earlier one of ``rows``. Both are ascending; (rows,).
         """
         found = self._equal(rows, known)
         if self._shingles is not None:
@@ -124,18 +127,34 @@ class Repeats:
         return found
 
     def _equal(self, rows: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-        among = rows if known is None else known
+        found, among = np.full(len(rows), -1, rows.dtype), rows if known is None else known
+        # Most rows repeat none, and need no memory here.
+        places, among = np.flatnonzero(self._may_repeat[rows]), among[self._may_repeat[among]]
         if not len(among):
-            return np.full(len(rows), -1)
+            return found
         # The first row of each hash.
         hashes, firsts = np.unique(self._hashes[among], return_index=True)
-        place = np.minimum(np.searchsorted(hashes, self._hashes[rows]), len(hashes) - 1)
-        found = np.where(hashes[place] == self._hashes[rows], among[firsts[place]], -1)
+        own = self._hashes[rows[places]]
+        place = np.minimum(np.searchsorted(hashes, own), len(hashes) - 1)
+        found[places] = np.where(hashes[place] == own, among[firsts[place]], -1)
         found[found == rows] = -1
         for i in np.flatnonzero(found >= 0):  # equal hashes are not yet equal texts
             if self._texts[rows[i]] != self._texts[found[i]]:
                 found[i] = -1
         return found
+
+
+def _occurs_again(hashes: np.ndarray) -> np.ndarray:
+    """Whether each of these occurs more than once; bool, (rows,)."""
+    ordered = np.sort(hashes)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    del ordered
+    found = np.zeros(len(hashes), dtype=bool)
+    for start in range(0, len(hashes) if len(repeated) else 0, ROWS_PER_CHUNK):
+        some = hashes[start : start + ROWS_PER_CHUNK]
+        place = np.minimum(np.searchsorted(repeated, some), len(repeated) - 1)
+        found[start : start + ROWS_PER_CHUNK] = repeated[place] == some
+    return found
 
 
 def _in_words(label: Any, names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from common.windows import WINDOWS_KEY, Windows
 from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
-from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, split_rows
+from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
@@ -198,7 +198,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     if drops:
         drop = partial(remembered, file, lambda: Repeats(texts, near=near).drop())
         found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
-    kept = np.delete(np.arange(len(tokens.train)), found["dropped"])
+    kept = np.delete(row_numbers(len(tokens.train)), found["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
     if ranks.is_first and not drops and not task.is_language_model:
         found = remembered(file, lambda: Repeats(texts, near=near).describe(train, validation))
@@ -279,7 +279,7 @@ def _split(
         # seed.
         chosen = np.sort(np.random.default_rng([config.seed, 3]).permutation(chosen)[: config.max_train_rows])
     if tokens.validation:
-        train, validation = chosen, np.arange(len(tokens.validation))
+        train, validation = chosen, row_numbers(len(tokens.validation))
     elif not config.validation_fraction:
         _check_no_validation_needed(config)
         train, validation = chosen, chosen[:0]

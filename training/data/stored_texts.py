@@ -1,4 +1,4 @@
-"""Texts in a file, of which only the places are in memory: 8 bytes per text, however long they are."""
+"""Texts in a file, and in another one where each begins, so that they need no memory, however many they are."""
 
 from __future__ import annotations
 
@@ -16,53 +16,73 @@ from common.text import Text
 from training.data.array_file import GrowingArray
 
 TEXTS_PER_READ = 10_000
+MOST_READ_PER_CHOSEN = 3
 
 
 class StoredTexts(Sequence[Text]):
     """Texts, or pairs of texts, one after the other in a file; new ones are added at its end.
 
-    Read with system calls instead of a mapping, so that pages of the file do not count as memory of this process.
+    Read with system calls instead of a mapping, so that pages of the files do not count as memory of this process.
 
     Args:
         file: in UTF-8, with half characters as they are.
+        offsets: where each text begins, and the last one ends, from ``begin`` on; int64, in a file too.
+        num_texts: how many there are, of pairs both texts.
         begin: the byte at which the first text begins.
-        offsets: where each text begins, and the last one ends, from ``begin`` on; int64.
+        begin_offsets: the byte at which the first offset begins.
         width: texts per row, 2 for pairs.
     """
 
-    def __init__(self, file: BinaryIO, begin: int = 0, offsets: np.ndarray | None = None, width: int = 1) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        offsets: BinaryIO,
+        num_texts: int,
+        begin: int = 0,
+        begin_offsets: int = 0,
+        width: int = 1,
+    ) -> None:
         self.width = width
         self._file, self._begin = file, begin
-        self._offsets: array[int] | np.ndarray = array("q", [0]) if offsets is None else offsets
-        self._is_written = True
+        self._offsets, self._begin_offsets = offsets, begin_offsets
+        self._num_texts, self._end = num_texts, 0
+        self._unwritten = array("q")
 
     @classmethod
     def temporary(cls, folder: Path) -> StoredTexts:
-        """None yet, in a file that is gone when nobody uses it any more."""
+        """None yet, in files that are gone when nobody uses them any more."""
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(tempfile.TemporaryFile(dir=folder))
+        file, offsets = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115 - live as long as the texts
+        found = cls(file, offsets, 0)
+        found._unwritten.append(0)
+        return found
 
     def append(self, text: Text) -> None:
-        assert isinstance(self._offsets, array)
         parts = (text,) if isinstance(text, str) else text
         self.width = len(parts)
         for part in parts:
             data = part.encode("utf-8", "surrogatepass")
             self._file.write(data)
-            self._offsets.append(self._offsets[-1] + len(data))
-        self._is_written = False
+            self._end += len(data)
+            self._unwritten.append(self._end)
+        self._num_texts += self.width
+        if len(self._unwritten) >= TEXTS_PER_READ:
+            self._write_offsets()
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """Where each text begins, and the last one ends; int64, (texts + 1,)."""
-        return np.frombuffer(self._offsets, dtype=np.int64)
+    def _write_offsets(self) -> None:
+        self._offsets.write(self._unwritten)
+        del self._unwritten[:]
 
-    def bytes(self, folder: Path) -> GrowingArray:
-        """The texts without anything between, of a file that has nothing else; uint8."""
-        return GrowingArray(folder, "uint8", self._file, int(self._offsets[-1]))
+    def arrays(self, folder: Path) -> tuple[GrowingArray, GrowingArray]:
+        """The texts without anything between, uint8, and where each begins, int64; of files with nothing else."""
+        self._write_offsets()
+        return (
+            GrowingArray(folder, "uint8", self._file, self._end),
+            GrowingArray(folder, "int64", self._offsets, self._num_texts + 1),
+        )
 
     def __len__(self) -> int:
-        return (len(self._offsets) - 1) // self.width
+        return self._num_texts // self.width
 
     @overload
     def __getitem__(self, place: int) -> Text: ...
@@ -84,10 +104,13 @@ class StoredTexts(Sequence[Text]):
             yield from self[start : start + TEXTS_PER_READ]
 
     def _read(self, start: int, stop: int) -> list[Text]:
-        if not self._is_written:
+        if self._unwritten:
+            self._write_offsets()
+            self._offsets.flush()
             self._file.flush()
-            self._is_written = True
-        ends = [int(end) for end in self._offsets[start * self.width : stop * self.width + 1]]
+        count = (stop - start) * self.width + 1
+        stored = os.pread(self._offsets.fileno(), 8 * count, self._begin_offsets + 8 * start * self.width)
+        ends = np.frombuffer(stored, dtype=np.int64).tolist()
         data = os.pread(self._file.fileno(), ends[-1] - ends[0], self._begin + ends[0])
         cuts = [end - ends[0] for end in ends]
         texts = [data[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts)]
@@ -110,6 +133,18 @@ class ChosenTexts(Sequence[Text]):
     def __getitem__(self, place: slice) -> list[Text]: ...
 
     def __getitem__(self, place: int | slice) -> Text | list[Text]:
-        if isinstance(place, slice):
-            return [self._texts[int(i)] for i in self._index[place]]
-        return self._texts[int(self._index[place])]
+        if not isinstance(place, slice):
+            return self._texts[int(self._index[place])]
+        rows = self._index[place].tolist()
+        if not rows:
+            return []
+        first, span = min(rows), max(rows) + 1 - min(rows)
+        # Rows that are close together are read at once.
+        if span > MOST_READ_PER_CHOSEN * len(rows):
+            return [self._texts[row] for row in rows]
+        near = self._texts[first : first + span]
+        return [near[row - first] for row in rows]
+
+    def __iter__(self) -> Iterator[Text]:
+        for start in range(0, len(self), TEXTS_PER_READ):
+            yield from self[start : start + TEXTS_PER_READ]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import ForeseenError, UserError, first_line
-from common.text import VERSION, Encoded, Text, TextTokenizer, cleaner
+from common.text import VERSION, Text, TextTokenizer, cleaner
 from common.windows import count_windows, window_lengths
 from training.config import STARTER, STARTER_FOLDER, TINY, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
@@ -37,6 +38,7 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 CHUNK = 10_000
+MOST_PARTS = 100_000
 PARTS = ("ids", "offsets", "labels")
 
 
@@ -44,9 +46,9 @@ PARTS = ("ids", "offsets", "labels")
 class TokenizedRows:
     """Rows without padding, one after the other.
 
-    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: int32, (tokens,); ``offsets``: int64, (rows + 1,);
-    ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer than the maximum. ``window``:
-    ids per window, of which a long row has several, joined; 0 if every row is one input.
+    Row ``i`` is ``ids[offsets[i]:offsets[i + 1]]``. ``ids``: (tokens,), int32, or uint16 in files if that is enough;
+    ``offsets``: int64, (rows + 1,); ``labels``: (rows, ...), as the task takes them; ``num_cut``: rows that were longer
+    than the maximum. ``window``: ids per window, of which a long row has several, joined; 0 if every row is one input.
     """
 
     ids: np.ndarray
@@ -60,8 +62,8 @@ class TokenizedRows:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens per row: int64, (rows,)."""
-        return np.diff(self.offsets)
+        """Tokens per row: int32, (rows,)."""
+        return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
 
     def num_inputs(self, index: np.ndarray) -> np.ndarray:
         """How many inputs of the model each of these rows is: its windows, or 1. int64, (rows,)."""
@@ -224,10 +226,10 @@ class Blocks:
     size: int
     end: int | None
 
-    def joined(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
+    def joined(self, texts: Iterable[list[int]]) -> Iterator[list[int]]:
         """The ids of each text, ended."""
-        for one in encoded:
-            yield one.ids if self.end is None or one.ids[-1:] == [self.end] else [*one.ids, self.end]
+        for ids in texts:
+            yield ids if self.end is None or ids[-1:] == [self.end] else [*ids, self.end]
 
     def offsets(self, num_tokens: int) -> np.ndarray:
         """Where blocks begin and end among so many tokens; from a single token that is left nothing can be learned."""
@@ -259,26 +261,27 @@ def write_tokens(
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
     about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
     about |= {"window": tokenizer.windows.length if tokenizer.windows else 0}
+    kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for split, rows in data.splits.items():
-            ids, texts = GrowingArray(folder, "int32"), StoredTexts.temporary(folder)
-            lengths, about["cut"][split] = [np.zeros(1, dtype=np.int64)], 0
+            ids, texts = GrowingArray(folder, kind), StoredTexts.temporary(folder)
+            offsets, about["cut"][split] = GrowingArray(folder, "int64"), 0
+            offsets.extend(np.zeros(1))
             for start, (part, part_lengths, num_cut) in zip(
                 range(0, len(rows), CHUNK), _encoded(tokenizer, rows, blocks), strict=True
             ):
+                offsets.extend(ids.shape[0] + np.cumsum(part_lengths))
                 ids.extend(part)
-                lengths.append(part_lengths)
                 about["cut"][split] += num_cut
                 for text in rows.texts[start : start + CHUNK]:
                     texts.append(text)
             about["width"][split] = texts.width
-            offsets, labels = np.cumsum(np.concatenate(lengths)), rows.labels
+            arrays |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": rows.labels}
             if blocks:
-                offsets = blocks.offsets(int(offsets[-1]))
-                labels = np.zeros(len(offsets) - 1, labels.dtype)
-            arrays |= {f"{split}.ids": ids, f"{split}.offsets": offsets, f"{split}.labels": labels}
-            arrays |= {f"{split}.texts": texts.bytes(folder), f"{split}.text_offsets": texts.offsets}
+                edges = blocks.offsets(ids.shape[0])
+                arrays |= {f"{split}.offsets": edges, f"{split}.labels": np.zeros(len(edges) - 1, rows.labels.dtype)}
+            arrays[f"{split}.texts"], arrays[f"{split}.text_offsets"] = texts.arrays(folder)
         write_arrays(file, arrays, about)
     except OSError as error:
         raise UserError(f"--cache_dir {folder}: cannot be written ({error.strerror})", code="not-writable") from error
@@ -289,12 +292,14 @@ def _encoded(
     tokenizer: TextTokenizer, rows: Rows, blocks: Blocks | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """The ids of some rows, int32, one row after the other; their lengths; how many were cut."""
+    many = tokenizer.many()
     for start in range(0, len(rows), CHUNK):
-        found = tokenizer.encode(rows.texts[start : start + CHUNK])
-        texts = list(blocks.joined(found)) if blocks else [encoded.ids for encoded in found]
-        ids = np.concatenate([np.array(text, dtype=np.int32) for text in texts])
-        lengths = np.array([len(text) for text in texts], dtype=np.int64)
-        yield ids, lengths, sum(encoded.truncated for encoded in found)
+        before = many.num_cut
+        texts = many.token_ids([tokenizer.clean_all(text) for text in rows.texts[start : start + CHUNK]])
+        texts = list(blocks.joined(texts)) if blocks else texts
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        ids = np.fromiter(chain.from_iterable(texts), np.int32, int(lengths.sum()))
+        yield ids, lengths, many.num_cut - before
 
 
 def encode_rows(tokenizer: TextTokenizer, rows: Rows) -> TokenizedRows:
@@ -333,8 +338,10 @@ def read_texts(folder: Path, key: str) -> NewsData | None:
     about, file = cached.about, cached.path.open("rb")
 
     def rows(split: str) -> Rows:
-        begin, offsets = cached.places[f"{split}.texts"][2], cached[f"{split}.text_offsets"]
-        return Rows(StoredTexts(file, begin, offsets, about["width"][split]), cached[f"{split}.labels"])
+        begin = cached.places[f"{split}.texts"][2]
+        _, (count,), begin_offsets = cached.places[f"{split}.text_offsets"]
+        texts = StoredTexts(file, file, count - 1, begin, begin_offsets, about["width"][split])
+        return Rows(texts, cached[f"{split}.labels"])
 
     splits = {split: rows(split) for split in about["cut"]}
     return NewsData(
@@ -355,7 +362,11 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
 
     special = list(SPECIAL_TOKENS.values())
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    words = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    words: Counter[str] = Counter()
+    for parts in _counted_parts(texts):
+        for part, count in parts.items():
+            for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(part)):
+                words[word] += count
     pieces = special + _frequent_pieces(words, TINY_VOCABULARY - len(special))
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -370,6 +381,19 @@ def _train_wordpiece(texts: Iterable[str], max_length: int) -> PreTrainedTokeniz
         special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
     )
     return make_tokenizer(tokenizer.to_str(), max_length)
+
+
+def _counted_parts(texts: Iterable[str]) -> Iterator[Counter[str]]:
+    """What stands between two spaces, some at a time: BERT's tokenizers split it apart from the rest, and most of it
+    occurs again and again.
+    """
+    parts: Counter[str] = Counter()
+    for text in texts:
+        parts.update(text.split(" "))
+        if len(parts) > MOST_PARTS:
+            yield parts
+            parts = Counter()
+    yield parts
 
 
 def make_tokenizer(tokenizer_json: str, max_length: int) -> PreTrainedTokenizerBase:

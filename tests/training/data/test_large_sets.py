@@ -6,21 +6,36 @@ import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from common.text import TextTokenizer
 from training.config import TrainConfig
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
-from training.data.dataset import load_news
+from training.data.batching import LengthBucketSampler
+from training.data.dataset import NewsData, Rows, load_news, split_rows
+from training.data.duplicates import Repeats
 from training.data.prepare import PreparedNews, prepare_news
 from training.data.stored_texts import TEXTS_PER_READ, ChosenTexts, StoredTexts
+from training.data.tokenized import load_tokenizer, write_tokens
 from training.parallelism.distributed import Ranks
 
+T = TypeVar("T")
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
 TEXTS = ["A text", "", "Zürich 東京 \u200b", "half \ud83d a character", "line\nends\r\n", "x" * 100_000]
+
+
+def with_peak(call: Callable[[], T]) -> tuple[T, int]:
+    """What it returns, and how many bytes it had allocated at most."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def stored(folder: Path, texts: list[str] | list[tuple[str, str]]) -> StoredTexts:
@@ -69,14 +84,47 @@ def test_reading_needs_less_memory_than_the_texts(tmp_path: Path, suffix: str) -
     line = {".csv": '"%s %d",%s\n', ".tsv": "%s %d\t%s\n", ".jsonl": '{"text": "%s %d", "label": "%s"}\n'}[suffix]
     header = {".csv": "text,label\n", ".tsv": "text\tlabel\n", ".jsonl": ""}[suffix]
     path.write_text(header + "".join(line % (text, i, "ab"[i % 2]) for i in range(4000)))
-    tracemalloc.start()
 
-    data = load_news(str(path), texts_in=tmp_path / "cache")
+    data, most = with_peak(lambda: load_news(str(path), texts_in=tmp_path / "cache"))
 
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert (len(data.train), data.train.texts[0], data.train.texts[5]) == (3600, f"{text} 0", f"{text} 6")
-    assert peak < path.stat().st_size / 3
+    assert most < path.stat().st_size / 3
+
+
+def test_each_further_row_needs_few_bytes_of_memory_to_be_read_and_tokenised(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.from_json(load_tokenizer("tiny", ["word"], 16).backend_tokenizer.to_str(), 16)
+
+    def start(num_rows: int) -> int:
+        path = tmp_path / f"{num_rows}.csv"
+        path.write_text("text,label\n" + "".join(f"word {i % 9},{'ab'[i % 2]}\n" for i in range(num_rows)))
+        data, to_read = with_peak(lambda: load_news(str(path), texts_in=tmp_path))
+        _, to_write = with_peak(lambda: write_tokens(tmp_path, path.stem, data, tokenizer, lambda line: None))
+        return max(to_read, to_write)
+
+    few, many = 15_000, 45_000
+    assert (start(many) - start(few)) / (many - few) < 50
+
+
+def test_looking_for_repeats_needs_few_bytes_of_memory_per_row() -> None:
+    num_rows = 200_000
+    texts, labels = [f"text {i}" for i in range(num_rows)], np.zeros(num_rows, dtype=np.int64)
+    data = NewsData("some", ["a", "b"], Rows(texts[:-9], labels[:-9]), Rows(texts[-9:], labels[-9:]))
+    train, validation = split_rows(data.train.labels, 0.1, seed=0)
+
+    found, most = with_peak(lambda: Repeats(data, near=False).describe(train, validation))
+
+    assert found == {"lines": []}
+    assert most / num_rows < 30
+
+
+def test_the_order_of_an_epoch_needs_few_bytes_of_memory_per_row() -> None:
+    num_rows = 200_000
+    lengths = np.arange(num_rows, dtype=np.int32) % 50
+
+    batches, most = with_peak(lambda: sum(1 for _ in LengthBucketSampler(lengths, 16, seed=0)))
+
+    assert batches == num_rows / 16
+    assert most / num_rows < 12
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -80,9 +81,24 @@ def test_what_is_read_is_what_was_tokenised(tmp_path: Path) -> None:
     np.testing.assert_array_equal(news.train.ids, expected.ids)
     np.testing.assert_array_equal(news.train.labels, NEWS.train.labels)
     assert (len(news.train), len(news.test)) == (60, 20)
-    assert (news.train.ids.dtype, news.train.offsets.dtype, news.train.labels.dtype) == (np.int32, np.int64, np.int64)
+    assert (news.train.ids.dtype, news.train.offsets.dtype, news.train.labels.dtype) == (np.uint16, np.int64, np.int64)
     assert news.vocab_size == TextTokenizer.from_json(TOKENIZER, LENGTH).vocab_size
     assert news.label_names == NEWS.label_names
+
+
+@pytest.mark.parametrize(("highest", "kind"), [(2**16 - 1, np.uint16), (2**16, np.int32)])
+def test_cached_ids_take_two_bytes_if_the_highest_fits(tmp_path: Path, highest: int, kind: type) -> None:
+    parts = json.loads(TOKENIZER)
+    parts["model"]["vocab"] |= {"highest": highest}
+    tokenizer = TextTokenizer.from_json(json.dumps(parts), LENGTH)
+    rows = Rows(["highest oil", "highest"], np.zeros(2, int))
+
+    write_tokens(tmp_path, "key", changed(train=rows, test=rows), tokenizer, lambda line: None)
+
+    ids = read_tokens(tmp_path, "key").train.ids
+    assert ids.dtype == kind
+    assert ids.tolist() == [one for encoded in tokenizer.encode(rows.texts) for one in encoded.ids]
+    assert highest in ids
 
 
 def changed(**changes: object) -> NewsData:
