@@ -2,7 +2,7 @@
 
 Importing PyTorch and transformers takes a process about five seconds of CPU. Python's fork server does it once for
 each worker of pytest. What starts here is a fork of that server, which has computed nothing before: a process with its
-own environment, files, signals and exit code. The plots of its report are blank images.
+own environment, files, signals and exit code. The plots of a report are blank images there.
 """
 
 from __future__ import annotations
@@ -266,6 +266,7 @@ def _rank(
 ) -> None:
     rank, world_size, rendezvous, seconds = place
     torch.set_num_threads(1)
+    Figure.savefig = save_blank
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     try:

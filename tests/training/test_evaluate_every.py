@@ -52,7 +52,7 @@ def test_a_run_evaluates_every_so_many_steps_and_at_the_end_of_each_epoch(
     assert "epoch 0.375" in " ".join(printed.split()) or best["epoch"] != 0.375
 
 
-@pytest.mark.parametrize("step", [3, 8, 9])
+@pytest.mark.parametrize("step", [3, pytest.param(8, marks=pytest.mark.slow), 9])
 def test_a_run_resumed_from_an_evaluation_has_the_same_history(
     step: int, whole: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:
