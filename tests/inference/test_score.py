@@ -229,7 +229,10 @@ def is_finished(out: Path) -> bool:
     return record.exists() and json.loads(record.read_text())["finished"]
 
 
-@pytest.mark.parametrize(("num_kills", "num_processes"), [(3, 1), (3, 2), pytest.param(50, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_kills", "num_processes"),
+    [pytest.param(3, 1, marks=pytest.mark.slow), (3, 2), pytest.param(50, 2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("suffix", [".parquet"])
 def test_however_often_it_is_killed_the_bytes_are_the_same_and_no_finished_part_is_done_again(
     num_kills: int, num_processes: int, suffix: str, model_folder: Path, tmp_path: Path

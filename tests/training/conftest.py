@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from common.errors import run_command
-from tests.processes import PythonProcess, run_on_ranks, wait_until
+from tests.processes import PythonProcess, run_on_ranks, save_blank, wait_until
 from tests.training.checkpointing.small_saves import read_whole
 from tests.training.parallelism.saved_states import WholeState
 from training import train_single
@@ -203,18 +204,22 @@ def launch_shared(
 def train_here(
     base_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., int]]:
-    """`train_here(*flags)`: train_single.py's main in this process, in an empty folder; returns its exit code.
+    """`train_here(*flags, with_plots=False)`: train_single.py's main in this process, in an empty folder.
 
-    The same code without the seconds of a start; what it prints is in capfd.
+    Returns its exit code. The same code without the seconds of a start; what it prints is in capfd. Without plots
+    those of its report are blank images.
     """
     threads = torch.get_num_threads()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def train(*flags: str | Path) -> int:
-        monkeypatch.setattr(sys, "argv", ["train_single.py", *base_flags, *map(str, flags)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(train_single.main)
+    def train(*flags: str | Path, with_plots: bool = False) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train_single.py", *base_flags, *map(str, flags)])
+            if not with_plots:
+                patch.setattr(Figure, "savefig", save_blank)
+            with pytest.raises(SystemExit) as ended:
+                run_command(train_single.main)
         return int(ended.value.code or 0)
 
     yield train

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.training.conftest import Run
+
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
 # An epoch has 8 steps, and the run two epochs.
@@ -21,16 +23,24 @@ def _evaluations(metrics_of: Metrics, run: Path) -> list[dict[str, Any]]:
     return [{**one, "seconds": 0} for one in metrics_of(run, "epoch")]
 
 
+@pytest.fixture(scope="module")
+def finished(launch_shared: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run folder of a run with evaluations every three steps, never stopped, and what it printed."""
+    output = tmp_path_factory.mktemp("evaluated") / "whole"
+    ended = launch_shared(1, *FLAGS, "--output_dir", output)
+    assert ended.process.returncode == 0, ended.err
+    return output.with_name("whole.run"), ended.out
+
+
 @pytest.fixture
-def whole(train_here: Train, tmp_path: Path) -> Path:
-    """The run folder of a run with evaluations every three steps, never stopped."""
-    assert train_here(*FLAGS, "--output_dir", tmp_path / "whole") == 0
-    return tmp_path / "whole.run"
+def whole(finished: tuple[Path, str]) -> Path:
+    return finished[0]
 
 
 def test_a_run_evaluates_every_so_many_steps_and_at_the_end_of_each_epoch(
-    whole: Path, metrics_of: Metrics, capfd: pytest.CaptureFixture[str]
+    finished: tuple[Path, str], metrics_of: Metrics
 ) -> None:
+    whole, printed = finished
     evaluations = metrics_of(whole, "epoch")
     metrics = json.loads((whole.with_name("whole") / "metrics.json").read_text())
     best = min(evaluations, key=lambda one: one["validation"]["loss"])
@@ -39,10 +49,10 @@ def test_a_run_evaluates_every_so_many_steps_and_at_the_end_of_each_epoch(
     assert [one["epoch"] for one in evaluations] == EPOCHS
     assert metrics["best_epoch"] == best["epoch"]
     assert "0.375" in (whole / "report.html").read_text()
-    assert "epoch 0.375" in " ".join(capfd.readouterr().out.split()) or best["epoch"] != 0.375
+    assert "epoch 0.375" in " ".join(printed.split()) or best["epoch"] != 0.375
 
 
-@pytest.mark.parametrize("step", [3, 8, 9])
+@pytest.mark.parametrize("step", [3, pytest.param(8, marks=pytest.mark.slow), 9])
 def test_a_run_resumed_from_an_evaluation_has_the_same_history(
     step: int, whole: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path
 ) -> None:

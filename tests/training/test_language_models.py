@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,7 @@ def _losses(metrics_of: Metrics, output: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [
-        pytest.param(*case, marks=() if case in (("causal_lm", "pp"), ("masked_lm", "ddp")) else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=() if case == ("causal_lm", "pp") else pytest.mark.slow) for case in CASES],
 )
 def test_every_layout_trains_a_language_model_as_one_process_does(
     task: str,
@@ -117,16 +115,15 @@ def test_every_layout_trains_a_language_model_as_one_process_does(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_run_resumes_exactly(task: str, text: Path, train_here: Train, metrics_of: Metrics, tmp_path: Path) -> None:
-    flags = (*_flags(task, text, tmp_path / "model"), "--batch_size", 8)
-    assert train_here(*flags) == 0
-    whole, weights = _losses(metrics_of, tmp_path / "model"), load_file(tmp_path / "model" / "model.safetensors")
-
+def test_a_run_resumes_exactly(
+    task: str, text: Path, alone: dict[str, Path], train_here: Train, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    shutil.copytree(alone[task].with_name(f"{task}.run"), tmp_path / "model.run")
     checkpoint = tmp_path / "model.run" / "checkpoints" / "step_00000004"
-    assert train_here(*flags, "--resume", checkpoint) == 0
+    assert train_here(*_flags(task, text, tmp_path / "model"), "--batch_size", 8, "--resume", checkpoint) == 0
 
-    assert _losses(metrics_of, tmp_path / "model") == whole
-    again = load_file(tmp_path / "model" / "model.safetensors")
+    assert _losses(metrics_of, tmp_path / "model") == _losses(metrics_of, alone[task])
+    weights, again = (load_file(model / "model.safetensors") for model in (alone[task], tmp_path / "model"))
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
@@ -305,7 +302,7 @@ def test_the_documented_commands_train(
     assert len(list((tmp_path / "checkpoints").glob("*/model.safetensors"))) == len(commands)
 
 
-@pytest.mark.parametrize("strategy", ["tp", "pp"])
+@pytest.mark.parametrize("strategy", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_a_model_whose_head_is_its_embedding_table_is_not_split(
     strategy: str, text: Path, launch: Callable[..., Any], tmp_path: Path
 ) -> None:

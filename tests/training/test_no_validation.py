@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from common.model_folder import read_saved_model
 
@@ -21,7 +22,7 @@ def test_without_validation_all_rows_are_trained_on_and_the_last_epoch_is_writte
 ) -> None:
     output = tmp_path / "model"
 
-    assert train_here(*ALL_ROWS, "--epochs", 2, "--trackers", "", "--output_dir", output) == 0
+    assert train_here(*ALL_ROWS, "--epochs", 2, "--trackers", "", "--output_dir", output, with_plots=True) == 0
 
     printed = capfd.readouterr()
     report = (tmp_path / "model.run" / "report.html").read_text()
@@ -36,7 +37,9 @@ def test_without_validation_all_rows_are_trained_on_and_the_last_epoch_is_writte
     assert "(best)" not in report
     assert "No rows were kept for validation" in report
     assert [record["validation"] for record in metrics_of(tmp_path / "model.run", "epoch")] == [{}, {}]
-    assert not (tmp_path / "model.run" / "plots" / "validation.png").exists()
+    plots = {path.stem: Image.open(path).size for path in (tmp_path / "model.run" / "plots").iterdir()}
+    assert plots.keys() == {"loss", "learning_rate", "throughput", "gradient_norm", "confusion_matrix"}
+    assert all(min(size) > 500 for size in plots.values())
     assert read_saved_model(output).metadata["best_epoch"] == 2
 
 

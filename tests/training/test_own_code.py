@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from common.errors import ModelLoadError, UserError
 from common.model_folder import read_saved_model
 from tests.deployment.documented import REPOSITORY, documented
+from tests.processes import save_blank
 from training import Subscriber, TrainConfig, train
 from training.data.dataset import AG_NEWS_LABELS, load_news
 from training.monitoring import EpochMetrics
@@ -35,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "training").symlink_to(REPOSITORY / "training")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Figure, "savefig", save_blank)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
