@@ -197,7 +197,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--teacher", required=True, help="folder of an encoder of BERT's kind")
     parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s")
     parser.add_argument(
-        "--vocabulary", type=positive, default=12_000, help="word pieces to keep (default: %(default)s)"
+        "--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)"
     )
     parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")

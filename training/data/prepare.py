@@ -179,7 +179,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         loaded = data, tokenizer
         vectors = None
         if task is Embedding:
-            vectors = vectors_file(cache_dir, key, config.distill)
+            vectors = vectors_file(cache_dir, data, config.distill, cleaning, config.max_length)
             precision = choose_precision(config.precision, ranks.device)
             write_vectors(vectors, config.distill, data, cleaning, config.max_length, ranks.device, precision, say)
         return key, cleaning, separator, vocabulary, vectors

@@ -16,7 +16,7 @@ from common.encoders import max_positions
 from common.errors import UserError
 from common.files import sha256_of
 from common.model_folder import WEIGHTS_FILE
-from common.text import TextTokenizer
+from common.text import VERSION, TextTokenizer
 from training.data.array_file import ArrayFile, find_damage, write_arrays
 from training.data.dataset import NewsData
 from training.data.tokenized import TokenizedNews, TokenizedRows, load_from
@@ -28,21 +28,25 @@ TEXTS_AT_ONCE = 20_000  # sorted by length
 POOLING = "1_Pooling/config.json"
 
 
-def vectors_file(folder: Path, tokens_key: str, teacher: str) -> Path:
-    """Where the vectors of these texts by this teacher are kept.
+def vectors_file(folder: Path, data: NewsData, teacher: str, cleaning: str, max_length: int) -> Path:
+    """Where the vectors of these texts by this teacher are kept, for students of any vocabulary.
 
     Raises:
         UserError: the teacher is not a folder with weights and a tokenizer.
     """
     place = Path(teacher).expanduser()
-    digest = hashlib.sha256(tokens_key.encode())
+    digest = hashlib.sha256(f"{VERSION} {cleaning} {max_length}".encode())
     for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
         if not (place / name).is_file():
             raise UserError(
                 f"--distill {teacher}: has no {name}; give the folder of an encoder", code="model-not-found"
             )
         digest.update(sha256_of(place / name).encode())
-    return folder / f"{tokens_key}-vectors-{digest.hexdigest()[:16]}.safetensors"
+    for split, rows in data.splits.items():
+        digest.update(split.encode())
+        for text in rows.texts:
+            digest.update(f"{len(text)} {text}".encode("utf-8", "surrogatepass"))
+    return folder / f"vectors-{digest.hexdigest()[:24]}.safetensors"
 
 
 def write_vectors(
