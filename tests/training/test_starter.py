@@ -64,3 +64,37 @@ def test_a_width_that_splits_a_head_is_refused_in_one_line(
     assert ended.process.returncode == 2
     assert "--width 40: must be a multiple of 16, the width of the teacher's heads [flag-value]" in ended.err
     assert not (tmp_path / "starter").exists()
+
+
+def test_without_a_network_a_run_that_names_no_model_takes_the_starter_and_keeps_it(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    place = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    train = [
+        sys.executable,
+        REPOSITORY / "training" / "train_single.py",
+        "--dataset",
+        "sample",
+        "--max_train_rows",
+        "60",
+    ]
+    train += ["--output_dir", tmp_path / "model", "--cache_dir", tmp_path / "cache", "--device", "cpu", "--epochs", "1"]
+
+    ended = start(train, env=place)
+    assert ended.process.returncode == 0, ended.err
+    assert "distilbert-base-uncased is not in its cache: training --model starter instead" in ended.out
+    metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())
+    assert metrics["base_model"] == "starter"
+    # Extended when there is a network again: the run keeps the model that it began with.
+    ended = start([*train, "--epochs", "2"], env={"HF_HOME": place["HF_HOME"], "HF_HUB_OFFLINE": "0"})
+    assert ended.process.returncode == 0, ended.err
+    assert "is not in its cache" not in ended.out
+    assert "step 4/4" in ended.out
+
+
+def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:
+    folder = REPOSITORY / "checkpoints" / "starter"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
+    card = (folder / "README.md").read_text()
+    for words in ("python -m training.starter", "SHA-256", "research and other non-commercial use"):
+        assert words in card, words
