@@ -120,7 +120,7 @@ def train(
         *("--dataset", str(rows), "--model", str(options.model), "--epochs", str(options.epochs), "--clean", "news"),
         *("--learning_rate", str(options.learning_rate), "--batch_size", "32", "--max_length", str(options.max_length)),
         *("--seed", str(seed), "--suspects", action, "--resume", "none", "--output_dir", str(output)),
-        *("--cache_dir", str(output.with_suffix(".cache")), "--save_every", "0"),
+        *("--cache_dir", str(rows / "cache"), "--save_every", "0"),
     )
     core = cores.get()
     try:

@@ -39,6 +39,7 @@ REDUCED_WEIGHT = 0.1
 WORDS_SHARE = 0.75  # weight of the words beside the steps, which know more
 SHARPNESS = 0.6  # of the words' answers; words repeat each other, so naive Bayes is too sure
 SMOOTHING = 0.1  # of each word under each label, in rows
+MOST_TOKENS = 2**24  # with which pairs of tokens are sorted too, in about 2 GiB; with more, single tokens say enough
 MOST_SUMS = 2**26  # of words by label: half a GiB
 USUAL_ROWS = 20  # A label's usual doubt is that of its rows and of so many of all labels, because it may have few.
 TENSOR = "suspects/rows"
@@ -166,7 +167,7 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     places = np.repeat(np.arange(num_rows), rows.lengths[index])  # of the row that a token is in
 
     # Features are tokens, and pairs of them under numbers above those of all tokens. Each counts once per row.
-    is_pair = places[1:] == places[:-1]
+    is_pair = (places[1:] == places[:-1]) & (len(ids) <= MOST_TOKENS)
     pairs = ((1 + ids[:-1]) * (1 + ids.max()) + ids[1:])[is_pair]
     found, features = np.unique(np.concatenate([ids, pairs]), return_inverse=True)
     features += np.concatenate([places, places[1:][is_pair]]) * len(found)
