@@ -13,12 +13,13 @@ It reads single tokens and pairs of neighbouring ones.
 The ranking compares a row with the others of its label. A label that is easily confused has many rows that are
 improbable and still right, so they must not crowd out those of a label whose rows are all easy.
 
-Tried in fine-tuning MiniLM on 4,000 rows of AG News, and left out because it finds no more: other weights of the
-epochs, margins of logits instead of log-probabilities, the median or the maximum of the epochs, and out-of-fold linear
-probes on vectors of the encoder. Those of the steps are no witness of their own, because the model that makes them has
-seen the label; those of the encoder before training (averages of a layer's output over the first 12 to 40 tokens, or of
-the token embeddings) judge better than the words alone, but beside the steps they add nothing: what is ranked too high
-is mostly wrong or arguable in the data itself. ``benchmarks/label_errors.py`` measures what is found.
+Tried while fine-tuning MiniLM on 4,000 rows of AG News, and left out because no more was found: other weights of the
+epochs (the first, in which the model has not seen the row, says least), their median or maximum, margins of logits
+instead of log-probabilities, and out-of-fold linear probes on vectors of the encoder. Those of the steps are no witness
+of their own, because the model that makes them has seen the label. Those of the encoder before training (averages of
+the token embeddings, or of a layer's output over the first 12 to 40 tokens) judge about as well as the words, but
+beside the steps and the words they add nothing. ``benchmarks/label_errors.py`` measures what is found, and shows rows
+that it counts as mistakes although their label is wrong or arguable in the data itself.
 """
 
 from __future__ import annotations
