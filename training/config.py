@@ -397,6 +397,12 @@ class TrainConfig(BaseModel):
                 if (value := getattr(self, flag)) != defaults[flag].default:
                     raise ValueError(f"--{flag} {value}: does nothing without --distill")
             return
+        teacher = Path(self.distill).expanduser().absolute()
+        if teacher in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
+            raise ValueError(
+                f"--distill {self.distill} and --output_dir {self.output_dir}: the student would replace its teacher; "
+                "name another --output_dir"
+            )
         if self.distill_share == 1 and self.label_smoothing:
             raise ValueError(
                 f"--distill_share 1 and --label_smoothing {self.label_smoothing:g}: no label counts; drop one"

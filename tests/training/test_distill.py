@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from common.errors import UserError
 from common.model_folder import read_saved_model
 from inference.engines.model_loader import ModelLoader
+from tests.deployment.documented import REPOSITORY, documented
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.small_models import LABELS, small_batch, small_model
 from training.config import TrainConfig
@@ -111,7 +113,9 @@ def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(
     config = TrainConfig(dataset=str(weather), model="tiny", distill=str(teacher), cache_dir=tmp_path)
     with monkeypatch.context() as patch:
         patch.setenv("ENGINE", "nonsense")
-        with pytest.raises(UserError, match=rf"--distill {teacher}: python -m inference\.score failed: ENGINE: must be"):
+        with pytest.raises(
+            UserError, match=rf"--distill {teacher}: python -m inference\.score failed: ENGINE: must be"
+        ):
             prepare_news(config, ALONE, print)
     assert not list(tmp_path.glob("teacher-*.safetensors"))
 
@@ -298,20 +302,36 @@ def test_twelve_blocks_give_those_from_which_distilbert_began(tmp_path: Path) ->
     assert places == [0, 2, 4, 7, 9, 11]
 
 
-def test_one_command_leads_from_a_teacher_to_a_student_that_is_served(
-    weather: Path, teacher: Path, train_here: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_documented_command_leads_from_a_teacher_to_a_student_that_is_served(
+    weather: Path,
+    teacher: Path,
+    train_here: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    student = tmp_path / "student"
-    flags = ("--dataset", weather, *ALL_ROWS, "--distill", teacher, "--model", teacher, "--layers", 2, "--export")
-    assert train_here(*flags, "--learning_rate", "1e-3", "--output_dir", student) == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training").symlink_to(REPOSITORY / "training")
+    shutil.copytree(teacher, tmp_path / "checkpoints" / "teacher")
+    (tmp_path / "my_rows.csv").write_bytes((weather / "train.csv").read_bytes())
+    words = shlex.split(documented("docs/training.md", "distill"))
+    flags = words[words.index("--config") :]
+
+    # The flags of all these runs name a model, which wins over the file's.
+    quick = ("--model", "checkpoints/teacher", "--epochs", 2, "--batch_size", 8, "--learning_rate", "1e-3")
+    assert train_here(*flags, *quick) == 0
 
     out = capfd.readouterr().out
-    assert f"Next: MODEL_CHECKPOINT={student}" in out
-    assert f"Next               python -m inference.export {student}" not in out
+    assert "Next: MODEL_CHECKPOINT=checkpoints/student" in out
+    assert "  Next " not in out.partition("--export: ")[0]
+    student = tmp_path / "checkpoints" / "student"
     served = ModelLoader(student)
     assert served.info["precision"] == "int8"
     assert served.predict("a storm breaks")["label"] == "storm"
-    assert read_saved_model(student).config["n_layers"] == 2
+    assert read_saved_model(student).config["n_layers"] == 3
+    metrics = json.loads((student / "metrics.json").read_text())
+    assert (metrics["distilled_from"], metrics["unlabelled_rows"]) == ("./checkpoints/teacher", 0)
+    assert "which learned from the answers of `teacher` to its rows" in (student / "README.md").read_text()
 
 
 def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
@@ -345,6 +365,7 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
         (("--distill", "TEACHER", "--task", "pair"), "does not answer what --task pair --pair_column text_pair asks"),
         (("--distill", "TEACHER", "--task", "causal_lm"), "does nothing with --task causal_lm"),
         (("--distill_texts", "more.txt"), "--distill_texts more.txt: does nothing without --distill"),
+        (("--distill", "TEACHER", "--output_dir", "TEACHER"), "the student would replace its teacher"),
         (("--distill_share", "0.5"), "--distill_share 0.5: does nothing without --distill"),
         (("--distill", "TEACHER", "--distill_share", "0"), "--distill_share 0: must be greater than 0"),
         (
