@@ -21,8 +21,8 @@ def run_command_of_serving(
 ) -> None:
     """Run ``python -m MODULE ARGUMENTS`` to its end; it is stopped if this process is asked to stop.
 
-    What it prints to stderr, such as its progress, is passed on line by line to ``say``; its stdout is this process's,
-    or with ``quiet`` nobody's. ``flag``: what asked for it, for errors.
+    What it prints to stderr, such as its progress, is passed on line by line to ``say``, except its error; its stdout
+    is this process's, or with ``quiet`` nobody's. ``flag``: what asked for it, for errors.
 
     Raises:
         UserError: it failed; the message is its own error.
@@ -40,12 +40,12 @@ def run_command_of_serving(
         text=True,
         errors="replace",
     )
-    last = ""
+    error, last = None, ""
     try:
         for line in filter(None, map(str.rstrip, process.stderr)):
-            if last and not _ERROR.match(last):
-                say(last)
-            last = line
+            error, last = error or _ERROR.match(line), line
+            if not _ERROR.match(line):
+                say(line)
         code = process.wait()
     except BaseException:  # StopAsked among others
         process.terminate()
@@ -55,8 +55,5 @@ def run_command_of_serving(
             process.kill()
         raise
     if code:
-        found = _ERROR.match(last)
-        reason = found["message"] if found else last or f"it ended with exit code {code}"
+        reason = error["message"] if error else last or f"it ended with exit code {code}"
         raise UserError(f"{flag}: python -m {module} failed: {reason}", code="serving-command-failed")
-    if last:
-        say(last)

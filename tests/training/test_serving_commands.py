@@ -19,12 +19,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_its_lines_are_passed_on_and_its_error_becomes_the_error_of_the_run(program: Path) -> None:
-    program.write_text("import sys\nsys.exit('10 rows\\n20 rows\\nerror: no such model [model-unusable]')")
+    program.write_text("import sys\nsys.exit('10 rows\\n20 rows\\nerror: too far off [export-refused]\\n  oil')")
     said: list[str] = []
 
-    with pytest.raises(UserError, match=r"^--distill a: python -m program failed: no such model$"):
+    with pytest.raises(UserError, match=r"^--distill a: python -m program failed: too far off$"):
         run_command_of_serving("program", [], "--distill a", said.append)
-    assert said == ["10 rows", "20 rows"]
+    assert said == ["10 rows", "20 rows", "  oil"]
 
 
 @pytest.mark.parametrize(
