@@ -85,6 +85,10 @@ FLAGS_OF_TASKS = {
     "sampling": TASKS_WITH_ONE_LABEL,
     "label_smoothing": TASKS_WITH_ONE_LABEL,
     "suspects": TASKS_WITH_ONE_LABEL,
+    "distill": (*LABELLED, "embedding"),
+    "distill_share": LABELLED,
+    "distill_texts": LABELLED,
+    "export": LABELLED,
     "pair_column": ("pair", "multi_label", "regression"),
     "label_column": LABELLED,
     "duplicates": LABELLED,
@@ -185,10 +189,13 @@ class TrainConfig(BaseModel):
     compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
+    layers: int = _field(0, "model", "keep this many blocks of --model, evenly spaced, the first and the last among them, for a smaller model; 0 = all", ge=0)
     lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
     lora_alpha: float | None = _field(None, "model", "what the adapters add counts lora_alpha / lora times; unset = 2 x lora", gt=0)
 
-    distill: str = _field("", "distillation", "a teacher; of embedding the folder of an encoder, whose vectors of the texts are the targets", on_resume="any")
+    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; for embedding the folder of an encoder, whose vectors of the texts are the targets; they are computed once and kept in --cache_dir; unset = train on the labels alone", on_resume="any")
+    distill_share: float = _field(0.9, "distillation", "share of the teacher's answer in the loss of a row that has a label, which gets the rest; 1 = no label counts", gt=0, le=1)
+    distill_texts: str = _field("", "distillation", "a file or folder of more texts, without labels, that are training rows with the teacher's answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the columns of the text", on_resume="any")
 
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
@@ -231,6 +238,7 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
+    export: bool = _field(False, "output", "when the model is written, also export it for serving, as python -m inference.export OUTPUT_DIR does: in int8, if that loses at most half a point", on_resume="any")
     resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
     metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
@@ -364,6 +372,9 @@ class TrainConfig(BaseModel):
             )
         if self.lora and self.float8:
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
+        if self.layers and self.model == TINY:
+            raise ValueError(f"--layers {self.layers} and --model tiny: its blocks are random, none is worth keeping")
+        self._check_distillation()
         if self.long == "windows":
             self._check_windows()
         if self.batch_size == "auto":
@@ -388,6 +399,30 @@ class TrainConfig(BaseModel):
                 "replaces; name another folder"
             )
         return self
+
+    def _check_distillation(self) -> None:
+        defaults = type(self).model_fields
+        if not self.distill:
+            for flag in ("distill_texts", "distill_share"):
+                if (value := getattr(self, flag)) != defaults[flag].default:
+                    raise ValueError(f"--{flag} {value}: does nothing without --distill")
+            return
+        teacher = Path(self.distill).expanduser().absolute()
+        if teacher in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
+            raise ValueError(
+                f"--distill {self.distill} and --output_dir {self.output_dir}: the student would replace its teacher; "
+                "name another --output_dir"
+            )
+        if self.distill_share == 1 and self.label_smoothing:
+            raise ValueError(
+                f"--distill_share 1 and --label_smoothing {self.label_smoothing:g}: no label counts; drop one"
+            )
+        for flag in ("class_weights", "sampling", "suspects") if self.distill_texts else ():
+            if (value := getattr(self, flag)) != defaults[flag].default:
+                raise ValueError(
+                    f"--distill_texts {self.distill_texts} and --{flag} {value}: that asks for the label of every row, "
+                    "and these texts have none; drop one"
+                )
 
     def _check_windows(self) -> None:
         if self.network:
@@ -415,6 +450,11 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 "--batch_size auto and --balance auto: faster ranks would get more rows than fit; drop one"
             )
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether a teacher's answers are targets beside the labels."""
+        return bool(self.distill) and self.task in LABELLED
 
     @property
     def is_language_model(self) -> bool:

@@ -30,6 +30,7 @@ from common.rows import Columns
 from common.text import cleaner
 from training.data.dataset import default_cleaning, load_news
 from training.data.tokenized import check_model_name, load_from
+from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.run.quiet import quiet_libraries
 from training.tasks import Embedding
@@ -87,7 +88,8 @@ def _shrink(options: Namespace, folder: Path) -> None:
     counts = count_ids(tokenizer, map(cleaner(cleaning), texts))
     ids = choose_ids(tokenizer, counts, options.vocabulary)
     torch.manual_seed(SEED)  # for the head
-    small = shrink(network, family, ids, counts, options.width, options.layers)
+    keep_blocks(network, options.layers, options.teacher)
+    small = shrink(network, family, ids, counts, options.width)
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -196,9 +198,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--text_column", default="text", help="column of the text, if the columns have names")
     parser.add_argument("--teacher", required=True, help="folder of an encoder of BERT's kind")
     parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s")
-    parser.add_argument(
-        "--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)"
-    )
+    parser.add_argument("--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")
     for task, epochs in (("masked_lm", 1), ("embedding", 4)):

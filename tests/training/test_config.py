@@ -9,7 +9,18 @@ import yaml
 from common.errors import UserError
 from training.config import TrainConfig, on_resume, parse_config
 
-GROUPS = ["task", "data", "model", "imbalance", "optimization", "processes", "output", "fault tolerance", "monitoring"]
+GROUPS = [
+    "task",
+    "data",
+    "model",
+    "distillation",
+    "imbalance",
+    "optimization",
+    "processes",
+    "output",
+    "fault tolerance",
+    "monitoring",
+]
 
 
 def parse(*arguments: str, **environment: str) -> TrainConfig:
@@ -229,7 +240,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
         *("max_length", "long", "clean", "validation_fraction", "max_train_rows", "duplicates", "suspects"),
         *("model", "model_revision", "learning_rate"),
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
-        *("lora", "lora_alpha"),
+        *("lora", "lora_alpha", "layers", "distill_share"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
         *("betas", "epsilon", "layer_decay", "freeze", "ema"),
         *("deterministic", "device"),

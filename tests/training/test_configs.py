@@ -74,6 +74,11 @@ def test_trains_for_two_steps(config: Path, tmp_path: Path, monkeypatch: pytest.
         lines = "\n".join(f"{'good ' * (number % 5)}text {number};{number % 5}" for number in range(90))
         (tmp_path / "numbers.csv").write_text(f"text;label\n{lines}")
         output += ["--dataset", str(tmp_path / "numbers.csv")]
+    if parsed.distill:
+        teacher = str(tmp_path / "teacher")
+        asked = [*SMALL, "--cache_dir", str(tmp_path / "cache"), "--output_dir", teacher]
+        run_on_ranks(1, _train, asked, seconds=500)
+        output += ["--distill", teacher, "--model", teacher]
     folders = run_on_ranks(
         ranks, _train, ["--config", str(config), *SMALL, "--batch_size", str(rows), *shrunk, *output], seconds=500
     )

@@ -48,6 +48,10 @@ def _listed(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _doubts_of_flagged(run: Path) -> dict[str, float]:
+    return {row["row"]: float(row["doubt"]) for row in _listed(run) if row["flagged"] == "yes"}
+
+
 def _losses(metrics_of: Metrics, run: Path) -> list[float]:
     return [record["loss"] for record in metrics_of(run)]
 
@@ -100,9 +104,8 @@ def test_suspects_are_the_same_on_two_ranks_and_after_a_resume(
     assert _losses(metrics_of, tmp_path / "resumed.run") == one
     assert _listed(tmp_path / "resumed.run") == listed
     assert _losses(metrics_of, tmp_path / "two.run") == pytest.approx(one, rel=1e-4)
-    assert [row["row"] for row in _listed(tmp_path / "two.run") if row["flagged"] == "yes"] == [
-        row["row"] for row in listed if row["flagged"] == "yes"
-    ]
+    # Sums over ranks differ in their last bits, so rows with almost the same doubt may change places.
+    assert _doubts_of_flagged(tmp_path / "two.run") == pytest.approx(_doubts_of_flagged(tmp_path / "one.run"), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -136,9 +139,9 @@ def test_suspects_are_the_same_under_every_strategy(
     assert _losses(metrics_of, tmp_path / "resumed.run") == pytest.approx(
         _losses(metrics_of, tmp_path / "one.run"), rel=1e-3
     )
-    assert [row["row"] for row in _listed(tmp_path / "resumed.run") if row["flagged"] == "yes"] == [
-        row["row"] for row in _listed(tmp_path / "one.run") if row["flagged"] == "yes"
-    ]
+    assert _doubts_of_flagged(tmp_path / "resumed.run") == pytest.approx(
+        _doubts_of_flagged(tmp_path / "one.run"), rel=1e-2
+    )
 
 
 def test_the_accuracy_of_an_epoch_is_that_of_its_steps(
@@ -189,17 +192,45 @@ def test_a_row_is_called_wrong_only_if_steps_and_words_agree() -> None:
     assert [(row.row, row.is_flagged) for row in suspects.ranking()] == [(2, True), (3, False)]
 
 
-def test_the_words_of_a_row_are_judged_by_rows_of_other_folds() -> None:
+def test_a_row_of_a_label_that_is_never_doubted_comes_before_one_of_a_label_that_often_is() -> None:
+    # Half of the rows of label 1 are improbable, and one row of label 0, a little less.
+    index, labels = np.arange(400), np.repeat([0, 1], 200)
+    checks = np.column_stack([np.full(400, -0.01), 1 - labels, np.ones(400)])
+    checks[200:300, 0], checks[7, 0] = -4.0, -3.0
+    suspects = Suspects(index, labels, "list", np.log(np.full((400, 2), 0.5)))
+    suspects.add(1, index, checks)
+    suspects.merge(ALONE)
+
+    ranking = suspects.ranking()
+
+    assert [row.row for row in ranking[:2]] == [7, 200]
+    assert ranking[0].doubt < ranking[1].doubt
+
+
+def _rows_of(words: list[list[int]], labels: list[int]) -> TokenizedRows:
+    return TokenizedRows(np.concatenate(words), np.cumsum([0, *map(len, words)]), np.array(labels), 0)
+
+
+def test_the_words_of_a_row_are_judged_by_other_rows() -> None:
     # Rows of label 0 have token 5, those of label 1 token 6; token 9 is only in the last row, whose label is wrong.
     words = [[1, 5], [1, 6]] * 20 + [[1, 5, 9]]
-    offsets = np.cumsum([0, *map(len, words)])
-    labels = np.array([0, 1] * 20 + [1])
-    rows = TokenizedRows(np.concatenate(words), offsets, labels, 0)
 
-    told = ask_words(rows, np.arange(41), 2, seed=0)
+    said, if_relabelled = (
+        ask_words(_rows_of(words, [0, 1] * 20 + [last]), np.arange(41), num_labels=2) for last in (1, 0)
+    )
 
-    assert np.allclose(np.exp(told).sum(axis=1), 1)
-    assert told.argmax(axis=1).tolist() == [0, 1] * 20 + [0]
+    assert np.allclose(np.exp(said).sum(axis=1), 1)
+    assert said.argmax(axis=1).tolist() == [0, 1] * 20 + [0]
+    assert said[-1] == pytest.approx(if_relabelled[-1])
+
+
+def test_neighbouring_words_are_judged_together() -> None:
+    # Tokens 5 and 6 are in every row; only their order tells the labels apart.
+    words = [[5, 6, 7], [6, 5, 7]] * 20
+
+    said = ask_words(_rows_of(words, [0, 1] * 20), np.arange(40), num_labels=2)
+
+    assert said.argmax(axis=1).tolist() == [0, 1] * 20
 
 
 def test_how_busy_a_gpu_is_is_logged_only_if_it_can_be_known(monkeypatch: pytest.MonkeyPatch) -> None:

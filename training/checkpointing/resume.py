@@ -36,14 +36,13 @@ def find_resume_point(
     ranks: Ranks,
     data_shard: DataShard,
     storage: Storage,
-    data_key: str,
-    frozen_hash: str | None,
+    sources: Mapping[str, str | None],
     say: Callable[[str], None],
 ) -> Resumed | None:
     """Find, verify and open the checkpoint that ``--resume`` asks for; the ranks share the work of verifying it.
 
-    Once a run has begun as asked, restarts by its launcher with the same flags resume that run. ``frozen_hash`` is that
-    of the weights that its checkpoints leave out.
+    Once a run has begun as asked, restarts by its launcher with the same flags resume that run. ``sources``: see
+    :class:`training.run.context.StepPlan`.
 
     Raises:
         UserError: it is damaged, or from another configuration, other data, another global batch size or another model.
@@ -60,7 +59,7 @@ def find_resume_point(
         resumed = _choose(config.resume, begun, ranks, storage, say)
         if resumed is None:
             return None
-        ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, data_key, frozen_hash))
+        ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, sources))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
         hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts from scratch"
@@ -254,7 +253,7 @@ def _absolute(asked: str) -> str:
 
 
 def _check_same_run(
-    config: TrainConfig, data_shard: DataShard, resumed: Resumed, data_key: str, frozen_hash: str | None
+    config: TrainConfig, data_shard: DataShard, resumed: Resumed, sources: Mapping[str, str | None]
 ) -> None:
     state = resumed.state
     # What a run of an older version could not be told, it did as the default does.
@@ -271,10 +270,13 @@ def _check_same_run(
     if asked != state["global_batch_size"] and not same_flags:
         differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
     # The key of cached tokens once had no version and changed with every edit of that code: accept such data.
-    if not differing and state["data_key"].startswith("v") and state["data_key"] != data_key:
+    if not differing and state["data_key"].startswith("v") and state["data_key"] != sources["data_key"]:
         differing.append("the texts, the tokenizer or the way of cleaning have changed")
-    if not differing and state.get("frozen_hash") != frozen_hash:
+    if not differing and state.get("frozen_hash") != sources["frozen_hash"]:
         differing.append(f"the weights of --model {config.model} have changed")
+    if not differing and (before := state.get("teacher_key")) != (now := sources["teacher_key"]):
+        what = "is new" if before is None else "is not there" if now is None else "has changed"
+        differing.append(f"the teacher, --distill, {what}")
     if differing:
         raise UserError(
             f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "

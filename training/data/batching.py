@@ -11,7 +11,7 @@ workers that could die or hang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from training.data.dataset import row_numbers
+from training.data.teacher import TeacherAnswers
 from training.data.tokenized import TokenizedRows
 from training.tasks import Task
 
@@ -38,6 +39,8 @@ class MicroBatch:
     weight in the global mean, 0 for a dummy row. ``rows``: row numbers in the training split, -1 for a dummy row.
     ``first_row``: position of the first input in the global batch. ``num_tokens``: tokens without padding.
     ``windows``: int64, (rows, most), which inputs are the windows of a row, then -1; None if every row is one input.
+    ``teacher``: float32, (rows, scores), what a teacher answers, and ``is_labelled``: bool, (rows,), which rows have a
+    label beside that; None without a teacher.
     """
 
     input_ids: torch.Tensor
@@ -48,15 +51,15 @@ class MicroBatch:
     first_row: int
     num_tokens: int
     windows: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
+    is_labelled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        tensors = (self.input_ids, self.attention_mask, self.labels, self.weights, self.windows)
-        *moved, windows = (
-            None if tensor is None else tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors
-        )
-        return MicroBatch(*moved, self.rows, self.first_row, self.num_tokens, windows)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ def rank_share(
     task: Task = LABELLED,
     seed: Sequence[int] = (),
     row_weights: np.ndarray | None = None,
+    teacher: TeacherAnswers | None = None,
 ) -> list[MicroBatch]:
     """One rank's micro-batches of a global batch.
 
@@ -156,7 +160,8 @@ def rank_share(
     ``speeds``, one number per share, divides the rows in proportion; None makes equal shares. ``class_weights``,
     (labels,), and ``row_weights``, (rows of the batch,), are the weights of rows in the mean loss of the batch, which
     are multiplied; None weighs all rows alike. Lengths are rounded up to ``pad_to_multiple_of``, but not beyond
-    ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides what it draws.
+    ``max_length`` tokens. ``task`` makes targets of labels; ``seed`` decides what it draws. ``teacher``: whose answers
+    are targets too.
     """
     # The longest row of the *global* batch sets the length, so that no rank waits for another with longer rows.
     length = int(rows.input_lengths(batch).max())
@@ -186,7 +191,7 @@ def rank_share(
     weights = weights / weights.sum()
     ask = partial(task.ask, seed=seed)
     return [
-        _micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, int(firsts[edges[i]]), ask)
+        _micro_batch(rows, batch, weights, edges[i], edges[i + 1], length, size, int(firsts[edges[i]]), ask, teacher)
         for i in range(accumulation)
     ]
 
@@ -201,6 +206,7 @@ def _micro_batch(
     least_rows: int,
     first_row: int,
     ask: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    teacher: TeacherAnswers | None,
 ) -> MicroBatch:
     own = batch[start:stop]
     num_dummies = max(0, least_rows - len(own))
@@ -218,6 +224,8 @@ def _micro_batch(
         first_row=first_row,
         num_tokens=int(rows.lengths[own].sum()),
         windows=torch.from_numpy(_places(rows.num_inputs(chosen))) if rows.window else None,
+        teacher=torch.from_numpy(teacher.of(chosen)) if teacher else None,
+        is_labelled=torch.from_numpy(teacher.has_label(chosen)) if teacher else None,
     )
 
 

@@ -63,7 +63,8 @@ class Rows:
 class NewsData:
     """Training and test rows, validation rows if the data has any, and the label names.
 
-    ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them.
+    ``left_out``: how many rows are unusable; the last of ``notes`` then names the first of them. ``num_unlabelled``:
+    how many of the last training rows have no label.
     """
 
     name: str
@@ -73,6 +74,7 @@ class NewsData:
     notes: list[str] = field(default_factory=list)
     left_out: int = 0
     validation: Rows | None = None
+    num_unlabelled: int = 0
 
     @property
     def splits(self) -> dict[str, Rows]:
@@ -102,7 +104,7 @@ def load_news(
         HubUnavailable: the hub did not respond.
     """
     path = Path(dataset).expanduser()
-    new_texts = list if texts_in is None else partial(_texts_on_disk, texts_in)
+    new_texts = list if texts_in is None else partial(texts_on_disk, texts_in)
     labelled = " and --label_column" if task.has_labels else ""
     reading = Reading(
         columns,
@@ -136,7 +138,7 @@ def load_news(
     )
 
 
-def _texts_on_disk(folder: Path) -> StoredTexts:
+def texts_on_disk(folder: Path) -> StoredTexts:
     try:
         return StoredTexts.temporary(folder)
     except OSError as error:

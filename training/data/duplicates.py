@@ -15,13 +15,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
-from common.text import Text, in_one_line
+from common.text import in_one_line
 from training.data.dataset import NewsData, row_numbers
+from training.data.stored_texts import JoinedTexts
 
 WORDS_PER_SHINGLE = 3
 LEAST_SIMILARITY = 0.8
@@ -50,10 +51,10 @@ class Repeats:
         firsts = np.cumsum([0, *map(len, texts)])
         numbers = row_numbers(int(firsts[-1]))
         self.rows = {split: numbers[slice(*ends)] for split, ends in zip(data.splits, pairwise(firsts), strict=True)}
-        self._texts = _Chained(texts, firsts)
-        self._hashes = np.fromiter(map(hash, chain(*texts)), np.int64, firsts[-1])
+        self._texts = JoinedTexts(*texts)
+        self._hashes = np.fromiter(map(hash, self._texts), np.int64, len(self._texts))
         self._may_repeat = _occurs_again(self._hashes)
-        self._shingles = Shingles.of(chain(*texts), int(firsts[-1])) if near else None
+        self._shingles = Shingles.of(self._texts, len(self._texts)) if near else None
 
     def drop(self) -> dict[str, Any]:
         """The training rows that repeat others (``dropped``), and how many there are in words (``lines``).
@@ -102,7 +103,8 @@ class Repeats:
 
     def _conflicts(self, rows: np.ndarray, partners: np.ndarray) -> str:
         labels, names = self._data.train.labels, self._data.label_names
-        repeating = np.flatnonzero(partners >= 0)
+        # The partner of a row is an earlier one, so it has a label too.
+        repeating = np.flatnonzero((partners >= 0) & (rows < len(labels) - self._data.num_unlabelled))
         differ = labels[rows[repeating]] != labels[partners[repeating]]
         differing = repeating[differ.any(axis=1) if differ.ndim > 1 else differ]
         if not len(differing):
@@ -162,16 +164,6 @@ def _in_words(label: Any, names: Sequence[str]) -> str:
     if np.ndim(label):
         return ", ".join(name for name, applies in zip(names, label, strict=True) if applies) or "none"
     return names[label] if isinstance(label, np.integer) else f"{label:g}"
-
-
-@dataclass(frozen=True)
-class _Chained:
-    parts: Sequence[Sequence[Text]]
-    firsts: np.ndarray
-
-    def __getitem__(self, row: int) -> Text:
-        part = int(np.searchsorted(self.firsts, row, side="right")) - 1
-        return self.parts[part][row - int(self.firsts[part])]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news,
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
+from training.data.teacher import TeacherAnswers, ask_teacher
 from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
 from training.data.tokenized import (
     Blocks,
@@ -37,6 +38,7 @@ from training.data.tokenized import (
     read_tokens,
     write_tokens,
 )
+from training.data.unlabelled import add_unlabelled
 from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown_family
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
@@ -60,7 +62,7 @@ class PreparedNews:
     ``train_index``: row numbers of the training split, ascending; ``validation_index``: of :attr:`validation_rows`.
     ``cleaning``: how texts were cleaned, ``news`` or ``none``. ``separator``: the id of the token between the texts of
     a pair; None if there are no pairs. ``vocabulary``: of a language model. ``texts`` and ``tokenizer`` are only on the
-    first rank of each machine.
+    first rank of each machine. ``teacher``: its answers to the training rows, with ``--distill``.
     """
 
     tokens: TokenizedNews
@@ -71,10 +73,16 @@ class PreparedNews:
     tokenizer: PreTrainedTokenizerBase | None
     separator: int | None
     vocabulary: Vocabulary | None
+    teacher: TeacherAnswers | None = None
 
     @property
     def validation_rows(self) -> TokenizedRows:
         return self.tokens.validation or self.tokens.train
+
+    @property
+    def labelled_index(self) -> np.ndarray:
+        """The training rows that have a label."""
+        return self.train_index[self.train_index < self.tokens.num_labelled]
 
 
 def settle_model(
@@ -135,6 +143,8 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 cache_dir,
                 config.validation_fraction,
             )
+            if config.distill_texts:
+                data = add_unlabelled(data, config, cache_dir)
         for note in data.notes:
             say(note[0].upper() + note[1:])
         is_chosen = config.clean != "auto"
@@ -200,12 +210,14 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
         found = ranks.broadcast(ranks.run_on_all_ranks(lambda: drop() if ranks.is_first else None))
     kept = np.delete(row_numbers(len(tokens.train)), found["dropped"])
     train, validation = ranks.run_on_all_ranks(lambda: _split(config, tokens, ranks.world_size, kept))
+    labelled = train[train < tokens.num_labelled]
     if ranks.is_first and not drops and not task.is_language_model:
-        found = remembered(file, lambda: Repeats(texts, near=near).describe(train, validation))
+        found = remembered(file, lambda: Repeats(texts, near=near).describe(labelled, validation))
     for line in found["lines"]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
-    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary)
+    teacher = ask_teacher(config, ranks, texts, tokens, train, say) if config.is_distilled else None
+    return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher)
 
 
 def _vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
@@ -270,8 +282,9 @@ def _is_local(name: str) -> bool:
 def _split(
     config: TrainConfig, tokens: TokenizedNews, world_size: int, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``chosen``: the training rows to choose from, ascending."""
-    labels = TASKS[config.task].strata(tokens.train.labels)
+    """``chosen``: the training rows to choose from, ascending; those without a label are all trained on."""
+    chosen, unlabelled = np.split(chosen, [np.searchsorted(chosen, tokens.num_labelled)])
+    labels = TASKS[config.task].strata(tokens.train.labels[: tokens.num_labelled])
     if len(chosen) == 0:
         raise UserError(f"--duplicates {config.duplicates}: leaves no training rows", code="rows-too-few")
     if 0 < config.max_train_rows < len(chosen):
@@ -293,6 +306,7 @@ def _split(
             "--validation_fraction 0",
             code="rows-too-few",
         )
+    train = np.concatenate([train, unlabelled])
     if len(train) < world_size:
         raise UserError(
             f"{world_size} ranks for {len(train)} training rows: start fewer processes", code="rows-too-few"
@@ -339,7 +353,7 @@ def prepare_model(
             model.task.vocabulary = news.vocabulary
         check_depths(model.network, config)
         head = model.network.get_submodule(model.head) if model.head else None
-        targets = tokens.train.labels[news.train_index]
+        targets = tokens.train.labels[news.labelled_index]
         model.task.fit(targets, head)
         own.apply_to(model.task, targets[:ROWS_TO_TRY])
         for key in (WINDOWS_KEY, PAIR_KEY):  # of the run that trained --model
@@ -371,6 +385,7 @@ def prepare_model(
                 as_stored=True,
                 revision=config.model_revision,
                 task=TASKS[config.task],
+                layers=config.layers,
             ),
             say,
         )

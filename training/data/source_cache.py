@@ -23,20 +23,25 @@ READING_VERSION = 1
 def source_file(folder: Path, config: TrainConfig) -> Path | None:
     """Where it is kept what came of these files, if none of them changes, read with these flags; None for the hub."""
     path = SAMPLE_NEWS if config.dataset == SAMPLE else Path(config.dataset).expanduser().absolute()
-    if path.is_dir():
-        found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
-        files = [one for one in found if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()]
-    elif path.is_file():
-        files = [path]
-    else:
+    states = _states_of(path)
+    if not states:
         return None
-    states = sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
     flags = [asdict(config.columns), asdict(config.selection), config.task, config.seed, config.bad_rows]
     if config.is_language_model:
         flags.append(config.validation_fraction)  # decides which texts are set aside before they are joined
     flags += [config.dataset, config.clean, config.max_length, config.model, config.model_revision]
     flags += [config.long] if config.long != "cut" else []
+    flags += [_states_of(Path(config.distill_texts).expanduser().absolute())] if config.distill_texts else []
     return folder / f"source-{_digest([VERSION, READING_VERSION, states, flags])}.json"
+
+
+def _states_of(path: Path) -> list[list[Any]]:
+    """What changes whenever a file of rows, or one of a folder, is written again; empty if there is none."""
+    files = [path] if path.is_file() else []
+    if path.is_dir():
+        found = path.rglob("*") if is_saved_by_datasets(path) else path.glob("*")
+        files = [one for one in found if one.suffix in (*FORMATS, PLAIN_TEXT_FORMAT, ".arrow") and one.is_file()]
+    return sorted([str(one), one.stat().st_size, one.stat().st_mtime_ns, one.stat().st_ino] for one in files)
 
 
 def repeats_file(folder: Path, key: str, config: TrainConfig) -> Path:

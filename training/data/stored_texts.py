@@ -6,7 +6,7 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO, overload
 
@@ -115,6 +115,35 @@ class StoredTexts(Sequence[Text]):
         cuts = [end - ends[0] for end in ends]
         texts = [data[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(cuts)]
         return texts if self.width == 1 else list(zip(texts[::2], texts[1::2], strict=True))
+
+
+class JoinedTexts(Sequence[Text]):
+    """The texts of several sequences, one after the other, none of them copied."""
+
+    def __init__(self, *parts: Sequence[Text]) -> None:
+        self._parts = parts
+        self._firsts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __iter__(self) -> Iterator[Text]:
+        return chain.from_iterable(self._parts)
+
+    @overload
+    def __getitem__(self, place: int) -> Text: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Text]: ...
+
+    def __getitem__(self, place: int | slice) -> Text | list[Text]:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            cuts = [np.clip((start, max(start, stop)), *ends) - ends[0] for ends in pairwise(self._firsts)]
+            found = (part[int(a) : int(b)] for part, (a, b) in zip(self._parts, cuts, strict=True))
+            return list(chain.from_iterable(found))[::step]
+        part = int(np.searchsorted(self._firsts, place, side="right")) - 1
+        return self._parts[part][int(place) - int(self._firsts[part])]
 
 
 class ChosenTexts(Sequence[Text]):

@@ -121,6 +121,7 @@ def with_vectors(tokens: TokenizedNews, file: Path) -> TokenizedNews:
     width = vectors["train"].shape[1]
     return replace(
         tokens,
+        key=f"{tokens.key}-{file.stem}",
         label_names=[str(i) for i in range(width)],
         train=rows("train", tokens.train),
         test=rows("test", tokens.test),

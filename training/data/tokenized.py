@@ -78,7 +78,8 @@ class TokenizedRows:
 class TokenizedNews:
     """Tokenized training and test rows, and validation rows if the data has any.
 
-    ``key`` identifies data, tokenizer and length together.
+    ``key`` identifies data, tokenizer and length together. ``num_unlabelled``: how many of the last training rows have
+    no label.
     """
 
     key: str
@@ -89,6 +90,12 @@ class TokenizedNews:
     notes: list[str]
     vocab_size: int
     validation: TokenizedRows | None = None
+    num_unlabelled: int = 0
+
+    @property
+    def num_labelled(self) -> int:
+        """How many training rows have a label: the first ones."""
+        return len(self.train) - self.num_unlabelled
 
     @property
     def num_texts(self) -> int:
@@ -208,6 +215,7 @@ def cache_key(
     """A name for exactly these texts, labels, tokenizer, length, cleaning, blocks and way with long texts."""
     digest = hashlib.sha256()
     more = [*(asdict(blocks).values() if blocks else ()), *([long] if long != "cut" else ())]
+    more += [data.num_unlabelled] if data.num_unlabelled else []
     about = [data.name, data.label_names, data.notes, max_length, cleaning, *more]
     digest.update(json.dumps(about).encode())
     digest.update(tokenizer_json.encode())
@@ -260,7 +268,7 @@ def write_tokens(
     arrays: dict[str, np.ndarray | GrowingArray] = {}
     about = {"name": data.name, "label_names": data.label_names, "notes": data.notes, "left_out": data.left_out}
     about |= {"vocab_size": tokenizer.vocab_size, "cut": {}, "width": {}}
-    about |= {"window": tokenizer.windows.length if tokenizer.windows else 0}
+    about |= {"window": tokenizer.windows.length if tokenizer.windows else 0, "unlabelled": data.num_unlabelled}
     kind = "uint16" if tokenizer.highest_id < 2**16 else "int32"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,6 +335,7 @@ def read_tokens(folder: Path, key: str) -> TokenizedNews:
         notes=about["notes"],
         vocab_size=about["vocab_size"],
         validation=validation,
+        num_unlabelled=about.get("unlabelled", 0),
     )
 
 
@@ -349,6 +358,7 @@ def read_texts(folder: Path, key: str) -> NewsData | None:
         label_names=about["label_names"],
         notes=about["notes"],
         left_out=about["left_out"],
+        num_unlabelled=about.get("unlabelled", 0),
         **splits,
     )
 

@@ -36,6 +36,7 @@ from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import use_row_dropout
+from training.model.layers import keep_blocks
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
@@ -55,6 +56,7 @@ class NewsClassifier(nn.Module):
         as_stored: keep weights that are stored in half precision memory-mapped from their file. A strategy converts
             to fp32 only what a rank keeps (:func:`widen`), so that not every rank of a machine holds the whole
             model.
+        layers: how many of its blocks to keep; 0 for all.
 
     Raises:
         OSError, ValueError: the model cannot be found or read.
@@ -70,6 +72,7 @@ class NewsClassifier(nn.Module):
         as_stored: bool = False,
         revision: str = "",
         task: type[Task] = Classification,
+        layers: int = 0,
     ) -> None:
         super().__init__()
         if label_names is None:
@@ -80,7 +83,10 @@ class NewsClassifier(nn.Module):
             about["label2id"] = {name: i for i, name in enumerate(names)}
             if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
-        self._adopt(_load_network(pretrained_model, task, about, vocab_size, revision or None), task(names))
+        network = _load_network(pretrained_model, task, about, vocab_size, revision or None)
+        if layers:  # before the last block learns to compute a single token
+            keep_blocks(network, layers, pretrained_model)
+        self._adopt(network, task(names))
         if not as_stored:
             widen(self)
 

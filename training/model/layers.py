@@ -1,4 +1,5 @@
-"""Layers by their depth: what is not trained (``--freeze``), and how fast the rest learns (``--layer_decay``).
+"""Layers by their depth: which are kept (``--layers``), which are not trained (``--freeze``), and how fast the rest
+learns (``--layer_decay``).
 
 The lower a layer of a pretrained encoder, the more general is what it knows, and the less it has to change for a new
 task. A parameter's depth follows from its name, which is the same in a pipeline stage and in a shard.
@@ -8,13 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from torch import nn
 
-from common.encoders import FAMILIES
+from common.encoders import FAMILIES, EncoderFamily
 from common.errors import UserError
 from training.config import TrainConfig
 
 FAMILY_OF = {family.network_class: family for family in FAMILIES}
+
+
+def keep_blocks(network: nn.Module, count: int, model: str) -> None:
+    """Leave out all but ``count`` blocks, in place; the rest of the network stays as it is.
+
+    They are evenly spaced, with the first and the last among them: of twelve 0, 2, 4, 7, 9 and 11, the ones from which
+    DistilBERT began (Sanh et al., arXiv 1910.01108, section 3, and their script extract_distilbert.py).
+
+    Raises:
+        UserError: the network's family is not known, or it has fewer blocks.
+    """
+    family = _known_family(network, f"--layers {count}")
+    owner, _, name = family.blocks.rpartition(".")
+    blocks = network.get_submodule(family.blocks)
+    if count > len(blocks):
+        raise UserError(
+            f"--layers {count}: --model {model} has {len(blocks)} blocks; keep at most these", code="flag-value"
+        )
+    kept = np.linspace(0, len(blocks) - 1, count).round().astype(int).tolist()
+    setattr(network.get_submodule(owner), name, nn.ModuleList(blocks[i] for i in kept))
+    network.config.num_hidden_layers = count
+    if getattr(network.config, "layer_types", None):  # how each block attends, such as ModernBERT's
+        network.config.layer_types = [network.config.layer_types[i] for i in kept]
 
 
 def check_depths(network: nn.Module, config: TrainConfig) -> None:
@@ -23,19 +48,25 @@ def check_depths(network: nn.Module, config: TrainConfig) -> None:
     Raises:
         UserError: its family is not known, or it has fewer blocks than should be frozen.
     """
-    kind = type(network).__name__
     for flag, off in (("freeze", "none"), ("layer_decay", 1)):
-        if (value := getattr(config, flag)) != off and kind not in FAMILY_OF:
-            raise UserError(
-                f"--{flag} {value}: which layers {kind} has is not known, only those of "
-                f"{', '.join(family.name for family in FAMILIES)} are; leave it out",
-                code="model-layers-unknown",
-            )
+        if (value := getattr(config, flag)) != off:
+            _known_family(network, f"--{flag} {value}")
     if config.freeze != "none" and config.frozen_depth > (num_blocks := network.config.num_hidden_layers):
         raise UserError(
             f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most these",
             code="flag-value",
         )
+
+
+def _known_family(network: nn.Module, asked: str) -> EncoderFamily:
+    kind = type(network).__name__
+    if kind not in FAMILY_OF:
+        raise UserError(
+            f"{asked}: which layers {kind} has is not known, only those of "
+            f"{', '.join(family.name for family in FAMILIES)} are; leave it out",
+            code="model-layers-unknown",
+        )
+    return FAMILY_OF[kind]
 
 
 def freeze_layers(network: nn.Module, config: TrainConfig) -> None:

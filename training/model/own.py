@@ -46,8 +46,18 @@ class Own:
         """What was given as an argument, otherwise what the configuration names.
 
         Raises:
-            UserError: an import path leads nowhere.
+            UserError: an import path leads nowhere, or a flag does not work with code of one's own.
         """
+        if (loss or config.loss) and config.distill:
+            raise UserError(
+                f"--loss and --distill {config.distill}: your own loss does not know the teacher's answers; drop one",
+                code="flags-conflict",
+            )
+        if (network or config.network) and (config.layers or config.export):
+            flag, why = f"--layers {config.layers}", "only encoders of transformers have blocks that it knows"
+            if config.export:
+                flag, why = "--export", "the server runs no network that a model folder names"
+            raise UserError(f"--network and {flag}: {why}; drop one", code="flags-conflict")
         return cls(
             network or _load("network", config.network),
             loss or _load("loss", config.loss),

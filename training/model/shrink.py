@@ -1,4 +1,4 @@
-"""A small encoder made of a large one: fewer words, narrower hidden states, fewer blocks.
+"""A small encoder made of a large one: fewer words, and narrower hidden states.
 
 The result is no good by itself, but a far better beginning than random weights: it knows words and how to look at them,
 so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of what the embeddings and
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import nn
@@ -70,9 +69,9 @@ def smaller_tokenizer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 @torch.no_grad()
 def shrink(
-    network: PreTrainedModel, family: EncoderFamily, ids: Sequence[int], counts: Counter[int], width: int, layers: int
+    network: PreTrainedModel, family: EncoderFamily, ids: Sequence[int], counts: Counter[int], width: int
 ) -> DistilBertForSequenceClassification:
-    """A DistilBERT of ``width`` and ``layers`` that begins as a part of ``network``, with a new head.
+    """A DistilBERT of ``width`` that begins as a part of ``network``, with a new head.
 
     Args:
         ids: the words that it keeps, in the order of its own numbers.
@@ -102,7 +101,7 @@ def shrink(
             vocab_size=len(ids),
             dim=width,
             hidden_dim=4 * width,
-            n_layers=layers,
+            n_layers=len(network.get_submodule(family.blocks)),
             n_heads=num_heads,
             max_position_embeddings=len(positions),
             pad_token_id=0,
@@ -112,9 +111,7 @@ def shrink(
     encoder.embeddings.word_embeddings.weight.copy_(words @ directions)
     encoder.embeddings.position_embeddings.weight.copy_(positions @ directions)
 
-    blocks = network.get_submodule(family.blocks)
-    chosen = np.linspace(0, len(blocks) - 1, layers).round().astype(int)  # evenly spaced, the first and the last too
-    for target, source in zip(encoder.transformer.layer, (blocks[i] for i in chosen), strict=True):
+    for target, source in zip(encoder.transformer.layer, network.get_submodule(family.blocks), strict=True):
         _shrink_block(source, target, family, directions, heads=slice(0, width))
     return small
 

@@ -120,6 +120,7 @@ class Console:
         model_folder: Path,
         checkpoint_file: Path | None,
         report: Path,
+        exports: bool,
     ) -> None:
         """Print the results of the run and where its files are."""
         main = next(iter(metrics_of(validation or test)), None)
@@ -139,9 +140,10 @@ class Console:
         facts |= {"Model folder": str(model_folder)}
         facts |= {"One file": str(checkpoint_file)} if checkpoint_file else {}
         facts |= {"Report": str(report)}
-        facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         if not checkpoint_file:  # a language model: it is not served, but it can be trained further
             facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
+        elif not exports:  # otherwise the export says how to go on
+            facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         self._facts(f"Done in {format_time(seconds)}", facts)
 
     def _facts(self, title: str, facts: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from training.parallelism.fsdp import apply_fsdp, set_gradient_sync
 from training.parallelism.pipeline import Pipeline, check_pipeline
 from training.parallelism.schedules import stages_of
 from training.parallelism.stages import Stage, split_stages
-from training.parallelism.strategy import Strategy, loss_share
+from training.parallelism.strategy import Strategy, loss_share, row_losses
 from training.parallelism.tensor_parallel import apply_tensor_parallel
 
 
@@ -59,7 +59,7 @@ class MeshStrategy(Strategy):
         return stages
 
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        losses = self.task.loss(logits, batch.labels, self.config.label_smoothing)
+        losses = row_losses(self.task, logits, batch, self.config)
         checks = self.task.check_labels(logits.detach(), batch.labels)
         return loss_share(losses, batch.weights) * self.loss_factor, losses, checks
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from training.config import TrainConfig
-from training.data.batching import DataShard
+from training.data.batching import DataShard, MicroBatch
 from training.model.architectures import mask_of
 from training.model.average import WeightAverage
 from training.model.classifier import NewsClassifier
@@ -36,6 +36,7 @@ from training.parallelism.state import (
     read_optimizer,
 )
 from training.run.phases import Phases
+from training.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,17 @@ class Strategy:
         saved.read(self.saved_weights())
         if self.average:
             saved.read(self.average.tensors)
+
+
+def row_losses(task: Task, scores: torch.Tensor, batch: MicroBatch, config: TrainConfig) -> torch.Tensor:
+    """The loss of each row of a micro-batch, (rows,), by its label and, with ``--distill``, the teacher's answer."""
+    by_labels = task.loss(scores, batch.labels, config.label_smoothing)
+    if batch.teacher is None:
+        return by_labels
+    by_teacher = task.teacher_losses(scores, batch.teacher)
+    mixed = torch.lerp(by_labels, by_teacher, config.distill_share)
+    # Not a product with 0: the loss of a label that is not there may be infinite.
+    return torch.where(batch.is_labelled, mixed, by_teacher)
 
 
 def loss_share(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

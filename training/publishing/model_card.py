@@ -58,7 +58,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 # {name}
 
-{kind}: `{base}` fine-tuned on `{dataset}` with DistriNews.
+{kind}: `{base}` fine-tuned on `{dataset}` with DistriNews{_teacher(metrics)}.
 
 {reads}
 
@@ -73,6 +73,13 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 {_limits(metrics)}
 """
+
+
+def _teacher(metrics: dict[str, Any]) -> str:
+    if "distilled_from" not in metrics:
+        return ""
+    more = f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
+    return f", which learned from the answers of `{public_name(metrics['distilled_from'])}` to its rows{more}"
 
 
 def _classes(test: dict[str, Any]) -> str:

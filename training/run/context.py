@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,9 @@ class StepPlan:
 
     ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
     ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;
-    ``frozen_hash``: of the weights that checkpoints leave out because they are not trained, None if they hold all;
+    ``sources``: hashes of what checkpoints leave out and a resumed run must find unchanged, by their names in the
+    checkpoint: the data, the weights that are not trained (None if checkpoints hold all), the teacher's answers (None
+    without a teacher);
     ``ideal_seconds``: that the devices would need for a token of a language model at their peak, otherwise None.
     """
 
@@ -37,7 +39,7 @@ class StepPlan:
     total_steps: int
     peak_learning_rate: float
     class_weights: np.ndarray | None
-    frozen_hash: str | None
+    sources: Mapping[str, str | None]
     ideal_seconds: float | None
 
 

@@ -27,9 +27,12 @@ def describe_run(context: RunContext) -> dict[str, str]:
     batch = f"{shares} {who} x {rows_per_shard:g} rows x {context.plan.accumulation} accumulation"
     below = f", times {config.layer_decay:g} from each block to the one below" if config.layer_decay < 1 else ""
     rows = f"blocks of {config.max_length} tokens" if config.is_language_model else "rows"
+    num_unlabelled = len(news.train_index) - len(news.labelled_index)
+    unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
-        "Data": f"{tokens.name}: {len(news.train_index):,} training, {validation} validation, "
+        **({"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"} if config.is_distilled else {}),
+        "Data": f"{tokens.name}: {len(news.train_index):,} training{unlabelled}, {validation} validation, "
         f"{len(tokens.test):,} test {rows}",
         **_reads(context),
         "World size": f"{ranks.world_size} ({ranks.backend if ranks.is_distributed else 'no process group'})",

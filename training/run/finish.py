@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from common.model_folder import CLEANING_KEY
 from common.text import in_one_line
 from training.checkpointing import write_model
 from training.checkpointing.resume import find_shared_damage, list_checkpoints, open_checkpoint
+from training.config import TrainConfig
 from training.evaluation.evaluator import evaluate
 from training.model.lora import merge_adapters
 from training.model.window_attention import split_head
@@ -32,6 +34,7 @@ from training.publishing.model_card import recorded_name
 from training.run.context import RunContext
 from training.run.describe import describe_environment
 from training.run.suspects import Suspects
+from training.serving_commands import run_command_of_serving
 from training.tasks.task import RowAnswer
 
 
@@ -86,6 +89,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "best_epoch": best.epoch,
             "created": datetime.now(UTC).date().isoformat(),
             "train_rows": len(context.news.train_index),
+            **_distilled_from(context),
             "rows_left_out": context.news.texts.left_out + len(context.state.bad.excluded_rows),
             "test": test,
             "test_precision": context.strategy.test_precision,
@@ -123,10 +127,29 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             model_folder=config.output_dir,
             checkpoint_file=config.checkpoint_file if task.has_labels else None,
             report=report,
+            exports=config.export,
         )
     # The other ranks wait: if they left first, a launcher could take the run for finished.
     context.ranks.barrier()
     return config.output_dir
+
+
+def _distilled_from(context: RunContext) -> dict[str, Any]:
+    if not context.config.is_distilled:
+        return {}
+    unlabelled = len(context.news.train_index) - len(context.news.labelled_index)
+    return {"distilled_from": recorded_name(context.config.distill), "unlabelled_rows": unlabelled}
+
+
+def export_model(config: TrainConfig) -> None:
+    """Export the model that a run has written, with the limits and the rows that the command has by default.
+
+    Raises:
+        UserError: it was refused, or failed.
+    """
+    flag = f"--export: the model in {config.output_dir} is complete and stays"
+    print(f"--export: python -m inference.export {shlex.quote(str(config.output_dir))}", flush=True)
+    run_command_of_serving("inference.export", [str(config.output_dir)], flag, print)
 
 
 def _load_best_or_fail(context: RunContext) -> EpochMetrics:
@@ -186,6 +209,12 @@ def _report_data(
         notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
         notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
+    if context.config.is_distilled:
+        share, unlabelled = context.config.distill_share, _distilled_from(context)["unlabelled_rows"]
+        notes.append(
+            f"Distilled from {context.config.distill}: {share:.0%} of a row's loss is by the teacher's answer"
+            + (f", of {unlabelled:,} rows without a label all of it." if unlabelled else ".")
+        )
     if context.config.suspects in ("drop", "reweight"):
         left_out = "were left out" if context.config.suspects == "drop" else "had less weight in the loss"
         notes.append(f"Training rows with a doubtful label {left_out} from the second epoch on.")

@@ -15,6 +15,7 @@ from training.fault_tolerance.restarts import begin
 from training.model.own import MakeNetwork, Metric, Own, RowLoss
 from training.monitoring.events import Subscriber
 from training.parallelism.distributed import join_ranks
+from training.run.finish import export_model
 from training.run.trainer import Trainer
 
 
@@ -67,5 +68,7 @@ def train(
         trainer = Trainer(config, ranks, interruption, own, subscribers)
         begin()
         model_folder = trainer.fit()
+        if model_folder and config.export:
+            ranks.run_on_all_ranks(lambda: export_model(config) if ranks.is_first else None)
     metrics = json.loads((model_folder / "metrics.json").read_text(encoding="utf-8")) if model_folder else {}
     return Result(model_folder, metrics)

@@ -28,7 +28,7 @@ from training.monitoring.replicas import check_gradient_sync
 from training.parallelism.blocks import length_multiple
 from training.parallelism.distributed import Ranks
 from training.parallelism.gradients import clip_gradients, global_norm, reduce_partial_gradients
-from training.parallelism.strategy import StepResult, Strategy, loss_share
+from training.parallelism.strategy import StepResult, Strategy, loss_share, row_losses
 from training.run.context import RunContext
 from training.run.suspects import Suspects
 from training.run.utilization import gpu_utilization
@@ -79,6 +79,7 @@ def train_step(
             task=strategy.task,
             seed=(config.seed, 4, step),
             row_weights=row_weights,
+            teacher=context.news.teacher,
         )
         on_device = [micro_batch.to(ranks.device) for micro_batch in micro_batches]
 
@@ -146,6 +147,8 @@ def optimizer_step(
     joined, right = torch.cat(checks) if checks else None, torch.zeros(2, device=share.device)
     if joined is not None:
         is_real = torch.cat([batch.weights for batch in micro_batches]) > 0  # no dummy row
+        if micro_batches[0].is_labelled is not None:
+            is_real &= torch.cat([batch.is_labelled for batch in micro_batches])
         right = torch.stack([((joined[:, 2] > 0) & is_real).sum(), is_real.sum()])
     return StepResult(share, torch.cat(losses), norm, scaler_skipped, joined, right)
 
@@ -175,7 +178,7 @@ def forward_backward(
                     logits = strategy.forward(batch.input_ids, batch.attention_mask)  # (rows, labels)
                 if batch.windows is not None:
                     logits = pool_windows(logits, batch.windows)  # (inputs, labels + 1) before
-                losses.append(strategy.task.loss(logits, batch.labels, config.label_smoothing))  # (rows,)
+                losses.append(row_losses(strategy.task, logits, batch, config))  # (rows,)
             with phases("backward"):
                 strategy.backward(loss_share(losses[-1], batch.weights) * strategy.loss_factor)
             losses[-1] = losses[-1].detach()

@@ -31,6 +31,7 @@ from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
 from training.data.prepare import class_weights_of, prepare_model, prepare_news, settle_model
+from training.data.teacher import read_teacher
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
@@ -99,6 +100,7 @@ class Trainer:
         ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_lora(config))
+        ranks.run_on_all_ranks(lambda: read_teacher(config) if config.is_distilled and ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         check_storage(storage, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
@@ -132,7 +134,9 @@ class Trainer:
         strategy.config, strategy.phases = config, phases
 
         # The last of the checks, because it may move an earlier run aside.
-        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, news.tokens.key, frozen, say)
+        sources = {"data_key": news.tokens.key, "frozen_hash": frozen}
+        sources["teacher_key"] = news.teacher.key if news.teacher else None
+        resumed = find_resume_point(config, ranks, strategy.data_shard, storage, sources, say)
         fitting = config.model_copy(update={"batch_size": rows_that_fit})
         global_batch, accumulation = global_batch_size(fitting, strategy.data_shard, resumed)
         train = news.tokens.train
@@ -156,7 +160,7 @@ class Trainer:
                 if resumed
                 else scaled_learning_rate(config, strategy.data_shard.size),
                 class_weights=class_weights,
-                frozen_hash=frozen,
+                sources=sources,
                 ideal_seconds=ideal_seconds,
             ),
             precision=precision,
@@ -383,8 +387,7 @@ class Trainer:
             "peak_learning_rate": context.plan.peak_learning_rate,
             # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
-            "data_key": context.news.tokens.key,
-            "frozen_hash": context.plan.frozen_hash,
+            **context.plan.sources,
         }
         if self.suspects:
             self.suspects.merge(context.ranks)

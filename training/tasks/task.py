@@ -92,6 +92,12 @@ class Task:
             return self.own_loss(scores.float(), targets)
         return self.row_losses(scores, targets, label_smoothing)
 
+    def teacher_losses(self, scores: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """The loss of each row by what a teacher answers, fp32 (rows, labels): probabilities, or a number in the unit
+        of the data.
+        """
+        return self.row_losses(scores, answers, 0.0)
+
     def measure(
         self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""What a teacher answers to the training rows (``--distill``): computed once, by the serving engine, and kept.
+
+The answers depend on the teacher and on the texts alone. So students of any tokenizer, length, seed or number of blocks
+find them in ``--cache_dir``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from common.files import sha256_of, writing_whole
+from common.model_folder import (
+    DESCRIPTION_FILES,
+    MANIFEST_FILE,
+    PRECISIONS,
+    SavedModel,
+    artefact_folder,
+    read_saved_model,
+    weights_file,
+)
+from common.problem_types import REGRESSION, SINGLE_LABEL
+from common.text import Text
+from training.config import TrainConfig
+from training.data.array_file import ArrayFile, find_damage, write_arrays
+from training.data.dataset import NewsData
+from training.data.tokenized import TokenizedNews
+from training.parallelism.distributed import Ranks
+from training.serving_commands import run_command_of_serving
+from training.tasks import TASKS
+
+# Raise it whenever the same teacher may answer the same texts differently.
+ANSWERS_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TeacherAnswers:
+    """The answers to some rows of the training split: probabilities, or of a regression model the number.
+
+    ``key`` identifies teacher and texts together. ``answers``: float32, (rows, labels), mapped from a file; ``rows``:
+    the number of each row, ascending; ``order``: at which place the teacher has each label of the data. Rows from
+    number ``num_labelled`` on have no label.
+    """
+
+    key: str
+    answers: np.ndarray
+    rows: np.ndarray
+    order: np.ndarray
+    num_labelled: int
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """(rows, labels), in the order of the data's labels."""
+        return self.answers[np.searchsorted(self.rows, rows)][:, self.order]
+
+    def has_label(self, rows: np.ndarray) -> np.ndarray:
+        return rows < self.num_labelled
+
+
+def read_teacher(config: TrainConfig) -> SavedModel:
+    """Read the model that ``--distill`` names.
+
+    Raises:
+        UserError: there is none, or it has another task.
+    """
+    path, task = Path(config.distill).expanduser(), TASKS[config.task]
+    if not path.exists():
+        raise UserError(
+            f"--distill {config.distill}: no such model; name the folder of a model that was trained here",
+            code="model-not-found",
+        )
+    saved = read_saved_model(path)
+    if saved.problem_type is not task.problem_type or saved.reads_pairs is not bool(config.columns.pair):
+        kind = f"a {saved.problem_type.name} model of {'pairs of texts' if saved.reads_pairs else 'single texts'}"
+        pair = f" --pair_column {config.columns.pair}" if config.columns.pair else ""
+        raise UserError(
+            f"--distill {config.distill}: is {kind}, which does not answer what --task {config.task}{pair} asks",
+            code="teacher-unlike",
+        )
+    return saved
+
+
+def ask_teacher(
+    config: TrainConfig,
+    ranks: Ranks,
+    texts: NewsData | None,
+    tokens: TokenizedNews,
+    train_index: np.ndarray,
+    say: Callable[[str], None],
+) -> TeacherAnswers:
+    """The teacher's answers to the training rows, on every rank; on each machine its first rank has them computed.
+
+    All rows of the split are asked, because another seed trains on others; with ``--max_train_rows`` only the chosen
+    ones are. ``texts``: on the first rank of each machine.
+
+    Raises:
+        UserError: the teacher has other labels, does not answer a text, or cannot be run.
+    """
+    rows = train_index if config.max_train_rows else np.arange(len(tokens.train))
+
+    def ask() -> tuple[str, list[int]] | None:
+        if texts is None:
+            return None
+        saved = read_teacher(config)
+        order = _places_of_labels(config, saved.labels, tokens.label_names)
+        chosen = texts.train.take(rows).texts if len(rows) < len(texts.train) else texts.train.texts
+        key = _key(saved.path, chosen)
+        _compute(config, saved, chosen, key, say)
+        return key, order
+
+    found = [one for one in ranks.gather(ranks.run_on_all_ranks(ask)) if one]
+    if any(one != found[0] for one in found):
+        raise UserError(
+            f"--distill {config.distill}: is another model on another machine; copy the same folder to all",
+            code="teacher-unlike",
+            quiet=not ranks.is_first,
+        )
+    key, order = found[0]
+    answers = ArrayFile.open(_file(config, key))["answers"]
+    return TeacherAnswers(key, answers, rows, np.array(order), tokens.num_labelled)
+
+
+def _places_of_labels(config: TrainConfig, of_teacher: Sequence[str], of_data: Sequence[str]) -> list[int]:
+    if TASKS[config.task].problem_type is REGRESSION:
+        return [0]  # one number, whatever the column is called
+    if sorted(of_teacher) != sorted(of_data):
+        raise UserError(
+            f"--distill {config.distill}: its labels are {', '.join(of_teacher)}, those of --dataset {config.dataset} "
+            f"are {', '.join(of_data)}; a teacher must answer with the same labels",
+            code="teacher-unlike",
+        )
+    return [of_teacher.index(name) for name in of_data]
+
+
+def _key(teacher: Path, texts: Sequence[Text]) -> str:
+    """A name for exactly this teacher and these texts. An exported artefact counts, because the engine prefers it."""
+    artefacts = [artefact_folder(teacher, engine) / MANIFEST_FILE for engine in PRECISIONS]
+    inside = [teacher / name for name in (*DESCRIPTION_FILES, MANIFEST_FILE)] if teacher.is_dir() else []
+    files = [*inside, weights_file(teacher), *artefacts]
+    digest = hashlib.sha256(str(ANSWERS_VERSION).encode())
+    for file in files:
+        digest.update(sha256_of(file).encode() if file.is_file() else b"-")
+    for text in texts:
+        joined = text if isinstance(text, str) else "\x01".join(text)
+        digest.update(f"{len(joined)} {joined}".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:24]
+
+
+def _file(config: TrainConfig, key: str) -> Path:
+    return config.cache_dir.expanduser() / f"teacher-{key}.safetensors"
+
+
+def _compute(
+    config: TrainConfig, teacher: SavedModel, texts: Sequence[Text], key: str, say: Callable[[str], None]
+) -> None:
+    """Write the answers to the file of this key, unless it is there and undamaged.
+
+    ``inference.score`` keeps finished parts beside its output, so a start that was interrupted is continued by the next
+    one, and machines that share the cache share the work.
+    """
+    file = _file(config, key)
+    if file.exists() and not find_damage(file):
+        say(f"The answers of --distill {config.distill} to {len(texts):,} texts are known, from {file}")
+        return
+    say(f"Asking --distill {config.distill} about {len(texts):,} texts ...")
+    asked, answered = (file.with_suffix(f".{name}.jsonl") for name in ("texts", "answers"))
+    record = Path(f"{answered}.job.json")
+    has_probabilities = teacher.problem_type is not REGRESSION
+    try:
+        with writing_whole(asked) as lines:
+            for text in texts:
+                row = dict(zip(("text", "text_pair"), (text,) if isinstance(text, str) else text, strict=False))
+                lines.write(json.dumps(row).encode() + b"\n")
+        flags = ["--model", str(teacher.path), "--bad_rows", "keep", *(["--probabilities"] * has_probabilities)]
+        what = f"--distill {config.distill}"
+        run_command_of_serving("inference.score", [str(asked), str(answered), *flags], what, say, quiet=True)
+        about = {"teacher": str(teacher.path), "labels": teacher.labels}
+        write_arrays(file, {"answers": _read_answers(config, answered, teacher, len(texts))}, about)
+    except (OSError, UserError) as error:
+        if file.exists() and not find_damage(file):
+            return  # another start was first, and has removed what both had worked on
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"--cache_dir {config.cache_dir}: cannot be written ({error.strerror or error})", code="not-writable"
+        ) from error
+    for left_over in (asked, answered, record):
+        left_over.unlink(missing_ok=True)
+
+
+def _read_answers(config: TrainConfig, path: Path, teacher: SavedModel, num_texts: int) -> np.ndarray:
+    answers = np.empty((num_texts, len(teacher.labels)), dtype=np.float32)
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            answer: dict[str, Any] = json.loads(line)
+            if "error" in answer:
+                reason = answer["error"].partition(": ")[2] or answer["error"]
+                raise UserError(
+                    f'--distill {config.distill}: does not answer the training text "{answer["text"][:80]}" '
+                    f"({reason}); remove that row from the data",
+                    code="row-unusable",
+                )
+            by_label = answer.get("probabilities")
+            answers[number] = [by_label[label] for label in teacher.labels] if by_label else answer["value"]
+    if teacher.problem_type is SINGLE_LABEL:
+        answers /= answers.sum(axis=1, keepdims=True)  # they are written with six digits
+    return answers
