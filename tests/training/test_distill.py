@@ -24,6 +24,7 @@ from training.config import TrainConfig
 from training.data.batching import MicroBatch
 from training.data.dataset import NewsData, Rows
 from training.data.prepare import prepare_news
+from training.data.teacher import TeacherAnswers
 from training.data.unlabelled import add_unlabelled
 from training.model.classifier import NewsClassifier
 from training.parallelism.strategy import row_losses
@@ -105,6 +106,14 @@ def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
     assert answers_for().tolist() == answers.tolist()
     assert [line for line in said if line.startswith("40 rows in")]
     assert list(tmp_path.glob("teacher-*")) == [file]
+
+
+def test_answers_are_given_in_the_order_of_the_labels_of_the_data() -> None:
+    raw = np.array([[0.9, 0.1], [0.2, 0.8]], dtype=np.float32)
+    teacher = TeacherAnswers("key", raw, rows=np.array([3, 7]), order=np.array([1, 0]), num_labelled=5)
+
+    assert teacher.of(np.array([7, 3, 7])).tolist() == raw[[1, 0, 1]][:, ::-1].tolist()
+    assert teacher.has_label(np.array([7, 3])).tolist() == [False, True]
 
 
 def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(

@@ -120,7 +120,7 @@ class Console:
         model_folder: Path,
         checkpoint_file: Path | None,
         report: Path,
-        exports: bool,
+        exports: bool = False,
     ) -> None:
         """Print the results of the run and where its files are."""
         main = next(iter(metrics_of(validation or test)), None)

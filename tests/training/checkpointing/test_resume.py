@@ -154,7 +154,8 @@ def _save_run(place: Path, *steps: int) -> str:
 
 
 def _find(config: TrainConfig, ranks: Ranks = ALONE) -> Resumed | None:
-    return find_resume_point(config, ranks, DataShard(0, 1), open_storage(config), "texts", None, lambda line: None)
+    sources = {"data_key": "texts", "frozen_hash": None, "teacher_key": None}
+    return find_resume_point(config, ranks, DataShard(0, 1), open_storage(config), sources, lambda line: None)
 
 
 def _names(folder: Path) -> list[str]:
