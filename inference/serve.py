@@ -57,7 +57,7 @@ def _parse_arguments(arguments: list[str] | None, settings: Settings) -> argpars
     parser = OneLineParser(
         prog="python -m inference.serve",
         description=__doc__,
-        epilog="example: python -m inference.serve --model checkpoints/tiny --port 7860",
+        epilog="example: python -m inference.serve --model checkpoints/sample --port 7860",
     )
     parser.add_argument(
         "--model",

@@ -24,6 +24,8 @@ from common.windows import MOST_WINDOWS
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
+STARTER = "starter"
+STARTER_FOLDER = Path(__file__).resolve().parents[1] / "checkpoints" / STARTER
 LONGEST_CHOICES = 60  # that fit into a line of the help
 PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -67,11 +69,13 @@ METRICS_OF_TASKS = {
     "pair": ("accuracy", "macro_f1", "loss"),
     "multi_label": ("micro_f1", "macro_f1", "exact_match", "loss"),
     "regression": ("rmse", "mae", "r2", "spearman", "loss"),
+    "embedding": ("cosine", "loss"),
     "masked_lm": ("perplexity", "token_accuracy", "loss"),
     "causal_lm": ("perplexity", "token_accuracy", "loss"),
 }
 LANGUAGE_MODELS = ("masked_lm", "causal_lm")
-LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in LANGUAGE_MODELS)
+UNLABELLED = ("embedding", *LANGUAGE_MODELS)
+LABELLED = tuple(task for task in METRICS_OF_TASKS if task not in UNLABELLED)
 
 TASKS_WITH_ONE_LABEL = ("classification", "pair")
 
@@ -81,7 +85,9 @@ FLAGS_OF_TASKS = {
     "sampling": TASKS_WITH_ONE_LABEL,
     "label_smoothing": TASKS_WITH_ONE_LABEL,
     "suspects": TASKS_WITH_ONE_LABEL,
-    "distill": LABELLED,
+    "distill": (*LABELLED, "embedding"),
+    "distill_share": LABELLED,
+    "distill_texts": LABELLED,
     "export": LABELLED,
     "pair_column": ("pair", "multi_label", "regression"),
     "label_column": LABELLED,
@@ -155,7 +161,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    task: Literal["classification", "pair", "multi_label", "regression", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
+    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, embedding = the vector that --distill gives a text, to make a small encoder of a large one, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
     loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
     metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label; for language models also .txt, each line a text")
@@ -176,7 +182,7 @@ class TrainConfig(BaseModel):
     suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself disbelieves: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama) that needs no download")
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository, good with few rows and without a network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter takes the place of the default")
     model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
@@ -187,20 +193,20 @@ class TrainConfig(BaseModel):
     lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
     lora_alpha: float | None = _field(None, "model", "what the adapters add counts lora_alpha / lora times; unset = 2 x lora", gt=0)
 
-    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; they are computed once and kept in --cache_dir; unset = train on the labels alone", on_resume="any")
+    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; for embedding the folder of an encoder, whose vectors of the texts are the targets; they are computed once and kept in --cache_dir; unset = train on the labels alone", on_resume="any")
     distill_share: float = _field(0.9, "distillation", "share of the teacher's answer in the loss of a row that has a label, which gets the rest; 1 = no label counts", gt=0, le=1)
     distill_texts: str = _field("", "distillation", "a file or folder of more texts, without labels, that are training rows with the teacher's answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the columns of the text", on_resume="any")
 
     class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
     sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of embedding cosine or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
     epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, or 2e-4 with --lora", gt=0, lt=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 3e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
@@ -341,6 +347,10 @@ class TrainConfig(BaseModel):
                 f"--duplicates {self.duplicates} and --pair_column {pair}: near duplicates are found among single texts; "
                 f"use --duplicates {self.duplicates.removesuffix('_near')}"
             )
+        if self.task == "embedding" and not self.distill:
+            raise ValueError(
+                "--task embedding: give the encoder whose vectors are to be learned, with --distill FOLDER"
+            )
         if self.tf32 and self.device == "cpu":
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
         if self.loss and self.label_smoothing:
@@ -442,6 +452,11 @@ class TrainConfig(BaseModel):
             )
 
     @property
+    def is_distilled(self) -> bool:
+        """Whether a teacher's answers are targets beside the labels."""
+        return bool(self.distill) and self.task in LABELLED
+
+    @property
     def is_language_model(self) -> bool:
         return self.task in LANGUAGE_MODELS
 
@@ -453,7 +468,7 @@ class TrainConfig(BaseModel):
     @property
     def columns(self) -> Columns:
         pair = self.pair_column or (PAIR_COLUMN if self.task == "pair" else "")
-        return Columns(self.text_column, "" if self.is_language_model else self.label_column, pair)
+        return Columns(self.text_column, "" if self.task in UNLABELLED else self.label_column, pair)
 
     @property
     def selection(self) -> Selection:
@@ -477,8 +492,8 @@ class TrainConfig(BaseModel):
         """The learning rate after the warm-up, before scaling by ranks."""
         if self.learning_rate is not None:
             return self.learning_rate
-        if self.model == TINY:
-            return 1e-3
+        if self.model in (TINY, STARTER):
+            return 1e-3 if self.model == TINY else 3e-4
         return 2e-4 if self.lora else 2e-5
 
     @property
@@ -502,6 +517,14 @@ class TrainConfig(BaseModel):
 def on_resume(name: str) -> OnResume:
     """What the field ``name`` may be when a run resumes from a checkpoint."""
     return TrainConfig.model_fields[name].json_schema_extra["on_resume"]  # type: ignore[index, call-overload, return-value]
+
+
+def model_place(model: str) -> str:
+    """Where ``--model`` is, if it is one of this machine's: a path; otherwise its name."""
+    if model == STARTER:
+        return str(STARTER_FOLDER)
+    path = Path(model).expanduser()
+    return str(path) if path.is_dir() else model
 
 
 def parse_config(

@@ -30,11 +30,11 @@ def run_against(
 def run_page(
     commands: str, address: str, place: Path, model: Path, token: str | None = WRITER, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a page's commands as they stand there, in a checkout in which `model` is ``checkpoints/tiny``."""
+    """Run a page's commands as they stand there, in a checkout in which `model` is ``checkpoints/sample``."""
     for room in ("deployment", "inference", "training"):
         (place / room).symlink_to(REPOSITORY / room)
     (place / "checkpoints").mkdir()
-    (place / "checkpoints" / "tiny").symlink_to(model)
+    (place / "checkpoints" / "sample").symlink_to(model)
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return _run(["bash", "-euc", commands], place, _environment(address, place / "hf", token) | path | settings)
 

@@ -228,6 +228,6 @@ def test_the_documented_array_scores_with_every_task(slurm: Cluster, rows: Path)
         ended = slurm.wait_for_end(f"{array}_{task}")
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
         printed = (rows / f"distrinews-score-{array}_{task}.out").read_text()
-        assert printed.count("rows out --model checkpoints/tiny\n") == 2
+        assert printed.count("rows out --model checkpoints/sample\n") == 2
         assert f"distrinews-score-{array}_{task}.run0: the time is up; queued again\n" in printed
         assert printed.endswith(f"distrinews-score-{array}_{task}.run1: finished\n")

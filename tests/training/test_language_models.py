@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     BertLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -212,6 +213,25 @@ def test_a_causal_model_predicts_the_next_token_and_no_padding() -> None:
     assert task.predicted(np.array([4, 2])).tolist() == (targets != -100).sum(dim=1).tolist()
 
 
+def test_the_scores_of_predicted_tokens_are_those_of_the_whole_network() -> None:
+    torch.manual_seed(0)
+    network = BertForMaskedLM(BertConfig(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+    model = NewsClassifier.around(network, MaskedLanguageModel([])).eval()
+    model.task.vocabulary = Vocabulary(size=90, special=(2, 3), mask=4, end=3)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(10, 90, (4, 20)))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    marked, targets = model.task.ask(ids * mask, mask, torch.zeros(4), np.arange(4), (1,))
+
+    with torch.inference_mode():
+        few = model(marked, mask)
+        whole = model(torch.where(marked < 0, ~marked, marked), mask)  # without marks
+    assert torch.allclose(few, whole[targets != -100], atol=1e-5)
+    loss = model.task.row_losses(few, targets, 0.0)
+    expected = torch.nn.functional.cross_entropy(whole.transpose(1, 2), targets, reduction="none").sum(dim=1)
+    assert torch.allclose(loss, expected / (targets != -100).sum(dim=1), atol=1e-5)
+
+
 def test_what_is_hidden_depends_on_the_step_and_the_row_and_not_on_its_batch() -> None:
     task = MaskedLanguageModel([])
     task.vocabulary = Vocabulary(size=1000, special=(2, 3), mask=4, end=3)
@@ -231,7 +251,8 @@ def test_what_is_hidden_depends_on_the_step_and_the_row_and_not_on_its_batch() -
     assert not predicted[:, 0].any()  # special tokens stay
     assert torch.equal(targets[predicted], ids[predicted])
     assert torch.equal(inputs[~predicted], ids[~predicted])
-    shares = [(inputs[predicted] == value).float().mean().item() for value in (4, ids[predicted])]
+    assert torch.equal(inputs < 0, predicted)  # which marks them
+    shares = [(~inputs[predicted] == value).float().mean().item() for value in (4, ids[predicted])]
     assert shares == [pytest.approx(0.8, abs=0.06), pytest.approx(0.1, abs=0.05)]
 
 

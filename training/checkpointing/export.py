@@ -26,6 +26,8 @@ from training.tasks import Classification, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+DEFAULT_LABELS = 2  # as transformers writes of a model without a head
+
 
 def check_output(model_folder: Path) -> None:
     """Refuse an output folder that holds something other than a model, or that cannot be written."""
@@ -82,9 +84,9 @@ def write_model(
 ) -> None:
     """Write the model folder and, beside it, the same model as one ``.pt`` file; each is complete or absent.
 
-    The file is for serving, so a language model has none. ``weights`` is the whole state dict on the CPU. ``metrics``
-    becomes ``metrics.json``. ``settings`` go into config.json, so that serving cleans and answers texts as training
-    did.
+    The file is for serving, so a model without labels has none. ``weights`` is the whole state dict on the CPU.
+    ``metrics`` becomes ``metrics.json``. ``settings`` go into config.json, so that serving cleans and answers texts as
+    training did.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -103,11 +105,17 @@ def write_model(
             with torch.device("meta"):  # the trained one may lie in parts on many ranks
                 network = getattr(transformers, task.auto_class).from_config(architecture)
             network.config.update(settings)
+            if not task.keeps_head:
+                network.config.num_labels = DEFAULT_LABELS
             network.save_pretrained(aside, state_dict=whole)
+            if not task.keeps_head:  # an encoder, which nobody should take for a classifier
+                about = json.loads((aside / "config.json").read_text(encoding="utf-8"))
+                about["architectures"] = [type(network.base_model).__name__]
+                write_json(aside / "config.json", about)
         tokenizer.save_pretrained(aside)
     write_json(aside / "metrics.json", metrics)
     (aside / "README.md").write_text(model_card(metrics, model_folder.name, settings[CLEANING_KEY]), encoding="utf-8")
-    if task.is_language_model:
+    if not task.has_labels:
         replace_folder(aside, model_folder)
         return
     labels = [architecture.id2label[i] for i in range(architecture.num_labels)]

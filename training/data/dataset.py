@@ -105,7 +105,7 @@ def load_news(
     """
     path = Path(dataset).expanduser()
     new_texts = list if texts_in is None else partial(texts_on_disk, texts_in)
-    labelled = "" if task.is_language_model else " and --label_column"
+    labelled = " and --label_column" if task.has_labels else ""
     reading = Reading(
         columns,
         skip=bad_rows == "skip",

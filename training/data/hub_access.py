@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import constants
+from huggingface_hub import constants, try_to_load_from_cache
 
 from common.errors import HubUnavailable, UserError, first_line
 
@@ -92,6 +92,13 @@ def ask_hub(what: str, ask: Callable[[], T], say: Callable[[str], None]) -> T:
         raise HubUnavailable(
             f"{what}: the hub did not answer ({reason}) in {len(RETRY_DELAYS) + 1} attempts"
         ) from error
+
+
+def hub_may_have(model: str, revision: str = "") -> bool:
+    """Whether a model is in the hub's cache, or the hub can be asked for it; within four seconds."""
+    if isinstance(try_to_load_from_cache(model, "config.json", revision=revision or None), str):
+        return True
+    return not constants.is_offline_mode() and _resolves(f"--model {model}", lambda line: None)
 
 
 def _resolves(what: str, say: Callable[[str], None]) -> bool:

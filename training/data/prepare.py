@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ from common.errors import UserError, first_line
 from common.files import write_json
 from common.text import PAIR_KEY, TextTokenizer
 from common.windows import WINDOWS_KEY, Windows
-from training.config import TINY, TrainConfig
+from training.config import STARTER, STARTER_FOLDER, TINY, TrainConfig
 from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news, row_numbers, split_rows
 from training.data.duplicates import Repeats
-from training.data.hub_access import cache_is_shared, download_once
+from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
 from training.data.teacher import TeacherAnswers, ask_teacher
+from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
 from training.data.tokenized import (
     Blocks,
     TokenizedNews,
@@ -42,9 +43,10 @@ from training.model.classifier import PROBE_PADDING, NewsClassifier, try_unknown
 from training.model.layers import check_depths, freeze_layers
 from training.model.lora import add_adapters
 from training.model.own import NOTHING_OWN, Own
+from training.model.precision import choose_precision
 from training.model.window_attention import add_window_attention
 from training.parallelism.distributed import Ranks
-from training.tasks import TASKS, LanguageModel, MaskedLanguageModel, Vocabulary
+from training.tasks import TASKS, Embedding, LanguageModel, MaskedLanguageModel, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,6 +85,31 @@ class PreparedNews:
         return self.train_index[self.train_index < self.tokens.num_labelled]
 
 
+def settle_model(
+    config: TrainConfig, ranks: Ranks, began: Mapping[str, Any], say: Callable[[str], None]
+) -> TrainConfig:
+    """The configuration with the model that a run without ``--model`` gets: what it ``began`` with if it is resumed,
+    the default one if it can be had, and otherwise the starter. A collective call.
+    """
+    if "model" in config.model_fields_set:
+        return config
+
+    def choose() -> str:
+        if began:
+            return began["config"]["model"]
+        if (
+            not STARTER_FOLDER.is_dir()
+            or config.task == "causal_lm"
+            or hub_may_have(config.model, config.model_revision)
+        ):
+            return config.model
+        say(f"The hub cannot be reached and {config.model} is not in its cache: training --model {STARTER} instead")
+        return STARTER
+
+    model = ranks.broadcast(ranks.run_on_all_ranks(lambda: choose() if ranks.is_first else ""))
+    return config if model == config.model else config.model_copy(update={"model": model})
+
+
 def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) -> PreparedNews:
     """Read and tokenize on the first rank of each machine, then map the cached tokens on every rank.
 
@@ -93,11 +120,11 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     loaded: tuple[NewsData, PreTrainedTokenizerBase] | None = None
     task = TASKS[config.task]
 
-    def read() -> tuple[str, str, int | None, Vocabulary | None]:
+    def read() -> tuple[str, str, int | None, Vocabulary | None, Path | None]:
         nonlocal loaded
         # Once per machine, not once per rank.
         if ranks.local_rank != 0:
-            return "", "", None, None
+            return "", "", None, None, None
         check_model_name(config.model, config.model_revision)
         say(f"Reading {config.dataset} ...")
         source = source_file(cache_dir, config)
@@ -160,13 +187,20 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
                 write_json(source, known)
         assert data is not None
         loaded = data, tokenizer
-        return key, cleaning, separator, vocabulary
+        vectors = None
+        if task is Embedding:
+            vectors = vectors_file(cache_dir, data, config.distill, cleaning, config.max_length)
+            precision = choose_precision(config.precision, ranks.device)
+            write_vectors(vectors, config.distill, data, cleaning, config.max_length, ranks.device, precision, say)
+        return key, cleaning, separator, vocabulary, vectors
 
     asks_hub = not (_is_local(config.dataset) and _is_local(config.model))
     shared = ranks.any(asks_hub) and cache_is_shared(ranks)
-    key, cleaning, separator, vocabulary = ranks.broadcast(download_once(ranks, read, shared=shared))
+    key, cleaning, separator, vocabulary, vectors = ranks.broadcast(download_once(ranks, read, shared=shared))
     # Memory-mapped: all ranks of a machine share the same pages.
     tokens = read_tokens(cache_dir, key)
+    if vectors:
+        tokens = with_vectors(tokens, vectors)
     texts, tokenizer = loaded or (None, None)
     # Rank 0 compares the texts, for all ranks.
     found: dict[str, Any] = {"dropped": [], "lines": []}
@@ -182,7 +216,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     for line in found["lines"]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
-    teacher = ask_teacher(config, ranks, texts, tokens, train, say) if config.distill else None
+    teacher = ask_teacher(config, ranks, texts, tokens, train, say) if config.is_distilled else None
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher)
 
 
@@ -242,7 +276,7 @@ def _wrong_weights(config: TrainConfig, what: str) -> UserError:
 
 
 def _is_local(name: str) -> bool:
-    return name in (SAMPLE, TINY) or Path(name).expanduser().exists()
+    return name in (SAMPLE, STARTER, TINY) or Path(name).expanduser().exists()
 
 
 def _split(

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from common.errors import ForeseenError, UserError, first_line
 from common.text import VERSION, Text, TextTokenizer, cleaner
 from common.windows import count_windows, window_lengths
-from training.config import TINY
+from training.config import STARTER, STARTER_FOLDER, TINY, model_place
 from training.data.array_file import ArrayFile, GrowingArray, find_damage, write_arrays
 from training.data.dataset import NewsData, Rows
 from training.data.hub_access import ask_hub, did_you_mean, looks_local, refuse_revision
@@ -112,7 +112,13 @@ class TokenizedNews:
 
 def check_model_name(model: str, revision: str = "") -> None:
     """Refuse early what is neither a folder nor a possible hub name."""
-    if model == TINY or Path(model).expanduser().is_dir():
+    if model == STARTER and not STARTER_FOLDER.is_dir():
+        raise UserError(
+            f"--model starter: {STARTER_FOLDER} is not there; it comes with the repository, or make one of your own "
+            "texts with python -m training.starter",
+            code="model-not-found",
+        )
+    if is_local_model(model):
         if revision:
             raise UserError(
                 f"--model_revision {revision} and --model {model}: only models on the hub have revisions; drop one",
@@ -145,12 +151,14 @@ def load_tokenizer(
         parts = (part for text in train_texts for part in ((text,) if isinstance(text, str) else text))
         return _train_wordpiece(map(cleaner(cleaning), parts), max_length)
 
+    place = model_place(model)
+
     def ask() -> PreTrainedTokenizerBase:
         # Asked for first and separately, because without a network AutoTokenizer would wait for one file after the
         # other.
         version = {"revision": revision} if revision else {}
-        cached_file(model, "config.json", **version)
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **version)
+        cached_file(place, "config.json", **version)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **version)
 
     tokenizer = load_from(model, ask, say)
     if not tokenizer.is_fast:
@@ -162,6 +170,10 @@ def load_tokenizer(
     return tokenizer
 
 
+def is_local_model(model: str) -> bool:
+    return model in (TINY, STARTER) or Path(model).expanduser().is_dir()
+
+
 def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> T:
     """Load a part of a model, from the hub if it is not a folder, and turn errors into one line.
 
@@ -169,9 +181,8 @@ def load_from(model: str, load: Callable[[], T], say: Callable[[str], None]) -> 
         UserError: no such model, or one that cannot be trained here.
         HubUnavailable: the hub did not respond.
     """
-    is_local = model == TINY or Path(model).expanduser().is_dir()
     try:
-        return load() if is_local else ask_hub(f"--model {model}", load, say)
+        return load() if is_local_model(model) else ask_hub(f"--model {model}", load, say)
     except ForeseenError:
         raise
     except Exception as error:  # every library below has errors of its own, its HTTP client too
@@ -188,8 +199,8 @@ def _why_not_loaded(model: str, error: Exception) -> str:
         return f"the folder cannot be read as a model ({first})"
     return (
         f"not a folder, and could not be downloaded from the Hub ({first})"
-        f"{did_you_mean(model, (TINY, 'distilbert-base-uncased'))}; without a network use "
-        "--model tiny, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
+        f"{did_you_mean(model, (STARTER, TINY, 'distilbert-base-uncased'))}; without a network use "
+        "--model starter, or --model FOLDER with config.json, model.safetensors and tokenizer.json"
     )
 
 

@@ -32,12 +32,12 @@ from common.encoders import max_positions
 from common.errors import ModelLoadError, UserError, first_line
 from common.model_folder import SavedModel
 from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
-from training.config import TINY
+from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
 from training.model.dropout import use_row_dropout
 from training.model.layers import keep_blocks
-from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, Task
+from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
 
 # A row is classified with and without this many padding tokens; its logits may differ by this share of their size.
 PROBE_PADDING = 8
@@ -81,7 +81,7 @@ class NewsClassifier(nn.Module):
         if not task.is_language_model:
             about |= {"num_labels": num_labels, "id2label": dict(enumerate(names))}
             about["label2id"] = {name: i for i, name in enumerate(names)}
-            if task is not Classification:  # which is what transformers assumes
+            if task is not Classification and task.has_labels:  # which is what transformers assumes
                 about["problem_type"] = task.problem_type.name
         network = _load_network(pretrained_model, task, about, vocab_size, revision or None)
         if layers:  # before the last block learns to compute a single token
@@ -146,6 +146,13 @@ class NewsClassifier(nn.Module):
         self.architecture = architecture_of(network)
         if self.architecture:
             self.architecture.read_one_token(network)
+        if isinstance(task, MaskedLanguageModel):
+            self._predicted: torch.Tensor | None = None
+            network.get_output_embeddings().register_forward_pre_hook(self._choose_predicted)
+
+    def _choose_predicted(self, layer: nn.Module, states: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """Let the layer of the vocabulary compute predicted tokens only: (batch, seq, hidden) -> (tokens, hidden)."""
+        return states if self._predicted is None else (states[0][self._predicted],)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Logits of a batch: (batch, seq) -> (batch, num_labels), of a language model (batch, seq, vocabulary).
@@ -155,6 +162,11 @@ class NewsClassifier(nn.Module):
         if self.architecture:
             return self.architecture.logits(self.network, input_ids, attention_mask)
         attention_mask = mask_of(input_ids, attention_mask)
+        if isinstance(self.task, MaskedLanguageModel):
+            # Marked by the task; a batch without marks, such as a probe, gets the scores of all its tokens.
+            is_marked = input_ids < 0
+            self._predicted = is_marked if bool(is_marked.any()) else None
+            input_ids = torch.where(is_marked, ~input_ids, input_ids)
         # Batches are padded with 0, but some encoders number positions by where their own padding id is.
         input_ids = input_ids.masked_fill(attention_mask == 0, self.network.config.pad_token_id)
         if isinstance(self.network, PreTrainedModel):
@@ -310,7 +322,7 @@ def _load_network(
             **about,
         )
         return auto.from_config(config)
-    path = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    path = model_place(name)
     generator, dtype = torch.get_rng_state(), stored_dtype(path, revision)
     network, fresh = _read_network(auto, path, dtype, about, revision)
     if (now := stored_dtype(path, revision)) != dtype:  # loading has downloaded the model, or a newer version of it

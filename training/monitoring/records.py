@@ -83,6 +83,7 @@ METRICS = {
     "mae": Metric("mean absolute error", is_share=False),
     "r2": Metric("R²", is_share=False),
     "spearman": Metric("Spearman correlation", is_share=False),
+    "cosine": Metric("cosine similarity", is_share=False),
     "perplexity": Metric("perplexity", is_share=False),
     "token_accuracy": Metric("tokens right"),
 }

@@ -12,7 +12,7 @@ from training.monitoring.records import metrics_of
 # By this tag a repository of the hub is known to come from here.
 TAG = "distrinews"
 _TASK = "text-classification"
-_MADE_HERE = ("tiny", "sample")
+_MADE_HERE = ("starter", "tiny", "sample")
 # Of the bases whose licence is known here; what is trained from another gets its licence from a person.
 _DISTILBERT = ("distilbert-base-uncased", "distilbert/distilbert-base-uncased")
 _LICENSES = dict.fromkeys(("tiny", *_DISTILBERT), "apache-2.0")
@@ -22,13 +22,19 @@ _KINDS = {
     "pair": "A classifier of pairs of texts",
     "multi_label": "A classifier that gives a text every label that applies",
     "regression": "A model that gives a text a number",
+    "embedding": "An encoder of texts",
     "masked_lm": "A masked language model",
     "causal_lm": "A causal language model",
 }
 # What the hub calls tasks that do not classify.
-_HUB_TASKS = {"masked_lm": "fill-mask", "causal_lm": "text-generation"}
+_HUB_TASKS = {"embedding": "feature-extraction", "masked_lm": "fill-mask", "causal_lm": "text-generation"}
 _HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "micro_f1": "f1", "rmse": "rmse", "mae": "mae"}
-_HUB_METRICS |= {"perplexity": "perplexity", "token_accuracy": "accuracy"}
+_HUB_METRICS |= {
+    "perplexity": "perplexity",
+    "token_accuracy": "accuracy",
+    "cosine": "cosine_similarity",
+    "spearman": "spearmanr",
+}
 _NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1"}
 # The data whose language and kind are known here.
 _ENGLISH_NEWS = ("sample", "ag_news", "fancyzhx/ag_news")

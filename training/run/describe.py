@@ -31,7 +31,7 @@ def describe_run(context: RunContext) -> dict[str, str]:
     unlabelled = f" ({num_unlabelled:,} of them without a label)" if num_unlabelled else ""
     return {
         "Model": f"{config.model} ({context.num_parameters / 1e6:.1f} M parameters{_trained(context)})",
-        **({"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"} if config.distill else {}),
+        **({"Teacher": f"{config.distill}, {config.distill_share:.0%} of the loss"} if config.is_distilled else {}),
         "Data": f"{tokens.name}: {len(news.train_index):,} training{unlabelled}, {validation} validation, "
         f"{len(tokens.test):,} test {rows}",
         **_reads(context),
@@ -54,7 +54,10 @@ def _reads(context: RunContext) -> dict[str, str]:
     if context.config.is_language_model:
         return {}
     cut = f"{tokens.num_cut:,} of {tokens.num_texts:,}, at {context.config.longest_text}"
-    return {"Labels": ", ".join(tokens.label_names), "Texts cut": cut}
+    answers = {"Labels": ", ".join(tokens.label_names)}
+    if not context.strategy.task.has_labels:
+        answers = {"Vectors": f"of {context.config.distill}, {len(tokens.label_names)} numbers per text"}
+    return answers | {"Texts cut": cut}
 
 
 def _trained(context: RunContext) -> str:

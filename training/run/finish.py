@@ -81,7 +81,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "task": config.task,
             "dataset": recorded_name(tokens.name),
             "text_column": config.text_column,
-            **({} if task.is_language_model else {"label_column": config.label_column}),
+            **({"label_column": config.label_column} if task.has_labels else {}),
             **asdict(config.selection),
             **({"pair_column": config.columns.pair} if config.columns.pair else {}),
             "base_model": recorded_name(config.model),
@@ -107,7 +107,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
                 type(task),
             )
             answers = list(task.describe(logits, tokens.test.labels, best.validation))
-            if not task.is_language_model:
+            if task.has_labels:
                 _write_predictions(context, answers)
             doubted = _doubted_texts(context, suspects)
             if suspects:
@@ -125,7 +125,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             validation=best.validation,
             test=test,
             model_folder=config.output_dir,
-            checkpoint_file=None if task.is_language_model else config.checkpoint_file,
+            checkpoint_file=config.checkpoint_file if task.has_labels else None,
             report=report,
             exports=config.export,
         )
@@ -135,7 +135,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
 
 
 def _distilled_from(context: RunContext) -> dict[str, Any]:
-    if not context.config.distill:
+    if not context.config.is_distilled:
         return {}
     unlabelled = len(context.news.train_index) - len(context.news.labelled_index)
     return {"distilled_from": recorded_name(context.config.distill), "unlabelled_rows": unlabelled}
@@ -209,7 +209,7 @@ def _report_data(
         notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
         notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
-    if context.config.distill:
+    if context.config.is_distilled:
         share, unlabelled = context.config.distill_share, _distilled_from(context)["unlabelled_rows"]
         notes.append(
             f"Distilled from {context.config.distill}: {share:.0%} of a row's loss is by the teacher's answer"
@@ -225,7 +225,7 @@ def _report_data(
         test=test,
         wrong_texts=[
             WrongText(in_one_line(text), answer, context.strategy.task.certainty)
-            for text, answer in zip(context.news.texts.test.texts, answers, strict=not context.config.is_language_model)
+            for text, answer in zip(context.news.texts.test.texts, answers, strict=context.strategy.task.has_labels)
             if answer.surprise
         ],
         doubted_texts=[text for text in doubted if text.is_flagged],
@@ -273,6 +273,8 @@ def _finished(weights: dict[str, torch.Tensor], strategy: Strategy) -> dict[str,
     weight, bias = (f"network.{strategy.head}.{name}" for name in ("weight", "bias"))
     if weight not in weights:
         return weights
+    if not strategy.task.keeps_head:
+        return {name: tensor for name, tensor in weights.items() if name not in (weight, bias)}
     if strategy.config.long == "windows":
         weights = split_head(weights, strategy.head)
     finished = dict(zip((weight, bias), strategy.task.finish(weights[weight], weights.get(bias)), strict=True))

@@ -30,7 +30,7 @@ from training.checkpointing.saver import Saver
 from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
-from training.data.prepare import class_weights_of, prepare_model, prepare_news
+from training.data.prepare import class_weights_of, prepare_model, prepare_news, settle_model
 from training.data.teacher import read_teacher
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
@@ -100,7 +100,7 @@ class Trainer:
         ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_lora(config))
-        ranks.run_on_all_ranks(lambda: read_teacher(config) if config.distill and ranks.is_first else None)
+        ranks.run_on_all_ranks(lambda: read_teacher(config) if config.is_distilled and ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         check_storage(storage, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
@@ -114,6 +114,7 @@ class Trainer:
         # The data, then the model that fits it, then the model distributed over the ranks.
         began = state_of_run(config, ranks, storage)
         config = config.model_copy(update={"clean": cleaning_of(config, began)})
+        config = settle_model(config, ranks, began, say)
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))

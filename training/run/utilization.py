@@ -16,6 +16,7 @@ from training.model.classifier import NewsClassifier
 from training.model.precision import DTYPES
 from training.parallelism.distributed import Ranks
 from training.planning.hardware import GPUS
+from training.tasks import MASKED_SHARE, MaskedLanguageModel
 
 # Of a device whose data sheet is not known, the best product of square matrices of this size counts as the peak.
 MATRIX, TRIES = 1024, 5
@@ -27,8 +28,10 @@ def flops_per_token(model: NewsClassifier, length: int) -> float:
     # head is the same table.
     network, head = model.network, model.network.get_output_embeddings()
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {weight for weight in network.parameters() if weight.dim() > 1} - tables | {head.weight}
-    weights = sum(weight.numel() for weight in multiplied)
+    multiplied = {weight for weight in network.parameters() if weight.dim() > 1} - tables - {head.weight}
+    # A masked language model only computes the vocabulary for the tokens that it predicts.
+    share = MASKED_SHARE if isinstance(model.task, MaskedLanguageModel) else 1.0
+    weights = sum(weight.numel() for weight in multiplied) + share * head.weight.numel()
     config = model.config
     return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * length
 

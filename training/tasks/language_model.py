@@ -45,6 +45,7 @@ class LanguageModel(Task):
 
     problem_type = PLAIN_TEXT
     is_language_model = True
+    has_labels = False
     rows_at_once = 8  # of the scores of more rows, an evaluation would take gigabytes
     num_scores = 3
 
@@ -78,10 +79,14 @@ class LanguageModel(Task):
 
     def summary(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Of each row's predicted tokens the sum of the losses, how many are right, and how many there are."""
-        scores, is_predicted = scores[:, : targets.shape[1]], targets != IGNORED  # a strategy may have padded more
-        right = (scores.argmax(dim=2) == targets) & is_predicted
-        losses = self._token_losses(scores, targets).sum(dim=1)
-        return torch.stack([losses, right.sum(dim=1).float(), is_predicted.sum(dim=1).float()], dim=1)
+        losses, right = self._answers(scores, targets)
+        count = (targets != IGNORED).sum(dim=1)
+        return torch.stack([losses.sum(dim=1), right.sum(dim=1).float(), count.float()], dim=1)
+
+    def _answers(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each token and whether it is predicted right, (rows, tokens); 0 and false for others."""
+        scores = scores[:, : targets.shape[1]]  # a strategy may have padded more
+        return self._token_losses(scores, targets), (scores.argmax(dim=2) == targets) & (targets != IGNORED)
 
     def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy, (rows, tokens); 0 for a token that is not predicted."""
@@ -140,7 +145,12 @@ class CausalLanguageModel(LanguageModel):
 
 
 class MaskedLanguageModel(LanguageModel):
-    """Hidden tokens are predicted from all others."""
+    """Hidden tokens are predicted from all others.
+
+    The vocabulary is by far the widest layer, and six of seven tokens are not predicted. So :meth:`ask` marks those
+    that are (``~id`` in place of ``id``, which is negative), and the model's scores are theirs alone, one token after
+    the other: (tokens that are predicted, vocabulary).
+    """
 
     name = "masked_lm"
     auto_class = "AutoModelForMaskedLM"
@@ -180,4 +190,18 @@ class MaskedLanguageModel(LanguageModel):
             ids[row, chosen[draw < HIDDEN]] = self.vocabulary.mask
             replaced = chosen[(draw >= HIDDEN) & (draw < HIDDEN + REPLACED)]
             ids[row, replaced] = generator.integers(0, self.vocabulary.size, len(replaced))
+            ids[row, chosen] = ~ids[row, chosen]
         return torch.from_numpy(ids), torch.from_numpy(targets)
+
+    def _token_losses(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        is_predicted = targets != IGNORED
+        losses = torch.zeros(targets.shape, device=scores.device)
+        return losses.masked_scatter(
+            is_predicted, F.cross_entropy(scores.float(), targets[is_predicted], reduction="none")
+        )
+
+    def _answers(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_predicted = targets != IGNORED
+        right = torch.zeros_like(is_predicted)
+        right[is_predicted] = scores.argmax(dim=1) == targets[is_predicted]
+        return self._token_losses(scores, targets), right

@@ -87,7 +87,7 @@ class Regression(Task):
             "rmse": float(np.sqrt((errors**2).mean())),
             "mae": float(np.abs(errors).mean()),
             "r2": 1 - float((errors**2).mean()) / variance if variance else 0.0,
-            "spearman": _correlation(_ranks(predicted), _ranks(targets)),
+            "spearman": spearman(predicted, targets),
             "labels": list(self.label_names),
             "by_tenth": [[float(predicted[rows].mean()), float(targets[rows].mean())] for rows in tenths],
         }
@@ -99,6 +99,11 @@ class Regression(Task):
 
     def _predicted(self, scores: np.ndarray) -> np.ndarray:
         return scores[:, 0].astype(np.float64) * self.deviation + self.mean
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """The correlation of the ranks of two series of numbers, (rows,)."""
+    return _correlation(_ranks(a), _ranks(b))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -37,7 +37,9 @@ class Task:
         problem_type: what the model folder calls it.
         certainty: the heading of :attr:`RowAnswer.certainty`.
         auto_class: the class of transformers that loads its networks.
-        is_language_model: its rows are blocks of plain text, without labels.
+        is_language_model: its rows are blocks of plain text.
+        has_labels: its rows have labels, and its models can be served.
+        keeps_head: the last layer is written with the others.
         rows_at_once: that an evaluation computes in one batch.
         label_names: the name of each output of the model.
     """
@@ -47,6 +49,8 @@ class Task:
     certainty: ClassVar[str] = "confidence"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     is_language_model: ClassVar[bool] = False
+    has_labels: ClassVar[bool] = True
+    keeps_head: ClassVar[bool] = True
     rows_at_once: ClassVar[int] = 64
 
     def __init__(self, label_names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from training.model.classifier import NewsClassifier
 from training.parallelism.distributed import join_ranks
 from training.run import utilization
 from training.run.utilization import flops_per_token, peak_flops
-from training.tasks import CausalLanguageModel, MaskedLanguageModel
+from training.tasks import MASKED_SHARE, CausalLanguageModel, MaskedLanguageModel
 
 VOCABULARY, WIDTH, WIDE, BLOCKS, LENGTH = 100, 16, 40, 3, 32
 ATTENTION = 12 * BLOCKS * WIDTH * LENGTH  # its scores, and what they weigh, forward and backward
@@ -26,14 +26,14 @@ def test_a_token_costs_six_operations_for_each_weight_that_multiplies_it_and_att
     assert found == 6 * (BLOCKS * block + VOCABULARY * WIDTH) + ATTENTION
 
 
-def test_a_table_that_is_also_the_head_multiplies_too_but_positions_do_not() -> None:
+def test_a_table_that_is_also_the_head_multiplies_for_what_is_predicted_but_positions_do_not() -> None:
     sizes = {"dim": WIDTH, "hidden_dim": WIDE, "n_layers": BLOCKS, "n_heads": 2, "max_position_embeddings": 64}
     network = DistilBertForMaskedLM(DistilBertConfig(vocab_size=VOCABULARY, **sizes))
     block = 4 * WIDTH**2 + 2 * WIDTH * WIDE
 
     found = flops_per_token(NewsClassifier.around(network, MaskedLanguageModel([])), LENGTH)
 
-    assert found == 6 * (BLOCKS * block + WIDTH**2 + VOCABULARY * WIDTH) + ATTENTION
+    assert found == 6 * (BLOCKS * block + WIDTH**2 + MASKED_SHARE * VOCABULARY * WIDTH) + ATTENTION
 
 
 def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""The starter: made by one command from an encoder and texts, and what training does with the one in the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.deployment.documented import REPOSITORY, documented
+from tests.training.small_teacher import fixture_teacher, fixture_text  # noqa: F401
+
+SIZES = ("--width", "32", "--layers", "2", "--vocabulary", "85", "--embedding_epochs", "1", "--processes", "1")
+
+
+@pytest.mark.slow
+def test_the_documented_commands_make_a_starter_and_fine_tune_it(teacher: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "minilm").symlink_to(teacher)
+    (tmp_path / "mails.txt").symlink_to(text / "train.txt")
+    rows = "\n".join(f"{'calm' if i % 2 else 'rough'},{'sea' if i % 2 else 'storm'} {i}" for i in range(60))
+    (tmp_path / "my_rows.csv").write_text(f"label,text\n{rows}\n")
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment["DISTRINEWS_CACHE_DIR"] = str(tmp_path / "cache")
+    make, tune = documented("docs/training.md", "starter").strip().splitlines()
+
+    def run(command: str, *more: str) -> str:
+        words = [sys.executable, *shlex.split(command)[1:], *more]
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    said = run(make, *SIZES)
+    assert (
+        said.index("--task masked_lm") < said.index("--task embedding") < said.index("Written: checkpoints/our-starter")
+    )
+    starter = tmp_path / "checkpoints" / "our-starter"
+    assert {str(tensor.dtype) for tensor in load_file(starter / "model.safetensors").values()} == {"torch.float16"}
+    card = (starter / "README.md").read_text()
+    assert "--width 32" in card
+    assert "minilm/model.safetensors" in card
+    again = run(make, *SIZES)  # finds both runs finished
+    assert "step 1/" in said
+    assert "step 1/" not in again
+    run(tune, "--epochs", "1")
+    assert (
+        json.loads((tmp_path / "checkpoints/tickets/metrics.json").read_text())["base_model"]
+        == "./checkpoints/our-starter"
+    )
+
+
+def test_a_width_that_splits_a_head_is_refused_in_one_line(
+    teacher: Path, text: Path, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    command = [sys.executable, REPOSITORY / "training" / "starter.py", "--dataset", text, "--teacher", teacher]
+    ended = start([*command, "--output_dir", tmp_path / "starter", "--width", "40"], warm=True)
+    assert ended.process.returncode == 2
+    assert "--width 40: must be a multiple of 16, the width of the teacher's heads [flag-value]" in ended.err
+    assert not (tmp_path / "starter").exists()
+
+
+def test_without_a_network_a_run_that_names_no_model_takes_the_starter_and_keeps_it(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    place = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    train = [
+        sys.executable,
+        REPOSITORY / "training" / "train_single.py",
+        "--dataset",
+        "sample",
+        "--max_train_rows",
+        "60",
+    ]
+    train += ["--output_dir", tmp_path / "model", "--cache_dir", tmp_path / "cache", "--device", "cpu", "--epochs", "1"]
+
+    ended = start(train, env=place)
+    assert ended.process.returncode == 0, ended.err
+    assert "distilbert-base-uncased is not in its cache: training --model starter instead" in ended.out
+    metrics = json.loads((tmp_path / "model" / "metrics.json").read_text())
+    assert metrics["base_model"] == "starter"
+    # Extended when there is a network again: the run keeps the model that it began with.
+    ended = start([*train, "--epochs", "2"], env={"HF_HOME": place["HF_HOME"], "HF_HUB_OFFLINE": "0"})
+    assert ended.process.returncode == 0, ended.err
+    assert "is not in its cache" not in ended.out
+    assert "step 4/4" in ended.out
+
+
+def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:
+    folder = REPOSITORY / "checkpoints" / "starter"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
+    card = (folder / "README.md").read_text()
+    for words in ("python -m training.starter", "SHA-256", "research and other non-commercial use"):
+        assert words in card, words

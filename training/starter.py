@@ -1,0 +1,212 @@
+"""Make a starter: a small encoder to fine-tune, from a large one and your own texts.
+
+    python -m training.starter --dataset data/ag_news --teacher checkpoints/minilm
+
+Three steps, each of which you could start by hand: shrink the teacher, pretrain the result on the texts (--task
+masked_lm), then let it learn the vectors that the teacher gives them (--task embedding). No label is read. Start the
+same command again if it was stopped: the runs resume, and what is done is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForSequenceClassification
+
+from common.encoders import FAMILIES
+from common.errors import OneLineParser, TrainingFailure, UserError, positive, run_command
+from common.files import replace_folder, sha256_of, write_json, write_whole
+from common.model_folder import WEIGHTS_FILE
+from common.rows import Columns
+from common.text import cleaner
+from training.data.dataset import default_cleaning, load_news
+from training.data.tokenized import check_model_name, load_from
+from training.model.layers import keep_blocks
+from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
+from training.run.quiet import quiet_libraries
+from training.tasks import Embedding
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 42
+COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02", "--schedule", "linear")
+TERMS = {"ag_news": "AG News is offered for research and other non-commercial use."}
+STEPS = {
+    "masked_lm": ("--learning_rate", "5e-4"),
+    "embedding": ("--learning_rate", "1e-3"),
+}
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    quiet_libraries()
+    began = time.monotonic()
+    parts = options.output_dir.with_name(f"{options.output_dir.name}.parts")
+    small = parts / "shrunk"
+    if not (small / "about.json").exists():
+        _shrink(options, small)
+    model = small
+    for task, flags in STEPS.items():
+        epochs = getattr(options, f"{task}_epochs")
+        if epochs:
+            _train(options, task, model, parts / task, epochs, flags)
+            model = parts / task
+    _write(options, small, model, time.monotonic() - began)
+
+
+def _shrink(options: Namespace, folder: Path) -> None:
+    """Write the small encoder that training begins with."""
+    check_model_name(options.teacher)
+    data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
+    texts, cleaning = data.train.texts, default_cleaning(options.dataset, data.label_names)
+    network = load_from(
+        options.teacher, lambda: AutoModelForSequenceClassification.from_pretrained(options.teacher), print
+    )
+    family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
+    if family is None or family.gate or family.final_norm or not family.position_embeddings:
+        raise UserError(
+            f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give a BERT or one of its kin",
+            code="family-unknown",
+        )
+    head_width = getattr(network.config, family.hidden_size_key) // getattr(network.config, family.num_heads_key)
+    if options.width % head_width:
+        raise UserError(
+            f"--width {options.width}: must be a multiple of {head_width}, the width of the teacher's heads",
+            code="flag-value",
+        )
+    tokenizer = Tokenizer.from_file(str(Path(options.teacher) / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    counts = count_ids(tokenizer, map(cleaner(cleaning), texts))
+    ids = choose_ids(tokenizer, counts, options.vocabulary)
+    torch.manual_seed(SEED)  # for the head
+    keep_blocks(network, options.layers, options.teacher)
+    small = shrink(network, family, ids, counts, options.width)
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    small.save_pretrained(aside)
+    write_whole(aside / "tokenizer.json", smaller_tokenizer(tokenizer, ids).encode())
+    write_json(aside / "tokenizer_config.json", _tokenizer_config(Path(options.teacher)))
+    about = {"texts": len(texts), "cleaning": cleaning, "parameters": small.distilbert.num_parameters()}
+    known = sum(counts[id_] for id_ in ids) / counts.total()
+    print(f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} pieces are {known:.1%} of those in the texts")
+    write_json(aside / "about.json", about)
+    replace_folder(aside, folder)
+
+
+def _tokenizer_config(teacher: Path) -> dict[str, Any]:
+    file = teacher / "tokenizer_config.json"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "do_lower_case")
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | {name: kept[name] for name in names if name in kept}
+
+
+def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int, more: tuple[str, ...]) -> None:
+    flags = [*("--task", task, "--dataset", options.dataset, "--text_column", options.text_column)]
+    flags += ["--model", str(model), "--epochs", str(epochs), "--output_dir", str(output), *COMMON, *more]
+    flags += ["--distill", options.teacher] if task == "embedding" else []
+    print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
+    code = subprocess.run([ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False).returncode
+    if code:
+        raise TrainingFailure(f"--task {task} ended with code {code}; rerun the same command to resume", code="starter")
+    if not (output / WEIGHTS_FILE).is_file():
+        raise SystemExit(0)  # it was asked to stop, and has saved
+
+
+def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None:
+    """Write the starter, its weights in half precision, and its card."""
+    aside = options.output_dir.with_name(f".{options.output_dir.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    weights = {
+        name: tensor.half().contiguous()
+        for name, tensor in load_file(model / WEIGHTS_FILE).items()
+        if name.startswith(("distilbert.", "pre_classifier."))
+    }
+    save_file(weights, aside / WEIGHTS_FILE, {"format": "pt"})
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, aside / name)
+    (aside / "README.md").write_text(_card(options, small, model), encoding="utf-8")
+    replace_folder(aside, options.output_dir)
+    size = sum(file.stat().st_size for file in options.output_dir.iterdir())
+    print(f"\nWritten: {options.output_dir}, {size / 1e6:.1f} MB, after {seconds / 60:.0f} minutes")
+    print(f"Next: training/run_ddp.sh --model {options.output_dir} --dataset YOUR_ROWS.csv")
+
+
+def _card(options: Namespace, small: Path, model: Path) -> str:
+    about = json.loads((small / "about.json").read_text(encoding="utf-8"))
+    teacher, data = Path(options.teacher), Path(options.dataset)
+    terms = TERMS.get(data.name, "The terms of those texts apply to what was learned from them.")
+    files = [data] if data.is_file() else sorted(data.glob("train.*"))
+    hashes = "".join(f"| `{data.name}/{file.name}` | `{sha256_of(file)}` |\n" for file in files)
+    metrics = model / "metrics.json"
+    learned = ""
+    if metrics.is_file() and "cosine" in (test := json.loads(metrics.read_text(encoding="utf-8"))["test"]):
+        learned = (
+            f" On {test['rows']:,} texts that it was not trained on, the cosine similarity is {test['cosine']:.3f}."
+        )
+    return f"""---
+library_name: transformers
+tags: [distrinews, text-classification]
+---
+
+# A starter encoder
+
+A small DistilBERT to fine-tune: {options.layers} blocks of width {options.width}, {options.vocabulary:,} word pieces,
+{about["parameters"]:,} parameters, stored in float16. It classifies nothing by itself:
+`--model {options.output_dir}` trains a head on your rows.
+
+## How it was made
+
+It began as a part of `{teacher.name}`, learned to fill in hidden words in {about["texts"]:,} texts, and then learned
+the vectors that `{teacher.name}` gives those texts.{learned} No label was read.
+
+```bash
+{_command(options)}
+```
+
+| file | SHA-256 |
+| --- | --- |
+{hashes}| `{teacher.name}/{WEIGHTS_FILE}` | `{sha256_of(teacher / WEIGHTS_FILE)}` |
+
+## Terms
+
+The texts are those of `{data.name}`. {terms}
+"""
+
+
+def _command(options: Namespace) -> str:
+    defaults = vars(_parser().parse_args(["--dataset", "-", "--teacher", "-"]))
+    given = {name: value for name, value in vars(options).items() if value != defaults[name]}
+    return "python -m training.starter " + " ".join(f"--{name} {value}" for name, value in given.items())
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m training.starter", description=__doc__)
+    parser.add_argument(
+        "--dataset", required=True, help="texts: a file or folder, as for training; labels are not read"
+    )
+    parser.add_argument("--text_column", default="text", help="column of the text, if the columns have names")
+    parser.add_argument("--teacher", required=True, help="folder of an encoder of BERT's kind")
+    parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s")
+    parser.add_argument("--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")
+    parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")
+    for task, epochs in (("masked_lm", 1), ("embedding", 4)):
+        text = f"epochs of --task {task} (default: %(default)s)"
+        parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
+    parser.add_argument("--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(main)

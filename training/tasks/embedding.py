@@ -1,0 +1,66 @@
+"""Embedding: a teacher's vector per text. The encoder that learns to give it is a base for fine-tuning on few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.problem_types import PLAIN_TEXT, Label
+from training.tasks.regression import spearman
+from training.tasks.task import RowAnswer, Task
+
+
+class Embedding(Task):
+    """Rows are texts without labels; their targets are unit vectors, float32 (rows, width), see ``data/teacher.py``.
+
+    The scores are compared with the vectors by their direction alone. What is written is the encoder without the last
+    layer, which is of no use to another task; a dense layer before it, as DistilBERT's head has, stays.
+    """
+
+    name = "embedding"
+    problem_type = PLAIN_TEXT
+    has_labels = False
+    keeps_head = False
+
+    @classmethod
+    def name_labels(
+        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
+    ) -> tuple[list[str], list[str]]:
+        return [], []
+
+    @classmethod
+    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+        """Placeholders, until the teacher has been asked."""
+        return np.zeros(len(labels), np.int64)
+
+    @classmethod
+    def strata(cls, targets: np.ndarray) -> np.ndarray:
+        return np.zeros(len(targets), np.int64)
+
+    def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        """1 minus the cosine similarity."""
+        return 1 - F.cosine_similarity(scores.float(), targets, dim=1)
+
+    def metrics(
+        self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """``cosine``: the mean cosine similarity to the teacher's vectors; ``spearman``: whether teacher and student
+        agree on how similar two texts are, over pairs of rows, as benchmarks of sentence vectors measure it.
+        """
+        vectors = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-12)
+        cosine = float((vectors * targets).sum(axis=1).mean(dtype=np.float64))
+        own, wanted = ((one[:-1] * one[1:]).sum(axis=1) for one in (vectors, targets))
+        return {
+            "rows": len(scores),
+            "loss": 1 - cosine,
+            "cosine": cosine,
+            "spearman": spearman(own, wanted),
+            "labels": [],
+        }
+
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+        return iter(())
