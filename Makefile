@@ -60,7 +60,7 @@ demo-begin:
 
 demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample, evaluate, export to int8, serve, ask three headlines
 	@echo "Demo 1/4: train with two processes"
-	PYTHON=$(BIN)/python training/run_ddp.sh 2 --dataset sample --model tiny --epochs 8 --batch_size 16 \
+	PYTHON=$(BIN)/python training/run_ddp.sh 2 --dataset sample --model starter --epochs 3 --batch_size 16 \
 		--device cpu --output_dir $(DEMO) --resume none
 	@echo "Demo 2/4: evaluate on the test rows"
 	$(BIN)/python -m training.evaluate $(DEMO)

@@ -291,7 +291,7 @@ class Reading:
     @property
     def formats(self) -> tuple[str, ...]:
         """How the names of readable files end."""
-        return FORMATS if self.columns.label or self.columns.pair else (*FORMATS, PLAIN_TEXT_FORMAT)
+        return FORMATS if self.columns.label else (*FORMATS, PLAIN_TEXT_FORMAT)
 
     def label_of(self, found: Any) -> Any:
         """A label as one cell would give it; of several columns, the names of those that say 1.

@@ -74,7 +74,7 @@ def _shrink(options: Namespace, folder: Path) -> None:
     if family is None or family.gate or family.final_norm or not family.position_embeddings:
         raise UserError(
             f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give a BERT or one of its kin",
-            code="family-unknown",
+            code="model-layers-unknown",
         )
     head_width = getattr(network.config, family.hidden_size_key) // getattr(network.config, family.num_heads_key)
     if options.width % head_width:
@@ -117,7 +117,7 @@ def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
     code = subprocess.run([ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False).returncode
     if code:
-        raise TrainingFailure(f"--task {task} ended with code {code}; rerun the same command to resume", code="starter")
+        raise TrainingFailure(f"--task {task} ended with code {code}; rerun the same command to resume", code="starter-failed")
     if not (output / WEIGHTS_FILE).is_file():
         raise SystemExit(0)  # it was asked to stop, and has saved
 

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, model_folder: Path) -> Path:
     """A place that looks like the repository, but whose checkpoints are the test's own."""
     for name in ("inference", "training"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    shutil.copytree(model_folder, tmp_path / "checkpoints" / "tiny", ignore=shutil.ignore_patterns("native", "onnx"))
+    shutil.copytree(model_folder, tmp_path / "checkpoints" / "sample", ignore=shutil.ignore_patterns("native", "onnx"))
     return tmp_path
 
 

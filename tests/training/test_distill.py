@@ -21,6 +21,7 @@ from tests.deployment.documented import REPOSITORY, documented
 from tests.training.parallelism.cases import ALONE
 from tests.training.parallelism.small_models import LABELS, small_batch, small_model
 from training.config import TrainConfig
+from training.data.array_file import ArrayFile
 from training.data.batching import MicroBatch
 from training.data.dataset import NewsData, Rows
 from training.data.prepare import prepare_news
@@ -202,6 +203,37 @@ def test_a_student_is_the_same_under_every_strategy(
     steps = [metrics_of(tmp_path / f"{name}.run") for name in ("one", "two")]
     assert [step["loss"] for step in steps[1]] == pytest.approx([step["loss"] for step in steps[0]], rel=1e-3)
     assert [step["accuracy"] for step in steps[1]] == [step["accuracy"] for step in steps[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "row", "count"),
+    [
+        ("pair", lambda i: {"text": f"is {i} even", "text_pair": f"it is {i}", "label": ["yes", "no"][i % 2]}, 2),
+        ("multi_label", lambda i: {"text": f"a text {i}", "label": ["a", "b"][: i % 3]}, 2),
+        ("regression", lambda i: {"text": f"a text {i % 5}", "label": i % 5}, 1),
+    ],
+    ids=["pair", "multi_label", "regression"],
+)
+def test_every_task_that_gives_labels_has_teachers(
+    task: str, row: Callable[[int], dict[str, Any]], count: int, train_here: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in range(60)))
+    more = [{name: f"{text} more" for name, text in row(i).items() if name != "label"} for i in range(6)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(texts) + "\n" for texts in more))
+    flags = ("--task", task, "--dataset", tmp_path / "rows.jsonl", *ALL_ROWS, "--epochs", 1)
+    cache = ("--cache_dir", tmp_path / "cache")
+    assert train_here(*flags, *cache, "--output_dir", tmp_path / "teacher") == 0
+    distill = ("--distill", tmp_path / "teacher", "--distill_texts", tmp_path / "more.jsonl")
+    assert train_here(*flags, *cache, *distill, "--output_dir", tmp_path / "student") == 0
+
+    [file] = (tmp_path / "cache").glob("teacher-*")
+    answers = ArrayFile.open(file)["answers"]
+    assert answers.shape[1] == count
+    assert np.isfinite(answers).all()
+    assert json.loads((tmp_path / "student" / "metrics.json").read_text())["unlabelled_rows"] == len(
+        {json.dumps(texts) for texts in more}
+    )
 
 
 def _batch(labels: torch.Tensor, teacher: torch.Tensor, is_labelled: list[bool]) -> MicroBatch:

@@ -30,8 +30,11 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
         UserError: no such file or folder, an unusable row, or no new text.
     """
     place = Path(config.distill_texts).expanduser()
+    # Columns of a second text stand behind that of a label. There is none to read, so a column of the text takes its
+    # place, and what it says there is ignored.
+    columns = Columns(config.columns.text, config.columns.pair.partition(",")[0], config.columns.pair)
     reading = Reading(
-        Columns(config.columns.text, "", config.columns.pair),
+        columns,
         skip=config.bad_rows == "skip",
         flag="--distill_texts",
         remedy="name yours with --text_column",
