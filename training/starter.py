@@ -29,7 +29,7 @@ from common.model_folder import WEIGHTS_FILE
 from common.rows import Columns
 from common.text import cleaner
 from training.data.dataset import default_cleaning, load_news
-from training.data.tokenized import check_model_name, load_from
+from training.data.tokenized import load_from
 from training.model.layers import keep_blocks
 from training.model.shrink import choose_ids, count_ids, shrink, smaller_tokenizer
 from training.run.quiet import quiet_libraries
@@ -37,7 +37,16 @@ from training.tasks import Embedding
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 42
-COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02", "--schedule", "linear")
+ABOUT = "about.json"
+SHRINKING = (
+    "dataset",
+    "text_column",
+    "teacher",
+    "vocabulary",
+    "width",
+    "layers",
+)  # the flags that decide what it gives
+COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02")
 TERMS = {"ag_news": "AG News is offered for research and other non-commercial use."}
 STEPS = {
     "masked_lm": ("--learning_rate", "5e-4"),
@@ -51,7 +60,9 @@ def main() -> None:
     began = time.monotonic()
     parts = options.output_dir.with_name(f"{options.output_dir.name}.parts")
     small = parts / "shrunk"
-    if not (small / "about.json").exists():
+    if (small / ABOUT).exists():
+        _check_same(options, small)
+    else:
         _shrink(options, small)
     model = small
     for task, flags in STEPS.items():
@@ -62,14 +73,28 @@ def main() -> None:
     _write(options, small, model, time.monotonic() - began)
 
 
+def _check_same(options: Namespace, small: Path) -> None:
+    """Refuse to continue what was begun with other flags."""
+    for name, value in json.loads((small / ABOUT).read_text(encoding="utf-8"))["flags"].items():
+        if (now := getattr(options, name)) != value:
+            raise UserError(
+                f"--{name} {now}: {small.parent} was begun with --{name} {value}; give the same flag, or remove that "
+                "folder to start from scratch",
+                code="flags-conflict",
+            )
+
+
 def _shrink(options: Namespace, folder: Path) -> None:
     """Write the small encoder that training begins with."""
-    check_model_name(options.teacher)
+    teacher = Path(options.teacher).expanduser()
+    for name in ("config.json", WEIGHTS_FILE, "tokenizer.json"):
+        if not (teacher / name).is_file():
+            raise UserError(
+                f"--teacher {options.teacher}: has no {name}; give the folder of an encoder", code="model-not-found"
+            )
     data = load_news(options.dataset, SEED, columns=Columns(options.text_column, ""), task=Embedding)
     texts, cleaning = data.train.texts, default_cleaning(options.dataset, data.label_names)
-    network = load_from(
-        options.teacher, lambda: AutoModelForSequenceClassification.from_pretrained(options.teacher), print
-    )
+    network = load_from(options.teacher, lambda: AutoModelForSequenceClassification.from_pretrained(teacher), print)
     family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
     if family is None or family.gate or family.final_norm or not family.position_embeddings:
         raise UserError(
@@ -82,7 +107,7 @@ def _shrink(options: Namespace, folder: Path) -> None:
             f"--width {options.width}: must be a multiple of {head_width}, the width of the teacher's heads",
             code="flag-value",
         )
-    tokenizer = Tokenizer.from_file(str(Path(options.teacher) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(teacher / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     counts = count_ids(tokenizer, map(cleaner(cleaning), texts))
@@ -95,11 +120,12 @@ def _shrink(options: Namespace, folder: Path) -> None:
     aside.mkdir(parents=True)
     small.save_pretrained(aside)
     write_whole(aside / "tokenizer.json", smaller_tokenizer(tokenizer, ids).encode())
-    write_json(aside / "tokenizer_config.json", _tokenizer_config(Path(options.teacher)))
-    about = {"texts": len(texts), "cleaning": cleaning, "parameters": small.distilbert.num_parameters()}
+    write_json(aside / "tokenizer_config.json", _tokenizer_config(teacher))
+    about = {"texts": len(texts), "parameters": small.distilbert.num_parameters()}
+    about["flags"] = {name: getattr(options, name) for name in SHRINKING}
     known = sum(counts[id_] for id_ in ids) / counts.total()
     print(f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} pieces are {known:.1%} of those in the texts")
-    write_json(aside / "about.json", about)
+    write_json(aside / ABOUT, about)
     replace_folder(aside, folder)
 
 
@@ -117,7 +143,9 @@ def _train(options: Namespace, task: str, model: Path, output: Path, epochs: int
     print(f"\ntraining/run_ddp.sh {options.processes} {' '.join(flags)}", flush=True)
     code = subprocess.run([ROOT / "training" / "run_ddp.sh", str(options.processes), *flags], check=False).returncode
     if code:
-        raise TrainingFailure(f"--task {task} ended with code {code}; rerun the same command to resume", code="starter-failed")
+        raise TrainingFailure(
+            f"--task {task} ended with code {code}; rerun the same command to resume", code="starter-failed"
+        )
     if not (output / WEIGHTS_FILE).is_file():
         raise SystemExit(0)  # it was asked to stop, and has saved
 
@@ -143,7 +171,7 @@ def _write(options: Namespace, small: Path, model: Path, seconds: float) -> None
 
 
 def _card(options: Namespace, small: Path, model: Path) -> str:
-    about = json.loads((small / "about.json").read_text(encoding="utf-8"))
+    about = json.loads((small / ABOUT).read_text(encoding="utf-8"))
     teacher, data = Path(options.teacher), Path(options.dataset)
     terms = TERMS.get(data.name, "The terms of those texts apply to what was learned from them.")
     files = [data] if data.is_file() else sorted(data.glob("train.*"))

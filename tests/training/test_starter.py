@@ -49,6 +49,10 @@ def test_the_documented_commands_make_a_starter_and_fine_tune_it(teacher: Path, 
     again = run(make, *SIZES)  # finds both runs finished
     assert "step 1/" in said
     assert "step 1/" not in again
+    words = [sys.executable, *shlex.split(make)[1:], *SIZES, "--width", "64"]
+    other = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert other.returncode == 2
+    assert "--width 64: checkpoints/our-starter.parts was begun with --width 32" in other.stderr
     run(tune, "--epochs", "1")
     assert (
         json.loads((tmp_path / "checkpoints/tickets/metrics.json").read_text())["base_model"]
@@ -98,3 +102,12 @@ def test_the_starter_of_the_repository_is_an_encoder_with_a_card() -> None:
     card = (folder / "README.md").read_text()
     for words in ("python -m training.starter", "SHA-256", "research and other non-commercial use"):
         assert words in card, words
+
+
+def test_a_teacher_that_is_no_folder_of_an_encoder_is_refused_in_one_line(
+    text: Path, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    command = [sys.executable, REPOSITORY / "training" / "starter.py", "--dataset", text]
+    ended = start([*command, "--teacher", "bert-base-uncased", "--output_dir", tmp_path / "starter"], warm=True)
+    assert ended.process.returncode == 2
+    assert "--teacher bert-base-uncased: has no config.json; give the folder of an encoder" in ended.err
