@@ -24,7 +24,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev demo demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock sbom clean
+.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -68,6 +68,9 @@ demo: demo-begin $(INSTALLED) ## Train with two processes on the built-in sample
 	$(BIN)/python -m inference.export $(DEMO)
 	@echo "Demo 4/4: serve, and ask three headlines"
 	$(BIN)/python deployment/demo.py $(DEMO)
+
+serve: $(INSTALLED) ## Serve the news classifier that comes with the repository on port 7860, until Ctrl-C
+	$(BIN)/python -m inference.serve --port 7860
 
 demo-elastic: $(INSTALLED) ## Kill a rank of a run, lose a machine, let another one join, and compare the end with a run left alone
 	$(BIN)/python deployment/demo_elastic.py

@@ -27,8 +27,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True)
 
     model_checkpoint: Path = Field(
-        default=Path("checkpoints/distilbert_agnews"),
-        description="The model to serve: a model folder, a .pt file that training wrote, or an exported artefact.",
+        default=Path("checkpoints/news"),
+        description="The model to serve: a model folder, a .pt file that training wrote, or an exported artefact. The "
+        "default comes with the repository and classifies news.",
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",

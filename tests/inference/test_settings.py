@@ -18,7 +18,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_CHECKPOINT", "")
-    assert Settings().model_checkpoint == Path("checkpoints/distilbert_agnews")
+    assert Settings().model_checkpoint == Path("checkpoints/news")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
