@@ -29,7 +29,7 @@ def test_a_server_without_a_model_named_answers_real_headlines_right(
         engine = server.client.get("/model").json()["engine"]["engine"]
 
     assert [answer["label"] for answer in answers] == list(HEADLINES)
-    assert engine == "native-int8"
+    assert engine == "native int8"
 
 
 def test_the_model_of_the_repository_is_small_and_its_card_says_on_what_terms_it_may_be_used() -> None:
