@@ -24,7 +24,7 @@ from training.data.dataset import NewsData, load_news
 
 MODULE = "benchmarks.starter"
 FEW = 1000
-FINE_TUNING = ("--batch_size", "16", "--epochs", "5", "--schedule", "linear")
+FINE_TUNING = ("--batch_size", "8", "--epochs", "5", "--schedule", "linear")
 ROWS = {
     f"{FEW:,} rows": ("--max_train_rows", str(FEW), *FINE_TUNING),
     "the built-in texts": FINE_TUNING,
