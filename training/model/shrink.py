@@ -1,7 +1,7 @@
 """A small encoder made of a large one: fewer words, and narrower hidden states.
 
-The result is no good by itself, but a far better beginning than random weights: it knows words and how to look at them,
-so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of what the embeddings and
+The result needs training before it is of any use, but it is a far better start than random weights: it knows words and
+how to look at them, so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of what the embeddings and
 all blocks have written, in one space. Its main directions, found in the word embeddings, are what the small encoder
 keeps: what reads hidden states is restricted to them, and what writes is projected onto them.
 """

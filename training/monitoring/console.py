@@ -142,7 +142,7 @@ class Console:
         facts |= {"Report": str(report)}
         if not checkpoint_file:  # a language model: it is not served, but it can be trained further
             facts["Next"] = f"python -m training.train_single --model {shlex.quote(str(model_folder))} --dataset YOURS"
-        elif not exports:  # otherwise the export says how to go on
+        elif not exports:  # otherwise the export names the next command
             facts["Next"] = f"python -m inference.export {shlex.quote(str(model_folder))}"
         self._facts(f"Done in {format_time(seconds)}", facts)
 
