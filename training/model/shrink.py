@@ -1,9 +1,9 @@
 """A small encoder made of a large one: fewer words, and narrower hidden states.
 
 The result needs training before it is of any use, but it is a far better start than random weights: it knows words and
-how to look at them, so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of what the embeddings and
-all blocks have written, in one space. Its main directions, found in the word embeddings, are what the small encoder
-keeps: what reads hidden states is restricted to them, and what writes is projected onto them.
+how to look at them, so distillation needs minutes instead of hours. The hidden states of a transformer are a sum of
+what the embeddings and all blocks have written, in one space. Its main directions, found in the word embeddings, are
+what the small encoder keeps: what reads hidden states is restricted to them, and what writes is projected onto them.
 """
 
 from __future__ import annotations
