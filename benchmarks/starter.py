@@ -30,7 +30,7 @@ ROWS = {
     "the built-in texts": FINE_TUNING,
 }
 INTRODUCTION = """
-Training rows: {few:,} of {name}, drawn with the seed; the {built_in:,} texts of the built-in sample; many of {name}.
+Trained on rows of {name}, drawn with the seed, or on the {built_in:,} texts of the built-in sample.
 Tested on all {tests:,} test rows of {name}. {processes} processes; no rows are kept for validation
 (`--validation_fraction 0`). {seeds} seeds, with the variants in alternating order. Accuracy is the mean over the seeds,
 with the lowest and the highest; *training* is the median of the seconds that all steps took. Flags: {flags}.
@@ -112,7 +112,6 @@ def render(run: dict[str, Any]) -> str:
     }
     flags = "; ".join(sorted({f"`{' '.join(flags)}`" for flags in run["cases"].values()}))
     text = INTRODUCTION.format(
-        few=FEW,
         **{name: run[name] for name in ("name", "built_in", "tests")},
         processes=usable_cpus(),
         seeds=len(run["rounds"]),
