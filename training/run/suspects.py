@@ -174,7 +174,8 @@ def ask_words(rows: TokenizedRows, index: np.ndarray, num_labels: int) -> np.nda
     features += np.concatenate([places, places[1:][is_pair]]) * len(found)
     places, features = np.divmod(np.unique(features), len(found))
 
-    # A feature of one row says nothing about others. Of the rest, those in the most rows, as many as fit into memory.
+    # A feature that occurs in one row only says nothing about others. Of the rest, the most frequent are kept, as many
+    # as fit into memory.
     counts = np.bincount(features)
     kept = np.argsort(-counts, kind="stable")[: MOST_SUMS // num_labels]
     kept = kept[counts[kept] > 1]

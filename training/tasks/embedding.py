@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.problem_types import PLAIN_TEXT, Label
 from training.tasks.regression import spearman
-from training.tasks.task import RowAnswer, Task
+from training.tasks.task import PlainTextTask
 
 
-class Embedding(Task):
-    """Rows are texts without labels; their targets are unit vectors, float32 (rows, width), see ``data/teacher.py``.
+class Embedding(PlainTextTask):
+    """Rows are texts without labels; their targets are unit vectors, float32 (rows, width), see
+    ``data/teacher_vectors.py``.
 
     The scores are compared with the vectors by their direction alone. What is written is the encoder without the last
     layer, which is of no use to another task; a dense layer before it, as DistilBERT's head has, stays.
     """
 
     name = "embedding"
-    problem_type = PLAIN_TEXT
-    has_labels = False
     keeps_head = False
-
-    @classmethod
-    def name_labels(
-        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
-    ) -> tuple[list[str], list[str]]:
-        return [], []
-
-    @classmethod
-    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
-        """Placeholders, until the teacher has been asked."""
-        return np.zeros(len(labels), np.int64)
-
-    @classmethod
-    def strata(cls, targets: np.ndarray) -> np.ndarray:
-        return np.zeros(len(targets), np.int64)
 
     def row_losses(self, scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
         """1 minus the cosine similarity."""
@@ -61,6 +44,3 @@ class Embedding(Task):
             "spearman": spearman(own, wanted),
             "labels": [],
         }
-
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
-        return iter(())

@@ -7,7 +7,7 @@ Rows have no labels. Texts follow each other, with the tokenizer's end token in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.problem_types import PLAIN_TEXT, Label
-from training.tasks.task import RowAnswer, Task
+from training.tasks.task import PlainTextTask
 
 # The target of a token that is not predicted, as cross-entropy calls it.
 IGNORED = -100
@@ -40,29 +39,12 @@ class Vocabulary:
     end: int | None
 
 
-class LanguageModel(Task):
+class LanguageModel(PlainTextTask):
     """What both kinds share. Scores are (rows, tokens, vocabulary), targets int64 (rows, tokens)."""
 
-    problem_type = PLAIN_TEXT
     is_language_model = True
-    has_labels = False
     rows_at_once = 8  # of the scores of more rows, an evaluation would take gigabytes
     num_scores = 3
-
-    @classmethod
-    def name_labels(
-        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
-    ) -> tuple[list[str], list[str]]:
-        return [], []
-
-    @classmethod
-    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
-        """There are none: a row's targets are its own tokens, see :meth:`ask`."""
-        return np.zeros(len(labels), np.int64)
-
-    @classmethod
-    def strata(cls, targets: np.ndarray) -> np.ndarray:
-        return targets
 
     @classmethod
     def check_vocabulary(cls, model: str, vocabulary: Vocabulary) -> None:
@@ -107,9 +89,6 @@ class LanguageModel(Task):
             "token_accuracy": float(right / count),
             "labels": [],
         }
-
-    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
-        return iter(())
 
 
 class CausalLanguageModel(LanguageModel):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from common.problem_types import Label, ProblemType
+from common.problem_types import PLAIN_TEXT, Label, ProblemType
 
 
 @dataclass(frozen=True)
@@ -184,3 +184,28 @@ class Task:
     def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
         """The answer to each row; ``chosen`` as for :meth:`metrics`."""
         raise NotImplementedError
+
+
+class PlainTextTask(Task):
+    """A task whose rows are texts without labels, so its targets come from elsewhere."""
+
+    problem_type = PLAIN_TEXT
+    has_labels = False
+
+    @classmethod
+    def name_labels(
+        cls, dataset: str, labels: Sequence[Label], known: Sequence[str] | None, column: str
+    ) -> tuple[list[str], list[str]]:
+        return [], []
+
+    @classmethod
+    def targets(cls, labels: Sequence[Label], names: Sequence[str]) -> np.ndarray:
+        """Placeholders."""
+        return np.zeros(len(labels), np.int64)
+
+    @classmethod
+    def strata(cls, targets: np.ndarray) -> np.ndarray:
+        return np.zeros(len(targets), np.int64)
+
+    def describe(self, scores: np.ndarray, targets: np.ndarray, chosen: Mapping[str, Any]) -> Iterator[RowAnswer]:
+        return iter(())
