@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,23 @@ def main() -> None:
 
 
 def fit_baseline(data: NewsData, options: Namespace) -> Entry:
-    """Fit TF-IDF + LinearSVC on the rows that training takes, without those kept for validation.
+    """Fit the baseline on the rows that training takes, without those kept for validation."""
+    train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
+    harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")
+    started = time.perf_counter()
+    texts = [data.train.texts[i] for i in train]
+    answer = fit_linear(texts, data.train.labels[train], options.seed)
+    seconds = time.perf_counter() - started
+    scores = answer(data.test.texts)
+    test = Classification(data.label_names).metrics(scores, data.test.labels)
+    return Entry(BASELINE, test, len(train), seconds)
+
+
+def fit_linear(texts: Sequence[str], labels: np.ndarray, seed: int) -> Callable[[Sequence[str]], np.ndarray]:
+    """Fit TF-IDF of words and pairs with a linear SVM.
+
+    Returns:
+        A function from texts to scores, (texts, labels): distances from the separating planes, not probabilities.
 
     Raises:
         UserError: scikit-learn is missing.
@@ -87,19 +103,14 @@ def fit_baseline(data: NewsData, options: Namespace) -> Entry:
         from sklearn.svm import LinearSVC
     except ImportError as error:
         raise UserError("scikit-learn is missing: pip install '.[bench]'", code="package-missing") from error
-    train, _ = split_rows(data.train.labels, options.validation_fraction, options.seed)
-    harness.report(f"Fitting {BASELINE} on {len(train):,} rows ...")
-    started = time.perf_counter()
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-    features = vectorizer.fit_transform(clean_text(data.train.texts[i]) for i in train)
-    svm = LinearSVC(random_state=options.seed).fit(features, data.train.labels[train])
-    seconds = time.perf_counter() - started
-    # Distances from the separating planes, not probabilities: accuracy and F1 need only the largest.
-    scores = svm.decision_function(vectorizer.transform(map(clean_text, data.test.texts)))
-    if scores.ndim == 1:  # two classes have one score
-        scores = np.stack([-scores, scores], axis=1)
-    test = Classification(data.label_names).metrics(scores, data.test.labels)
-    return Entry(BASELINE, test, len(train), seconds)
+    svm = LinearSVC(random_state=seed).fit(vectorizer.fit_transform(map(clean_text, texts)), labels)
+
+    def answer(texts: Sequence[str]) -> np.ndarray:
+        scores = svm.decision_function(vectorizer.transform(map(clean_text, texts)))
+        return np.stack([-scores, scores], axis=1) if scores.ndim == 1 else scores  # two classes have one score
+
+    return answer
 
 
 def read_model(folder: Path) -> Entry:

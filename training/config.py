@@ -31,6 +31,10 @@ PAIR_COLUMN = "text_pair"
 TRACKERS = ("wandb", "mlflow", "trackio")
 
 
+# More rows to train on, and fewer to wait for. Epochs are the most that help; most budgets end before.
+DEFAULTS_WITH_BUDGET = {"epochs": 10, "validation_fraction": 0.02}
+
+
 # What may change about a field when a run resumes. "any": it changes neither rows nor updates, such as paths, or how
 # the model is distributed over ranks. "same global batch": the product batch_size x data ranks x gradient_accumulation
 # decides the row order, so its factors may change but not their product. "longer": a run may be extended, but not end
@@ -203,6 +207,7 @@ class TrainConfig(BaseModel):
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
+    budget: str = _field("", "optimization", "how long the run may take, from its start to the written and tested model, such as 90s, 10m or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a learning rate that ends at zero in time; lets it choose --max_length and --learning_rate, and keeps 2% of the rows for validation, unless you set them; unset = --epochs decides", on_resume="any")
     epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
@@ -322,6 +327,18 @@ class TrainConfig(BaseModel):
             raise ValueError("must name a folder")
         return value
 
+    @field_validator("budget")
+    @classmethod
+    def _check_budget(cls, value: str) -> str:
+        if value and not (re.fullmatch(r"\d+(\.\d+)?[smh]", value) and float(value[:-1])):
+            raise ValueError("must be a time with its unit: s, m or h, such as 90s, 10m or 1h")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_budget(cls, values: Any) -> Any:
+        return {**DEFAULTS_WITH_BUDGET, **values} if values.get("budget") else values
+
     @model_validator(mode="before")
     @classmethod
     def _default_metric(cls, values: Any) -> Any:
@@ -379,6 +396,18 @@ class TrainConfig(BaseModel):
             self._check_windows()
         if self.batch_size == "auto":
             self._check_auto_size()
+        if self.budget and self.suspects in ("drop", "reweight"):
+            raise ValueError(
+                f"--budget {self.budget} and --suspects {self.suspects}: a run with a budget may end in its first epoch; "
+                "use --suspects list"
+            )
+        if self.budget and self.deterministic:
+            raise ValueError("--budget and --deterministic: how many steps fit into a time does not repeat; drop one")
+        if self.budget and self.schedule in ("inverse_sqrt", "constant"):
+            raise ValueError(
+                f"--budget {self.budget} and --schedule {self.schedule}: the learning rate is to end at zero; use "
+                "linear or cosine"
+            )
         if self.suspects in ("drop", "reweight") and self.epochs == 1:
             raise ValueError(
                 f"--suspects {self.suspects} and --epochs 1: it begins with the second epoch; raise --epochs"
@@ -450,6 +479,10 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 "--batch_size auto and --balance auto: faster ranks would get more rows than fit; drop one"
             )
+
+    @property
+    def budget_seconds(self) -> float:
+        return float(self.budget[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.budget[-1]]
 
     @property
     def is_distilled(self) -> bool:

@@ -229,7 +229,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")
     parser.add_argument("--layers", type=positive, default=3, help="blocks (default: %(default)s)")
-    for task, epochs in (("masked_lm", 1), ("embedding", 4)):
+    for task, epochs in (("masked_lm", 1), ("embedding", 12)):
         text = f"epochs of --task {task} (default: %(default)s)"
         parser.add_argument(f"--{task}_epochs", type=int, default=epochs, help=text)
     parser.add_argument("--processes", type=positive, default=2, help="ranks of each run (default: %(default)s)")

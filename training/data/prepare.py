@@ -79,6 +79,13 @@ class PreparedNews:
     def validation_rows(self) -> TokenizedRows:
         return self.tokens.validation or self.tokens.train
 
+    def cut(self, length: int) -> PreparedNews:
+        """The same rows with at most ``length`` tokens each."""
+        tokens = self.tokens
+        validation = tokens.validation and tokens.validation.cut(length)
+        cut = replace(tokens, train=tokens.train.cut(length), test=tokens.test.cut(length), validation=validation)
+        return replace(self, tokens=cut)
+
     @property
     def labelled_index(self) -> np.ndarray:
         """The training rows that have a label."""

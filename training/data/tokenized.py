@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -72,6 +72,16 @@ class TokenizedRows:
     def input_lengths(self, index: np.ndarray) -> np.ndarray:
         """Tokens of each input, one row after the other: int64, (inputs,)."""
         return window_lengths(self.lengths[index], self.window) if self.window else self.lengths[index]
+
+    def cut(self, length: int) -> TokenizedRows:
+        """These rows with at most ``length`` tokens each, the last of which stays the last: the end of the text."""
+        lengths = np.minimum(self.lengths, length)
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        # Each row begins at its old offset; what is before it among the kept ids has moved up by what was cut.
+        ids = self.ids[np.arange(offsets[-1]) + np.repeat(self.offsets[:-1] - offsets[:-1], lengths)]
+        ids[offsets[1:] - 1] = self.ids[self.offsets[1:] - 1]
+        num_cut = max(self.num_cut, int((self.lengths > length).sum()))
+        return replace(self, ids=ids, offsets=offsets, num_cut=num_cut)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from training.monitoring.events import Event, StepsAgreed, Subscriber
+from training.monitoring.events import Event, Rescheduled, StepsAgreed, Subscriber
 from training.monitoring.records import (
     EpochMetrics,
     StepMetrics,
@@ -174,6 +174,8 @@ class ProgressBar(Subscriber):
             case StepsAgreed(steps):
                 if steps:
                     self.update(steps[-1])
+            case Rescheduled(total_steps):
+                self._total_steps = total_steps
             case EpochMetrics():
                 self._console.epoch_table([event])
 
@@ -218,7 +220,7 @@ class LiveBar(ProgressBar):
     def update(self, metrics: StepMetrics) -> None:
         self._progress.figures = Text("  ".join(_figures(metrics)), "dim", no_wrap=True, overflow="ellipsis")
         fields = {"description": f"epoch {metrics.epoch}", "time_left": self._eta(metrics.step)}
-        self._progress.update(self._task, completed=metrics.step, **fields)
+        self._progress.update(self._task, completed=metrics.step, total=self._total_steps, **fields)
 
 
 class _ProgressWithFigures(Progress):

@@ -37,6 +37,13 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
+class Rescheduled:
+    """The run is to end after ``total_steps`` steps, more or fewer than before, since it has a time budget."""
+
+    total_steps: int
+
+
+@dataclass(frozen=True)
 class StepStarted:
     """Optimizer step ``step`` begins; its rows are not read yet."""
 
@@ -99,6 +106,7 @@ class RunEnded:
 # StepMetrics is published for the steps that --log_every asks for: the others are only in StepsAgreed.
 Event = (
     RunStarted
+    | Rescheduled
     | StepStarted
     | StepDone
     | StepsAgreed
@@ -156,6 +164,8 @@ class EventStream:
         inside_step = type(event) in (StepStarted, StepDone)
         if type(event) is RunStarted:
             self._first_step, self._total_steps = event.step + 1, event.total_steps
+        elif type(event) is Rescheduled:
+            self._total_steps = event.total_steps
         if type(event) is StepsAgreed:
             # The only place that decides which steps are logged: their own events follow from here, so events.jsonl,
             # metrics.jsonl and the trackers have the same ones.
@@ -329,11 +339,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / METRICS_FILE)
 
 
-def process_started() -> float:
-    """Unix time at which this process began; NaN on systems other than Linux."""
+def process_started(process: int | str = "self") -> float:
+    """Unix time at which this or another process began; NaN on systems other than Linux."""
     try:
-        # Field 22 of /proc/self/stat: ticks from boot to the start. The name before it, in brackets, may hold spaces.
-        after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        # Field 22 of its stat: ticks from boot to the start. The name before it, in brackets, may hold spaces.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        after_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
     except (OSError, AttributeError):
         return math.nan

@@ -17,6 +17,7 @@ from training.config import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
     Event,
+    Rescheduled,
     RolledBack,
     RunStarted,
     StepDone,
@@ -196,6 +197,8 @@ class Exporter(Subscriber):
                 self._checkpoint_failures.inc()
             case RolledBack(step):
                 self._step.set(step)
+            case Rescheduled(total_steps):
+                self._total_steps.set(total_steps)
             case RunStarted(step, total_steps, epochs):
                 self._step.set(step)
                 self._total_steps.set(total_steps)

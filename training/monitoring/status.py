@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from common.errors import reason_to_record
-from training.monitoring.events import Event, RolledBack, RunEnded, RunStarted, StepsAgreed, Subscriber
+from training.monitoring.events import Event, Rescheduled, RolledBack, RunEnded, RunStarted, StepsAgreed, Subscriber
 from training.monitoring.records import SavedCheckpoint
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ class StatusFile(Subscriber):
                     self._averaged_from = last.step
             case SavedCheckpoint(step):
                 status.last_checkpoint_step, status.last_checkpoint_time = step, time.time()
+            case Rescheduled(total_steps):
+                status.total_steps = total_steps
             case RunStarted(step, total_steps):
                 status.total_steps = total_steps
                 self._average_from(step)

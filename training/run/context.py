@@ -21,9 +21,9 @@ from training.run.phases import Phases
 from training.run.state import RunState
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
-    """How many steps of which size a run has, the same on all ranks.
+    """How many steps of which size a run has, the same on all ranks. Only ``total_steps`` changes, with a time budget.
 
     ``global_batch_size``: rows per optimizer step over all ranks; ``accumulation``: micro-batches per rank and step;
     ``class_weights``: what a row of each label weighs in the loss, (labels,), None if all weigh the same;

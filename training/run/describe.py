@@ -7,7 +7,9 @@ import platform
 import torch
 import transformers
 
+from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks
+from training.run.budget import Budget, expect_accuracy
 from training.run.context import RunContext
 
 
@@ -18,7 +20,7 @@ def describe_device(ranks: Ranks) -> str:
     return f"CPU, {threads} thread{'s' * (threads > 1)} a process"
 
 
-def describe_run(context: RunContext) -> dict[str, str]:
+def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str, str]:
     config, ranks, news, tokens = context.config, context.ranks, context.news, context.news.tokens
     shares = context.strategy.data_shard.size
     rows_per_shard = context.plan.global_batch_size / shares / context.plan.accumulation
@@ -40,12 +42,32 @@ def describe_run(context: RunContext) -> dict[str, str]:
         "Device": describe_device(ranks),
         "Precision": context.precision,
         "Global batch": f"{context.plan.global_batch_size} rows = {batch}",
-        "Steps": f"{context.plan.total_steps:,} = {config.epochs} epochs x {context.plan.steps_per_epoch:,}",
+        **_steps(context, budget),
         "Learning rate": f"{context.plan.peak_learning_rate:.3g}, {config.schedule} after "
         + (f"{config.warmup:.0%} warm-up" if config.warmup < 1 else f"{config.warmup:,.0f} steps of warm-up")
         + below,
         "Run folder": str(config.run_dir),
     }
+
+
+def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
+    config, plan = context.config, context.plan
+    if budget is None:
+        return {"Steps": f"{plan.total_steps:,} = {config.epochs} epochs x {plan.steps_per_epoch:,}"}
+    epochs = plan.total_steps / plan.steps_per_epoch
+    rows = min(len(context.news.train_index), plan.total_steps * plan.global_batch_size)
+    expected = expect_accuracy(config, context.news, rows)
+    end = f"{format_time(budget.closing)} of it set aside to test and write"
+    facts = {
+        "Steps": f"about {plan.total_steps:,} = {epochs:.2f} epochs x {plan.steps_per_epoch:,}; "
+        "the count follows the pace",
+        "Budget": f"{config.budget} in all, {format_time(budget.spent)} of it spent, {end}",
+    }
+    if plan.total_steps == config.epochs * plan.steps_per_epoch:
+        facts["Budget"] += f"; ends before it, after --epochs {config.epochs}"
+    if expected:
+        facts["Expected"] = f"test accuracy {expected}, by the words of the training rows"
+    return facts
 
 
 def _reads(context: RunContext) -> dict[str, str]:

@@ -45,6 +45,7 @@ from training.monitoring import Console, EventStream, Exporter, SavedCheckpoint
 from training.monitoring.events import (
     CheckpointFailed,
     CheckpointStarted,
+    Rescheduled,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -59,6 +60,7 @@ from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.state import StrategyState
 from training.run.batch_size import settle_batch_size
+from training.run.budget import settle_flags, settle_layers, settle_rate, start_budget
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
@@ -117,10 +119,12 @@ class Trainer:
         config = settle_model(config, ranks, began, say)
         news = prepare_news(config, ranks, say)
         config = config.model_copy(update={"clean": news.cleaning})
+        config, news = settle_flags(config, news, began)
         weigh = partial(class_weights_of, config, news, began.get("class_weights"))
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         model = prepare_model(config, ranks, news, say, own)
+        config = settle_layers(settle_rate(config, model), model, ranks, news, precision, began)
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         ideal_seconds = None
@@ -143,6 +147,8 @@ class Trainer:
         balanced = train.labels[news.train_index] if config.sampling == "balanced" else None
         self.sampler = LengthBucketSampler(train.lengths[news.train_index], global_batch, config.seed, balanced)
         self.suspects = suspects_of(config, train, news.train_index, len(news.tokens.label_names))
+        self.budget = start_budget(config, strategy, ranks, news, resumed.state if resumed else {})
+        self.tokens_per_step = global_batch * float(train.lengths[news.train_index].mean())
         timed = model if config.balance == "auto" else None
         self.balance = Balance(timed, ranks, strategy.data_shard, accumulation / global_batch, say)
         parameters = list(model.network.parameters())
@@ -178,12 +184,14 @@ class Trainer:
             say=say,
         )
         self.watchdog, self.subscribers = Watchdog(self.context), subscribers
-        if resumed and (before := resumed.state["config"]["epochs"]) != config.epochs:
+        if resumed and not self.budget and (before := resumed.state["config"]["epochs"]) != config.epochs:
             total_steps = self.context.plan.total_steps
             say(f"--epochs was {before}, is {config.epochs}: the schedule now ends at step {total_steps:,}")
         if resumed:
             with translate_errors(ranks, step=1):
                 self.restore(resumed)
+        if self.budget:
+            self.context.plan.total_steps = self._steps_that_fit(ranks.broadcast(self._steps_left()))
 
     def fit(self) -> Path | None:
         """Train to the end and write the model, or stop at a checkpoint when asked to.
@@ -213,7 +221,7 @@ class Trainer:
             stack.enter_context(self.watchdog)
             context.events.publish(RunStarted(context.state.step, context.plan.total_steps, context.state.epochs))
             if context.console:
-                context.console.banner(describe_run(context))
+                context.console.banner(describe_run(context, self.budget))
             model_folder = self._train_and_finish()
             if model_folder is None:
                 step = context.state.step
@@ -258,6 +266,7 @@ class Trainer:
             if context.console
             else contextlib.nullcontext()
         )
+        self.first_step = state.step + 1
         with progress as bar:
             if bar:
                 context.events.subscribers.append(bar)
@@ -285,6 +294,7 @@ class Trainer:
             stop = False
             if validates or saves or state.step >= next_sync or state.step % config.log_every == 0:
                 synced = self._sync()
+                validates = self._validates_at(state.step)  # the last step, if time is up
                 next_sync = state.step + self._steps_until_next_sync(synced)
                 if too_many := self.bad_steps.count(synced.steps, synced.bad):
                     self._roll_back(too_many)
@@ -301,13 +311,23 @@ class Trainer:
                 if not self._validate():
                     return False
                 began += time.perf_counter() - seconds  # an evaluation is no training time
-                if state.no_longer_improves(config.early_stopping):
+                if state.no_longer_improves(config.early_stopping) or state.step >= self.context.plan.total_steps:
                     return True
         return True
 
     def _validates_at(self, step: int) -> bool:
-        every = self.context.config.evaluate_every
-        return step > 0 and (step % self.context.plan.steps_per_epoch == 0 or (every > 0 and step % every == 0))
+        every, plan = self.context.config.evaluate_every, self.context.plan
+        ends = step == plan.total_steps or (step % plan.steps_per_epoch == 0 and not self.budget)
+        return step > 0 and (ends or (every > 0 and step % every == 0))
+
+    def _steps_left(self) -> int:
+        """How many more steps this rank's clock allows."""
+        assert self.budget
+        return self.budget.steps_left(self.tokens_per_step)
+
+    def _steps_that_fit(self, steps_left: int) -> int:
+        plan, epochs = self.context.plan, self.context.config.epochs
+        return max(1, self.context.state.step, min(self.context.state.step + steps_left, epochs * plan.steps_per_epoch))
 
     def _train_step(self, epoch: int, batch: np.ndarray) -> None:
         context, step = self.context, self.context.state.step + 1
@@ -332,11 +352,23 @@ class Trainer:
                     state.epoch_accuracy.update(step.accuracy, step.rows)
                 state.skipped_steps += step.skipped
         context.events.publish(StepsAgreed(synced.steps))
+        if self.budget:
+            self._reschedule(synced)
         if synced.flags["saved"] == context.ranks.world_size:
             self.report_saves(self.saver.collect)
         if synced.flags["retry"] and not synced.flags["save"]:
             self.saver.retry()
         return synced
+
+    def _reschedule(self, synced: SyncedSteps) -> None:
+        """Let the run end where rank 0 says, which knows the pace of the steps before these."""
+        assert self.budget
+        if (total_steps := self._steps_that_fit(synced.flags["steps_left"])) != self.context.plan.total_steps:
+            self.context.plan.total_steps = total_steps
+            self.context.events.publish(Rescheduled(total_steps))
+        if synced.steps and synced.steps[0].step > self.first_step:  # the first one starts threads and allocates
+            seconds = self.step_log.step_seconds * len(synced.steps)
+            self.budget.observe(synced.steps[-1].tokens_per_second * seconds, seconds, self.tokens_per_step)
 
     def _flags(self) -> dict[str, int]:
         """What only this rank knows. All ranks act on the sums, so that they act alike."""
@@ -345,6 +377,7 @@ class Trainer:
             "save": self.context.ranks.is_first and self.save_schedule.due(self.context.state.step, time.monotonic()),
             "saved": self.saver.done,
             "retry": self.saver.retry_due,
+            **({"steps_left": self._steps_left() if self.context.ranks.is_first else 0} if self.budget else {}),
             **({} if self._syncs_each_step else {"microseconds": round(self.step_log.step_seconds * 1e6)}),
         }
 
@@ -387,6 +420,7 @@ class Trainer:
             "peak_learning_rate": context.plan.peak_learning_rate,
             # The file that they came from may have changed or gone by the time the run resumes.
             "class_weights": None if context.plan.class_weights is None else context.plan.class_weights.tolist(),
+            "budget": self.budget.to_plain() if self.budget else None,
             **context.plan.sources,
         }
         if self.suspects:

@@ -1,0 +1,229 @@
+"""--budget: a run ends when it was asked to, however fast the machine turns out to be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UserError
+from common.text import TextTokenizer
+from training.checkpointing.saver import STATE_FILE
+from training.config import TrainConfig, parse_config
+from training.data.dataset import Rows, load_news
+from training.data.prepare import PreparedNews, prepare_model, prepare_news
+from training.data.tokenized import encode_rows, load_tokenizer
+from training.parallelism.distributed import Ranks
+from training.run import budget as module
+from training.run.budget import Budget, expect_accuracy, settle_flags, settle_layers, settle_rate
+
+Train = Callable[..., int]
+Metrics = Callable[..., list[dict[str, Any]]]
+# Its own epochs and no repetition bit for bit, which a budget cannot promise.
+RUN = ("--deterministic", "false", "--epochs", 5000, "--validation_fraction", 0.1)
+
+ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+@pytest.fixture
+def just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process, which is that of all tests, counts from now on."""
+    monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 0.0)
+    monkeypatch.setattr(module, "CLOSING_SECONDS", 0.5)
+
+
+def _prepared(model: str, tmp_path: Path, **flags: Any) -> tuple[TrainConfig, PreparedNews]:
+    config = TrainConfig(model=model, dataset="sample", cache_dir=tmp_path, **flags)
+    return config, prepare_news(config, ALONE, print)
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 4.0])
+def test_the_steps_end_at_the_deadline_whatever_pace_was_guessed(clock: SimpleNamespace, pace: float) -> None:
+    budget = Budget(600, since_start=20, saved={})
+    budget.closing, budget.seconds_per_token = 40.0, 0.01
+    steps = 0
+    while budget.steps_left(100):
+        clock.seconds += pace * 100 * 0.01
+        budget.observe(100, pace * 100 * 0.01, 100)
+        steps += 1
+    assert steps == pytest.approx(540 / pace, rel=0.01)
+    assert 0 <= budget.left_for_steps < pace
+
+
+def test_the_number_of_steps_follows_a_machine_that_gets_slower(clock: SimpleNamespace) -> None:
+    budget = Budget(1000, since_start=0, saved={})
+    budget.seconds_per_token = 0.01
+    counts = []
+    for step in range(500):
+        seconds = 1.0 if step < 200 else 3.0
+        if not budget.steps_left(100):
+            break
+        clock.seconds += seconds
+        budget.observe(100, seconds, 100)
+        counts.append(step + 1 + budget.steps_left(100))
+    assert counts[150] == pytest.approx(1000, rel=0.01)
+    assert len(counts) == pytest.approx(200 + 800 / 3, rel=0.01)
+    assert 0 <= budget.left_for_steps < 3
+
+
+def test_a_resumed_run_has_what_the_run_before_left(clock: SimpleNamespace) -> None:
+    before = Budget(600, since_start=5, saved={})
+    clock.seconds += 200
+    saved = before.to_plain()
+    clock.seconds += 10_000  # between the two nobody computed
+    after = Budget(600, since_start=7, saved=saved)
+    assert after.spent == pytest.approx(212)
+
+
+def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
+    train_here: Train,
+    metrics_of: Metrics,
+    tmp_path: Path,
+    just_started: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    flags = (*RUN, "--output_dir", tmp_path / "model")
+    spent, last, run_dir = [], [], tmp_path / "model.run"
+    for budget in ("8s", "12s"):
+        assert train_here(*flags, "--budget", budget) == 0
+        steps = metrics_of(run_dir)
+        last.append(steps[-1]["step"])
+        assert steps[-1]["learning_rate"] < 0.1 * max(step["learning_rate"] for step in steps)
+        assert {epoch["step"] for epoch in metrics_of(run_dir, "epoch")} == set(last), "only last steps are validated"
+        state = json.loads((run_dir / "checkpoints" / f"step_{last[-1]:08d}" / STATE_FILE).read_text())
+        spent.append(state["budget"]["spent"])
+    printed = capfd.readouterr().out
+    assert "8s in all" in printed
+    assert "Resuming" in printed
+    assert 10 < last[0] < last[1] < 5000 * 4
+    assert 0 < spent[0] < spent[1] < 12
+
+
+def test_a_run_that_has_all_its_epochs_ends_before_the_deadline_and_says_so(
+    train_here: Train, metrics_of: Metrics, tmp_path: Path, just_started: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--deterministic", "false", "--epochs", 1, "--output_dir", tmp_path / "model")
+    assert train_here(*flags, "--budget", "1h") == 0
+    assert "ends before it, after --epochs 1" in capfd.readouterr().out
+    assert metrics_of(tmp_path / "model.run", "epoch")[-1]["epoch"] == 1
+
+
+def test_a_budget_in_which_nothing_can_be_trained_is_refused_before_anything_is_written(
+    train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 30.0)
+    assert train_here(*RUN, "--output_dir", tmp_path / "model", "--budget", "20s") == 2
+    error = capfd.readouterr().err
+    assert "error: --budget 20s: the start took 30." in error
+    assert "[budget-too-short]" in error
+    assert not (tmp_path / "model.run").exists()
+
+
+@pytest.mark.parametrize("length", [8, 20, 33])
+@pytest.mark.parametrize("model", ["starter", "tiny"])
+def test_rows_that_are_cut_are_those_that_a_tokenizer_of_that_length_gives(model: str, length: int) -> None:
+    data = load_news("sample")
+    some = Rows(data.train.texts[:200], data.train.labels[:200])
+    json = load_tokenizer(model, data.train.texts, 64).backend_tokenizer.to_str()
+    long, short = (encode_rows(TextTokenizer.from_json(json, size, "news"), some) for size in (64, length))
+    cut = long.cut(length)
+    for name in ("ids", "offsets", "labels"):
+        assert np.array_equal(getattr(cut, name), getattr(short, name)), name
+    assert cut.num_cut == short.num_cut
+
+
+def test_texts_are_cut_where_most_of_their_tokens_are_before_the_cut(tmp_path: Path) -> None:
+    config, news = _prepared("starter", tmp_path, budget="1m")
+    chosen, cut = settle_flags(config, news, {})
+    kept = cut.tokens.train.lengths.sum() / news.tokens.train.lengths.sum()
+    assert 32 <= chosen.max_length < config.max_length == 128
+    assert 0.95 <= kept < 1
+    assert cut.tokenizer is not None
+    assert cut.tokenizer.model_max_length == chosen.max_length
+
+
+def test_a_resumed_run_cuts_where_it_did_before(tmp_path: Path) -> None:
+    config, news = _prepared("starter", tmp_path, budget="1m")
+    chosen, cut = settle_flags(config, news, {"config": {"max_length": 40}})
+    assert chosen.max_length == 40
+    assert cut.tokens.test.lengths.max() == 40
+
+
+def test_a_length_and_a_rate_that_were_given_are_kept(tmp_path: Path) -> None:
+    config, news = _prepared("starter", tmp_path, budget="1m", max_length=100, learning_rate=1e-5)
+    assert settle_flags(config, news, {}) == (config, news)
+    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=384))
+    assert settle_rate(config, model) == config
+
+
+def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one() -> None:
+    rates = []
+    for width in (256, 384, 768, 1024):
+        model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+        rates.append(settle_rate(TrainConfig(budget="10m", model="checkpoints/some"), model).learning_rate)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[2] == pytest.approx(5e-5)
+    assert all(low < high for high, low in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize(("budget", "frozen"), [("10s", True), ("10h", False)])
+def test_half_of_the_encoder_is_frozen_if_few_rows_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, frozen: bool
+) -> None:
+    monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 9.9)
+    monkeypatch.setattr(module, "LEAST_BLOCKS", 2)
+    config, news = _prepared("starter", tmp_path, budget=budget)
+    model = prepare_model(config, ALONE, news, print)
+    chosen = settle_layers(config, model, ALONE, news, "fp32", {})
+    assert chosen.freeze == ("1" if frozen else "none")
+    trained = {name for name, parameter in model.network.named_parameters() if parameter.requires_grad}
+    assert ("distilbert.embeddings.word_embeddings.weight" not in trained) == frozen
+    assert "distilbert.transformer.layer.2.attention.q_lin.weight" in trained
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert settle_layers(config, model, ALONE, news, "fp32", {"config": {"freeze": "2"}}).freeze == "2"
+
+
+def test_the_words_of_the_rows_say_what_to_expect_of_an_encoder_but_not_of_a_network_from_scratch(
+    tmp_path: Path,
+) -> None:
+    config, news = _prepared("starter", tmp_path, budget="1m")
+    few, many = (expect_accuracy(config, news, rows) for rows in (100, 10_000))
+    assert few
+    assert many
+    assert 0.25 < few.low < many.low < many.high <= 1
+    assert few.low < few.high < many.high
+    assert expect_accuracy(config.model_copy(update={"model": "tiny"}), news, 10_000) is None
+
+
+@pytest.mark.parametrize("value", ["10", "m", "-5m", "0s", "10 m", "1h30m"])
+def test_a_budget_is_a_time_with_a_unit(value: str) -> None:
+    with pytest.raises(UserError, match=r"--budget .*: must be a time with its unit: s, m or h, such as 90s"):
+        parse_config([f"--budget={value}"])
+
+
+@pytest.mark.parametrize("flags", [("--deterministic",), ("--schedule", "constant"), ("--suspects", "drop")])
+def test_what_contradicts_a_budget_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="--budget"):
+        parse_config(["--budget", "10m", *flags])
+
+
+def test_a_budget_keeps_fewer_rows_for_validation_unless_told_otherwise() -> None:
+    chosen, given = (
+        parse_config(["--budget", "10m", *more]) for more in ((), ("--epochs", "2", "--validation_fraction", "0.1"))
+    )
+    assert (chosen.epochs, chosen.validation_fraction, chosen.budget_seconds) == (10, 0.02, 600)
+    assert (given.epochs, given.validation_fraction) == (2, 0.1)

@@ -1,0 +1,275 @@
+"""``--budget 10m``: a run that ends when it was asked to, having used the time as well as it could.
+
+Nobody knows beforehand how many steps fit into ten minutes, so nothing is decided once and for all. The first thing the
+run measures is how fast it answers rows, because at the end it has to answer all test rows, and write everything: that
+time is set aside. The rest is for steps. After every step rank 0 counts how many more of them fit, at the pace of the
+last ones, and tells the others; the learning rate is a function of the step and that number, so it reaches zero at the
+deadline whether the machine is fast or slow (budgeted training: Li et al., arXiv 1905.04753). Weights at a rate of zero
+are the best ones, so epochs in between are not validated, only the end is.
+
+The time of a run that was stopped and resumed is that of all its processes, not what passed between them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import UserError
+from training.config import TINY, TrainConfig
+from training.data.prepare import PreparedNews
+from training.data.tokenized import TokenizedRows
+from training.evaluation.evaluator import evaluate
+from training.model.classifier import NewsClassifier, widen
+from training.model.layers import FAMILY_OF, freeze_layers
+from training.model.precision import autocast
+from training.monitoring.events import process_started
+from training.monitoring.records import format_percent, format_time
+from training.parallelism.distributed import Ranks
+from training.parallelism.strategy import Strategy
+from training.run.suspects import ask_words
+
+# Set aside for the end, beside the answers to the test rows: the plots of the report and the end of the processes; the
+# files, each weight being written about five times (checkpoint with moments, folder, one file); and what may go wrong.
+CLOSING_SECONDS = 3.0
+BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
+MARGIN = 0.01
+# The pace of a step is that of the last so many of them.
+STEPS_REMEMBERED = 200
+FORWARD_AND_BACKWARD = 3  # times the work of the forward pass; a guess until the first steps are done
+ROWS_TIMED = 512  # per rank, in the first seconds
+# Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
+FEW_ROWS, LEAST_BLOCKS = 6_000, 4
+# Texts are cut where so many of their tokens are before the cut.
+TOKENS_KEPT = 0.95
+SHORTEST = 32
+MOST_TOKENS_CUT = 2**27  # more are left in their file, in which they were cut at --max_length
+# The words of so many rows tell how hard the labels are; that takes a second.
+ROWS_READ = 10_000
+
+
+class Budget:
+    """The clock of a run with ``--budget``.
+
+    Args:
+        seconds: that the run may take in all.
+        since_start: seconds that this process and its launcher have taken so far.
+        saved: what :meth:`to_plain` said when the run was saved, if it is resumed.
+    """
+
+    def __init__(self, seconds: float, since_start: float, saved: Mapping[str, float]) -> None:
+        self.seconds = seconds
+        self.spent_before = saved.get("spent", 0.0)
+        self.seconds_per_token = saved.get("seconds_per_token", 0.0)
+        self.tokens_timed = 0.0  # up to which the pace is a mean
+        self.closing = 0.0
+        self.began = time.monotonic() - since_start
+
+    @property
+    def spent(self) -> float:
+        return self.spent_before + time.monotonic() - self.began
+
+    @property
+    def left_for_steps(self) -> float:
+        return self.seconds - self.spent - self.closing
+
+    def to_plain(self) -> dict[str, float]:
+        return {"spent": self.spent, "seconds_per_token": self.seconds_per_token}
+
+    def observe(self, tokens: float, seconds: float, tokens_per_step: float) -> None:
+        """Take what the last steps took. At first the pace is the mean of all steps, then that of the last ones."""
+        if not tokens:
+            return
+        self.tokens_timed = min(self.tokens_timed + tokens, STEPS_REMEMBERED * tokens_per_step)
+        share = tokens / self.tokens_timed
+        self.seconds_per_token += min(1.0, share) * (seconds / tokens - self.seconds_per_token)
+
+    def steps_left(self, tokens_per_step: float) -> int:
+        """How many more steps fit."""
+        return max(0, math.floor(self.left_for_steps / (self.seconds_per_token * tokens_per_step)))
+
+
+def _seconds_since_start(ranks: Ranks) -> float:
+    """Since the launcher began; of an attempt that it repeats, since this process began."""
+    launcher = os.getppid() if ranks.is_distributed and not ranks.restart else "self"
+    began = process_started(launcher)
+    return time.time() - (began if math.isfinite(began) else ranks.milestones["imported"])
+
+
+def settle_flags(config: TrainConfig, news: PreparedNews, began: Mapping[str, Any]) -> tuple[TrainConfig, PreparedNews]:
+    """Choose what ``--budget`` leaves open about the rows: where texts are cut. The same on every rank."""
+    if not config.budget or "max_length" in config.model_fields_set or not _can_be_cut(config, news):
+        return config, news
+    length = began["config"]["max_length"] if began else _length_that_holds(news.tokens.train, config.max_length)
+    if length >= config.max_length:
+        return config, news
+    if news.tokenizer is not None:
+        news.tokenizer.model_max_length = length
+    return config.model_copy(update={"max_length": length}), news.cut(length)
+
+
+def _can_be_cut(config: TrainConfig, news: PreparedNews) -> bool:
+    plain = not (config.columns.pair or config.is_language_model or config.long == "windows")
+    return plain and len(news.tokens.train.ids) <= MOST_TOKENS_CUT
+
+
+def _length_that_holds(rows: TokenizedRows, longest: int) -> int:
+    lengths = rows.lengths
+    for length in range(SHORTEST, longest, 16):
+        if np.minimum(lengths, length).sum() >= TOKENS_KEPT * lengths.sum():
+            return length
+    return longest
+
+
+def settle_rate(config: TrainConfig, model: NewsClassifier) -> TrainConfig:
+    """Choose the learning rate: few steps want a higher one than the default, and narrow encoders higher ones still."""
+    if not config.budget or config.learning_rate is not None or config.lora or config.model == TINY or config.network:
+        return config
+    width = getattr(model.config, "hidden_size", None) or 768
+    return config.model_copy(update={"learning_rate": min(1e-3, 5e-5 * (768 / width) ** 2)})
+
+
+def settle_layers(
+    config: TrainConfig,
+    model: NewsClassifier,
+    ranks: Ranks,
+    news: PreparedNews,
+    precision: str,
+    began: Mapping[str, Any],
+) -> TrainConfig:
+    """Freeze the lower half of the encoder if only few rows fit; a collective call.
+
+    Steps then take little more than half the time, and the lower layers learn little from few rows anyway. Fine-tuning
+    MiniLM for the same minute and a half, 7,500 rows with half of it frozen gave as much as 4,500 without, or a little
+    more; ``benchmarks/budget.py`` compares both.
+    """
+    family = type(model.network).__name__ in FAMILY_OF
+    open_ = config.budget and "freeze" not in config.model_fields_set and config.strategy in ("ddp", "zero1")
+    if not open_ or not family or config.lora or config.is_language_model or ranks.device.type != "cpu":
+        return config
+    blocks = model.network.config.num_hidden_layers
+    if blocks < LEAST_BLOCKS:
+        return config
+    if began:
+        freeze = began["config"]["freeze"]
+    else:
+        per_row = _seconds_per_row(model, news.tokens.train, precision, config, ranks) / ranks.world_size
+        testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
+        left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
+        freeze = ranks.broadcast(str(blocks // 2) if left < FEW_ROWS * per_row else "none")
+    config = config.model_copy(update={"freeze": freeze})
+    freeze_layers(model.network, config)
+    return config
+
+
+def _seconds_per_row(
+    model: NewsClassifier, rows: TokenizedRows, precision: str, config: TrainConfig, ranks: Ranks
+) -> float:
+    """Of a forward and a backward pass on this rank, while the others do the same."""
+    length = max(8, round(float(rows.lengths.mean())))
+    some = rows.ids[: min(16, len(rows.ids) // length) * length].astype(np.int64)
+    ids = torch.from_numpy(some).view(-1, length)  # any tokens take as long
+    seconds = math.inf
+    widen(model)  # as ddp and zero1 would
+    with torch.random.fork_rng([]):
+        for _ in range(2):
+            began = time.perf_counter()
+            with autocast(precision, ranks.device):
+                scores = model(ids, None)
+            scores.float().square().mean().backward()
+            seconds = min(seconds, time.perf_counter() - began)
+    model.zero_grad(set_to_none=True)
+    return seconds / len(ids)
+
+
+def start_budget(
+    config: TrainConfig, strategy: Strategy, ranks: Ranks, news: PreparedNews, began: Mapping[str, Any]
+) -> Budget | None:
+    """Measure how long the end will take; a collective call. None without ``--budget``.
+
+    Raises:
+        UserError: nothing would be left for a single step.
+    """
+    if not config.budget:
+        return None
+    budget = Budget(config.budget_seconds, _seconds_since_start(ranks), began.get("budget") or {})
+    per_token = _seconds_per_token(strategy, ranks, news)
+    validation = news.validation_rows.lengths[news.validation_index]
+    weights = sum(parameter.numel() for parameter in strategy.parameters.values())
+    budget.closing = (
+        CLOSING_SECONDS
+        + weights * BYTES_PER_WEIGHT / BYTES_PER_SECOND
+        + per_token * float(news.tokens.test.lengths.sum() + validation.sum())
+        + MARGIN * budget.seconds
+    )
+    budget.seconds_per_token = budget.seconds_per_token or FORWARD_AND_BACKWARD * per_token
+    left = ranks.broadcast(budget.left_for_steps)
+    if left <= 0 and not began:
+        needed = budget.spent + budget.closing
+        raise UserError(
+            f"--budget {config.budget}: the start took {format_time(budget.spent)} and the test rows need "
+            f"{format_time(budget.closing)}, so nothing is left to train in; give at least {math.ceil(1.5 * needed)}s",
+            quiet=not ranks.is_first,
+            code="budget-too-short",
+        )
+    return budget
+
+
+def _seconds_per_token(strategy: Strategy, ranks: Ranks, news: PreparedNews) -> float:
+    """That all ranks together need for a token of the test rows. What they answer is thrown away."""
+    rows, size = news.tokens.test, strategy.data_shard.size
+    some = np.random.default_rng(0).permutation(len(rows))[: ROWS_TIMED * size]
+    answer = partial(
+        evaluate,
+        partial(strategy.logits, precision=strategy.test_precision),
+        rows,
+        ranks,
+        strategy.task,
+        strategy.data_shard,
+    )
+    answer(np.sort(some[: len(some) // 8 + 1]))  # threads start, memory is allocated
+    began = time.perf_counter()
+    answer(np.sort(some))
+    return (time.perf_counter() - began) / float(rows.lengths[some].sum())
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What accuracy a run of so many rows can be expected to reach, a range that 9 of 10 runs should end in."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{format_percent(self.low)} to {format_percent(self.high)}"
+
+
+# Times the errors of the words: the range of fine-tuned encoders, from a small one after part of an epoch to a good one
+# after several. With ten times the rows the words make a fifth fewer errors.
+BEST, WORST = 0.65, 1.05
+PER_ROWS = -0.1
+
+
+def expect_accuracy(config: TrainConfig, news: PreparedNews, rows_seen: int) -> Expectation | None:
+    """Guess from the words of the training rows; None if that cannot be told, as for a network from scratch.
+
+    Naive Bayes needs no training and knows how hard the labels are to tell apart. How many of its errors remain is
+    what a fine-tuned encoder is good for, and that differs less between data sets than the errors do.
+    """
+    if config.task != "classification" or config.model == TINY or config.network or not rows_seen:
+        return None
+    index = news.labelled_index
+    some = np.sort(np.random.default_rng(config.seed).permutation(index)[: min(ROWS_READ, rows_seen)])
+    rows = news.tokens.train
+    wrong = (ask_words(rows, some, len(news.tokens.label_names)).argmax(axis=1) != rows.labels[some]).mean()
+    expected = float(wrong) * (min(rows_seen, len(index)) / len(some)) ** PER_ROWS
+    chance = 1.3 * math.sqrt(max(expected * (1 - expected), 1e-6) / len(news.tokens.test))  # of the test rows
+    return Expectation(max(0.0, 1 - WORST * expected - chance), min(1.0, 1 - BEST * expected + chance))
