@@ -75,7 +75,7 @@ def measure(flags: Sequence[str], seed: int, options: Namespace, folder: str) ->
             raise TrainingFailure(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}", code="benchmark-failed")
         metrics = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
         config = (output.with_name("model.run") / "config.yaml").read_text(encoding="utf-8")
-        settings = dict(re.findall(r"^(max_length|learning_rate|freeze): '?([^'\n]*)", config, re.M))
+        settings = dict(re.findall(r"^(max_length|learning_rate|dropout|freeze): '?([^'\n]*)", config, re.M))
         expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", done.stdout)
         budget = flags[flags.index("--budget") + 1]
         allowed = float(budget[:-1]) * {"s": 1, "m": 60, "h": 3600}[budget[-1]]
@@ -98,7 +98,7 @@ def render(run: dict[str, Any]) -> str:
         return [found[case][key] for found in run["rounds"]]
 
     def chosen(case: str) -> str:
-        open_ = [flag for flag in ("max_length", "learning_rate", "freeze") if flag not in case]
+        open_ = [flag for flag in ("max_length", "learning_rate", "dropout", "freeze") if flag not in case]
         parts = [f"{flag} {values(case, flag)[-1]}" for flag in open_]
         return ", ".join([*parts, f"{values(case, 'epochs')[-1]:g} epochs"])
 
@@ -132,7 +132,7 @@ def _parse() -> Namespace:
     parser.add_argument(
         "--run",
         nargs="+",
-        default=["starter ; 1m ; --learning_rate 2e-4 ; --learning_rate 9e-4 ; --max_length 128"],
+        default=["starter ; 1m ; --learning_rate 2e-4 ; --learning_rate 9e-4 ; --max_length 128 ; --dropout 0.1"],
         help="a model, a budget, and the flags of variants beside the run without any, with ' ; ' between them",
     )
     return parser.parse_args()

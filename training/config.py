@@ -207,11 +207,11 @@ class TrainConfig(BaseModel):
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
-    budget: str = _field("", "optimization", "how long the run may take, from its start to the written and tested model, such as 90s, 10m or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a learning rate that ends at zero in time; lets it choose --max_length and --learning_rate, and keeps 2% of the rows for validation, unless you set them; unset = --epochs decides", on_resume="any")
+    budget: str = _field("", "optimization", "how long the run may take, from its start to the written and tested model, such as 90s, 10m or 1h: it trains as many steps as fit, at most 10 epochs unless --epochs says how many, with a learning rate that ends at zero in time; it chooses --max_length, --learning_rate, --dropout and --freeze, and keeps 2% of the rows for validation, unless you set them; unset = --epochs decides", on_resume="any")
     epochs: int = _field(3, "optimization", "passes over the training rows; a larger number extends a run that has stopped or finished", ge=1, on_resume="longer")
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
-    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 3e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
+    learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 1.5e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
     scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
     warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
@@ -225,6 +225,7 @@ class TrainConfig(BaseModel):
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs, otherwise fp32")
     tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the final test: faster, with 10 instead of 23 bits of precision; off = exact", on_resume="any")
+    dropout: float | None = _field(None, "optimization", "share of values that the model's dropout layers leave out in training; 0 = none, which also computes faster, for a small model or a single pass over many rows; unset = what the model's configuration says", ge=0, lt=1)
     seed: int = _field(42, "optimization", "seed of the validation split, the row order, new weights and dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
 
@@ -526,7 +527,7 @@ class TrainConfig(BaseModel):
         if self.learning_rate is not None:
             return self.learning_rate
         if self.model in (TINY, STARTER):
-            return 1e-3 if self.model == TINY else 3e-4
+            return 1e-3 if self.model == TINY else 1.5e-4
         return 2e-4 if self.lora else 2e-5
 
     @property

@@ -47,6 +47,9 @@ SHRINKING = (
     "layers",
 )  # the flags that decide what it gives
 COMMON = ("--batch_size", "64", "--max_length", "64", "--validation_fraction", "0.02")
+# Too small to overfit in a few epochs. Without dropout it comes much closer to the teacher, in two thirds of the time;
+# fine-tuning on few rows is another matter, so the folder that is written says nothing of it.
+COMMON += ("--dropout", "0")
 TERMS = {"ag_news": "AG News is offered for research and other non-commercial use."}
 STEPS = {
     "masked_lm": ("--learning_rate", "5e-4"),

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from training.model.classifier import NewsClassifier
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -121,3 +124,36 @@ def test_a_run_stopped_within_an_epoch_takes_a_new_end_and_keeps_it(
 
     assert "the schedule now ends" not in capfd.readouterr().out
     assert _losses(metrics_of, tmp_path / "longer") == losses
+
+
+def test_without_dropout_a_model_answers_the_same_in_training_as_in_serving() -> None:
+    model = NewsClassifier(4, "checkpoints/starter")
+    ids = torch.randint(5, 8000, (4, 24), generator=torch.Generator().manual_seed(0))
+
+    def differs() -> bool:
+        in_training, in_serving = model.train()(ids, None), model.eval()(ids, None)
+        return not torch.allclose(in_training, in_serving, atol=1e-5)
+
+    assert differs()
+    assert model.set_dropout(0)
+    assert not differs()
+
+
+def test_dropout_is_refused_for_a_network_that_has_none(
+    train_here: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here" / "plain.py").write_text(
+        "from torch import nn\n"
+        "def build(words, scores):\n"
+        "    class Plain(nn.Module):\n"
+        "        def __init__(self):\n"
+        "            super().__init__()\n"
+        "            self.words, self.head = nn.Embedding(words, 8), nn.Linear(8, scores)\n"
+        "        def forward(self, ids, mask):\n"
+        "            return self.head((self.words(ids) * mask[..., None]).sum(1))\n"
+        "    return Plain()\n"
+    )
+
+    assert train_here("--network", "plain:build", "--dropout", 0.1, "--output_dir", tmp_path / "model") == 2
+
+    assert "--dropout 0.1: --model tiny has no dropout layers; leave it out" in capfd.readouterr().err

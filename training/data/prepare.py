@@ -359,6 +359,11 @@ def prepare_model(
         if isinstance(model.task, MaskedLanguageModel):
             model.task.vocabulary = news.vocabulary
         check_depths(model.network, config)
+        if config.dropout is not None and not model.set_dropout(config.dropout):
+            raise UserError(
+                f"--dropout {config.dropout:g}: --model {config.model} has no dropout layers; leave it out",
+                code="model-layers-unknown",
+            )
         head = model.network.get_submodule(model.head) if model.head else None
         targets = tokens.train.labels[news.labelled_index]
         model.task.fit(targets, head)

@@ -35,7 +35,7 @@ from common.windows import ATTENTION_KEY, WINDOWS_KEY, Windows
 from training.config import TINY, model_place
 from training.data.dataset import AG_NEWS_LABELS
 from training.model.architectures import ROW_ATTENTION, architecture_of, find_blocks, mask_of, token_types
-from training.model.dropout import use_row_dropout
+from training.model.dropout import RowDropout, use_row_dropout
 from training.model.layers import keep_blocks
 from training.tasks import TASK_OF_PROBLEM, CausalLanguageModel, Classification, MaskedLanguageModel, Task
 
@@ -89,6 +89,13 @@ class NewsClassifier(nn.Module):
         self._adopt(network, task(names))
         if not as_stored:
             widen(self)
+
+    def set_dropout(self, share: float) -> bool:
+        """Let all dropout layers leave out this share of the values; returns whether there are any."""
+        layers = [module for module in self.network.modules() if isinstance(module, RowDropout)]
+        for layer in layers:
+            layer.p = share
+        return bool(layers)
 
     @classmethod
     def from_saved(cls, saved: SavedModel) -> NewsClassifier:

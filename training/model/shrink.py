@@ -105,9 +105,6 @@ def shrink(
             n_heads=num_heads,
             max_position_embeddings=len(positions),
             pad_token_id=0,
-            dropout=0.0,  # too small to overfit in a few epochs; without it, it trains a third faster
-            attention_dropout=0.0,
-            seq_classif_dropout=0.0,
         )
     )
     encoder = small.distilbert

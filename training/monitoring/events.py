@@ -326,8 +326,8 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file in their order; a missing file has none, torn lines are skipped."""
-    return parse_lines(path.read_bytes()) if path.exists() else []
+    """The records of a JSON lines file in their order; what is no file has none, torn lines are skipped."""
+    return parse_lines(path.read_bytes()) if path.is_file() else []
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

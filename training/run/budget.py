@@ -48,6 +48,7 @@ FORWARD_AND_BACKWARD = 3  # times the work of the forward pass; a guess until th
 ROWS_TIMED = 512  # per rank, in the first seconds
 # Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
 FEW_ROWS, LEAST_BLOCKS = 6_000, 4
+FEW_PASSES = 2  # with fewer over the rows, there is no dropout
 # Texts are cut where so many of their tokens are before the cut.
 TOKENS_KEPT = 0.95
 SHORTEST = 32
@@ -145,34 +146,37 @@ def settle_layers(
     precision: str,
     began: Mapping[str, Any],
 ) -> TrainConfig:
-    """Freeze the lower half of the encoder if only few rows fit; a collective call.
+    """Choose what the steps do without, by how many rows fit; a collective call.
 
-    Steps then take little more than half the time, and the lower layers learn little from few rows anyway. Fine-tuning
-    MiniLM for the same minute and a half, 7,500 rows with half of it frozen gave as much as 4,500 without, or a little
-    more; ``benchmarks/budget.py`` compares both.
+    Whoever sees each row about once cannot learn it by heart, and needs no dropout. If only few rows fit, the lower
+    half of the encoder is frozen: steps then take little more than half the time, and lower layers learn little from
+    few rows anyway. Fine-tuning MiniLM for the same minute and a half, 7,500 rows with half of it frozen gave as much
+    as 4,500 without, or a little more; ``benchmarks/budget.py`` compares such choices.
     """
-    family = type(model.network).__name__ in FAMILY_OF
-    open_ = config.budget and "freeze" not in config.model_fields_set and config.strategy in ("ddp", "zero1")
-    if not open_ or not family or config.lora or config.is_language_model or ranks.device.type != "cpu":
-        return config
-    blocks = model.network.config.num_hidden_layers
-    if blocks < LEAST_BLOCKS:
+    whole = config.strategy in ("ddp", "zero1") and ranks.device.type == "cpu"  # what can be timed before it is split
+    if not config.budget or not whole or config.is_language_model or config.lora:
         return config
     if began:
-        freeze = began["config"]["freeze"]
+        chosen = {name: began["config"][name] for name in ("dropout", "freeze")}
     else:
-        per_row = _seconds_per_row(model, news.tokens.train, precision, config, ranks) / ranks.world_size
+        per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
         testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
         left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
-        freeze = ranks.broadcast(str(blocks // 2) if left < FEW_ROWS * per_row else "none")
-    config = config.model_copy(update={"freeze": freeze})
+        rows, freeze = left / per_row, config.freeze
+        if type(model.network).__name__ in FAMILY_OF and rows < FEW_ROWS:
+            blocks = model.network.config.num_hidden_layers
+            freeze = str(blocks // 2) if blocks >= LEAST_BLOCKS else freeze
+        dropout = 0.0 if rows < FEW_PASSES * len(news.train_index) else config.dropout
+        chosen = ranks.broadcast({"dropout": dropout, "freeze": freeze})
+    chosen = {name: value for name, value in chosen.items() if name not in config.model_fields_set}
+    config = config.model_copy(update=chosen)
     freeze_layers(model.network, config)
+    if config.dropout is not None:
+        model.set_dropout(config.dropout)
     return config
 
 
-def _seconds_per_row(
-    model: NewsClassifier, rows: TokenizedRows, precision: str, config: TrainConfig, ranks: Ranks
-) -> float:
+def _seconds_per_row(model: NewsClassifier, rows: TokenizedRows, precision: str, ranks: Ranks) -> float:
     """Of a forward and a backward pass on this rank, while the others do the same."""
     length = max(8, round(float(rows.lengths.mean())))
     some = rows.ids[: min(16, len(rows.ids) // length) * length].astype(np.int64)

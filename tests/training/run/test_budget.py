@@ -20,6 +20,7 @@ from training.config import TrainConfig, parse_config
 from training.data.dataset import Rows, load_news
 from training.data.prepare import PreparedNews, prepare_model, prepare_news
 from training.data.tokenized import encode_rows, load_tokenizer
+from training.model.dropout import RowDropout
 from training.parallelism.distributed import Ranks
 from training.run import budget as module
 from training.run.budget import Budget, expect_accuracy, settle_flags, settle_layers, settle_rate
@@ -181,7 +182,7 @@ def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one() -> None:
 
 
 @pytest.mark.parametrize(("budget", "frozen"), [("10s", True), ("10h", False)])
-def test_half_of_the_encoder_is_frozen_if_few_rows_fit(
+def test_half_of_the_encoder_is_frozen_and_nothing_dropped_if_few_rows_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, frozen: bool
 ) -> None:
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 9.9)
@@ -190,11 +191,17 @@ def test_half_of_the_encoder_is_frozen_if_few_rows_fit(
     model = prepare_model(config, ALONE, news, print)
     chosen = settle_layers(config, model, ALONE, news, "fp32", {})
     assert chosen.freeze == ("1" if frozen else "none")
+    assert chosen.dropout == (0 if frozen else None)
+    assert {layer.p for layer in model.modules() if isinstance(layer, RowDropout)} == ({0} if frozen else {0.1, 0.2})
     trained = {name for name, parameter in model.network.named_parameters() if parameter.requires_grad}
     assert ("distilbert.embeddings.word_embeddings.weight" not in trained) == frozen
     assert "distilbert.transformer.layer.2.attention.q_lin.weight" in trained
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert settle_layers(config, model, ALONE, news, "fp32", {"config": {"freeze": "2"}}).freeze == "2"
+    before = {"config": {"freeze": "2", "dropout": 0.3}}
+    resumed = settle_layers(config, model, ALONE, news, "fp32", before)
+    assert (resumed.freeze, resumed.dropout) == ("2", 0.3)
+    given = config.model_copy(update={"freeze": "none", "dropout": 0.5})  # and both are then set
+    assert settle_layers(given, model, ALONE, news, "fp32", before) == given
 
 
 def test_the_words_of_the_rows_say_what_to_expect_of_an_encoder_but_not_of_a_network_from_scratch(
