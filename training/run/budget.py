@@ -230,7 +230,10 @@ def start_budget(
 def _seconds_per_token(strategy: Strategy, ranks: Ranks, news: PreparedNews) -> float:
     """That all ranks together need for a token of the test rows. What they answer is thrown away."""
     rows, size = news.tokens.test, strategy.data_shard.size
-    some = np.random.default_rng(0).permutation(len(rows))[: ROWS_TIMED * size]
+    # Every so many of the batches that the test will have: rows drawn one by one would share batches with longer ones.
+    batch = np.arange(len(rows)) // strategy.task.rows_at_once
+    every = max(1, len(rows) // (ROWS_TIMED * size))
+    some = np.argsort(rows.lengths, kind="stable")[batch % every == every // 2]
     answer = partial(
         evaluate,
         partial(strategy.logits, precision=strategy.test_precision),
