@@ -30,8 +30,8 @@ MODULE = "benchmarks.time_to_accuracy"
 GOALS = (0.90, 0.92, 0.93)
 PACKAGES = (*harness.PACKAGES, "scikit-learn", "setfit")
 INTRODUCTION = """
-*Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. {rounds} rounds,
-the variants in alternating order, other rows and order with each seed. `ours` is `training/run_ddp.sh {cores} --budget
+*Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. Rounds: {rounds},
+with the variants in alternating order, other rows and order with each seed. `ours` is `training/run_ddp.sh {cores} --budget
 TIME`; the linear model is TF-IDF of words and pairs with a linear SVM; `Trainer` is `transformers.Trainer` at its
 defaults (batches of 8 rows, learning rate 5e-5, one process on all cores), but one epoch, and in bf16 if the processor
 is faster with it; SetFit trains on 16 rows per label, its usual case. Static embeddings (`model2vec`) are not among

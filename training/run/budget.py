@@ -135,7 +135,8 @@ def settle_rate(config: TrainConfig, model: NewsClassifier) -> TrainConfig:
     if not config.budget or config.learning_rate is not None or config.lora or config.model == TINY or config.network:
         return config
     width = getattr(model.config, "hidden_size", None) or 768
-    return config.model_copy(update={"learning_rate": min(1e-3, 5e-5 * (768 / width) ** 2)})
+    rate = min(1e-3, 5e-5 * (768 / width) ** 2)
+    return config.model_copy(update={"learning_rate": float(f"{rate:.2g}")})
 
 
 def settle_layers(
