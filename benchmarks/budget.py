@@ -27,8 +27,8 @@ INTRODUCTION = """
 `training/run_ddp.sh {processes} --dataset {name} --budget TIME` and the flags of each line, one process per core.
 *Time used* is that of the whole command, from its start to its end, of the budget. *Chosen* is what the run decided
 where the line leaves it open. *Accuracy* is on all {tests:,} test rows, of which nothing was known in training.
-*Expected* is what the run said before its first step. Rounds: {rounds}, with
-the variants in alternating order and another seed in each. Tokens were in the cache, as on every run but the first on somebody's data.
+*Expected* is what the run said before its first step. Rounds: {rounds}, with the variants in alternating order and
+another seed in each. Tokens were in the cache, as on every run but the first on somebody's data.
 """
 
 

@@ -31,11 +31,11 @@ GOALS = (0.90, 0.92, 0.93)
 PACKAGES = (*harness.PACKAGES, "scikit-learn", "setfit")
 INTRODUCTION = """
 *Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. Rounds: {rounds},
-with the variants in alternating order, other rows and order with each seed. `ours` is `training/run_ddp.sh {cores} --budget
-TIME`; the linear model is TF-IDF of words and pairs with a linear SVM; `Trainer` is `transformers.Trainer` at its
-defaults (batches of 8 rows, learning rate 5e-5, one process on all cores), but one epoch, and in bf16 if the processor
-is faster with it; SetFit trains on 16 rows per label, its usual case. Static embeddings (`model2vec`) are not among
-them: the package comes without a model, and there was no network to load one.
+with the variants in alternating order, other rows and order with each seed. `ours` is `training/run_ddp.sh {cores}
+--budget TIME`; the linear model is TF-IDF of words and pairs with a linear SVM; `Trainer` is `transformers.Trainer`
+at its defaults (batches of 8 rows, learning rate 5e-5, one process on all cores), but for one epoch, and in bf16 if
+the processor is faster with it. {setfit} Static embeddings (`model2vec`) are not among them: the package comes
+without a model, and there was no network to load one.
 """
 
 
@@ -179,7 +179,11 @@ def render(run: dict[str, Any]) -> str:
         "seconds": lambda case: harness.median_and_spread([found[case]["seconds"] for found in run["rounds"]], 0),
         "accuracy, %": accuracy,
     }
-    text = INTRODUCTION.format(tests=run["tests"], name=run["name"], rounds=len(run["rounds"]), cores=usable_cpus())
+    has_setfit = any(case.startswith("SetFit") for case in cases)
+    setfit = "SetFit trains on 16 rows per label, its usual case." if has_setfit else "SetFit was not measured."
+    text = INTRODUCTION.format(
+        setfit=setfit, tests=run["tests"], name=run["name"], rounds=len(run["rounds"]), cores=usable_cpus()
+    )
     page = harness.introduction(MODULE, "Seconds to an accuracy", text)
     page += harness.table(columns, sorted(cases, key=lambda case: middle(case, "seconds")))
     kinds = list(dict.fromkeys(case.split(", ")[0] for case in cases))
