@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, one_or_two_processes, scaling, sizing
+from benchmarks import budget, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
 from common.errors import UserError
@@ -33,6 +33,8 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "scaling": lambda run: scaling.page(run["facts"], run["rounds"], "scaling.png", cores=2),
     "one_or_two_processes": lambda run: one_or_two_processes.render(run, "figure.png"),
     "sizing": sizing.render,
+    "budget": budget.render,
+    "time_to_accuracy": time_to_accuracy.render,
     "serving": serving_page.render,
     "training_throughput": training_throughput_page,
 }
@@ -188,3 +190,40 @@ def test_a_benchmark_runs_and_writes_its_page(command: str, tmp_path: Path) -> N
     rows = table_rows(page.read_text())
     assert rows
     assert not [row for row in rows if "nan" in " ".join(row)]
+
+
+def test_the_page_of_budgets_says_what_was_used_chosen_and_expected() -> None:
+    found = {
+        "used": 0.971,
+        "accuracy": 0.907,
+        "tests": 7600,
+        "epochs": 0.3,
+        "expected": [0.885, 0.936],
+        "max_length": "64",
+        "learning_rate": "0.00045",
+        "dropout": "0.0",
+        "freeze": "none",
+    }
+    other = found | {"accuracy": 0.95, "used": 0.989}
+    cases = ("starter ; 1m ; ", "starter ; 1m ; --dropout 0.1")
+    run = {"facts": {}, "name": "ag_news", "rounds": [dict.fromkeys(cases, found), dict.fromkeys(cases, other)]}
+
+    page = budget.render(run)
+
+    assert (
+        "| `starter` | 1m | none | max_length 64, learning_rate 0.00045, dropout 0.0, freeze none, 0.3 epochs" in page
+    )
+    assert "| 98.0 (97.1 to 98.9) | 92.85 (90.70 to 95.00) | 88.5 to 93.6: 1 of 2 |" in page
+    assert "| `--dropout 0.1` | max_length 64, learning_rate 0.00045, freeze none" in page
+
+
+def test_the_page_of_times_names_the_fastest_of_each_kind_and_what_no_one_reached() -> None:
+    results = {"linear, all rows": (18.0, 0.92), "ours, starter, --budget 1m": (57.0, 0.907)}
+    results |= {"ours, starter, --budget 4m": (235.0, 0.9234)}
+    measured = {case: {"seconds": seconds, "accuracy": accuracy} for case, (seconds, accuracy) in results.items()}
+
+    page = time_to_accuracy.render({"facts": {}, "name": "ag_news", "tests": 7600, "rounds": [measured]})
+
+    assert "| linear | 18 s | 18 s | not reached |" in page
+    assert "| ours | 57 s | 235 s | not reached |" in page
+    assert "SetFit was not measured." in page
