@@ -242,7 +242,7 @@ def test_fields_that_decide_rows_or_updates_must_not_change_on_resume() -> None:
         *("task", "loss", "metric", "network", "class_weights", "sampling", "best_metric", "evaluate_every"),
         *("lora", "lora_alpha", "layers", "distill_share"),
         *("scale_lr", "schedule", "warmup", "weight_decay", "clip_norm", "label_smoothing", "precision", "seed"),
-        *("betas", "epsilon", "layer_decay", "freeze", "ema"),
+        *("betas", "epsilon", "layer_decay", "freeze", "ema", "dropout"),
         *("deterministic", "device"),
     }
 
