@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import harness
 from common.errors import TrainingFailure
 from common.hardware import usable_cpus
+from training.config import TrainConfig
 
 MODULE = "benchmarks.budget"
 INTRODUCTION = """
@@ -78,7 +79,7 @@ def measure(flags: Sequence[str], seed: int, options: Namespace, folder: str) ->
         settings = dict(re.findall(r"^(max_length|learning_rate|dropout|freeze): '?([^'\n]*)", config, re.M))
         expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", done.stdout)
         budget = flags[flags.index("--budget") + 1]
-        allowed = float(budget[:-1]) * {"s": 1, "m": 60, "h": 3600}[budget[-1]]
+        allowed = TrainConfig(budget=budget).budget_seconds
         return {
             "seconds": seconds,
             "used": seconds / allowed,

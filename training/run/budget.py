@@ -158,7 +158,8 @@ def settle_layers(
     if not config.budget or not whole or config.is_language_model or config.lora:
         return config
     if began:
-        chosen = {name: began["config"][name] for name in ("dropout", "freeze")}
+        # A checkpoint of an older version does not know all flags; that run did as the default does.
+        chosen = {name: began["config"].get(name, getattr(config, name)) for name in ("dropout", "freeze")}
     else:
         per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
         testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
