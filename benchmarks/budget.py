@@ -6,20 +6,15 @@ that sets a flag keeps it; what it leaves out, the budget chooses.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from common.errors import TrainingFailure
+from benchmarks.training_run import train_as_a_user
 from common.hardware import usable_cpus
 from training.config import TrainConfig
 
@@ -60,24 +55,11 @@ def measure(flags: Sequence[str], seed: int, options: Namespace, folder: str) ->
     """Run the command; returns what it used of its time, what it chose, what it expected and what came of it."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         output = Path(place) / "model"
-        command = [
-            str(harness.ROOT / "training" / "run_ddp.sh"),
-            str(usable_cpus()),
-            "--dataset",
-            options.dataset,
-            *flags,
-        ]
-        command += ["--seed", str(seed), "--output_dir", str(output)]
-        environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        began = time.monotonic()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        seconds = time.monotonic() - began
-        if done.returncode:
-            raise TrainingFailure(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}", code="benchmark-failed")
-        metrics = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+        flags = ("--dataset", options.dataset, *flags, "--seed", str(seed))
+        seconds, metrics, printed = train_as_a_user(flags, output)
         config = (output.with_name("model.run") / "config.yaml").read_text(encoding="utf-8")
         settings = dict(re.findall(r"^(max_length|learning_rate|dropout|freeze): '?([^'\n]*)", config, re.M))
-        expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", done.stdout)
+        expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", printed)
         budget = flags[flags.index("--budget") + 1]
         allowed = TrainConfig(budget=budget).budget_seconds
         return {

@@ -6,8 +6,6 @@ Every line is a new process, timed from its start until it has answered all test
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,8 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.accuracy import fit_linear
-from common.errors import TrainingFailure, UserError
+from benchmarks.training_run import run_program, train_as_a_user
+from common.errors import UserError
 from common.files import write_json
 from common.hardware import usable_cpus
 from training.data.dataset import load_news
@@ -66,25 +65,16 @@ def main() -> None:
 
 def _measure(case: Sequence[str], seed: int, folder: Path, options: Namespace) -> dict[str, float]:
     kind, *rest = case
-    environment = dict(os.environ)
     if kind == "ours":
         model, budget = rest
-        command = [str(harness.ROOT / "training" / "run_ddp.sh"), str(usable_cpus()), "--dataset", options.dataset]
-        command += ["--model", model, "--budget", budget, "--seed", str(seed), "--output_dir", str(folder / "model")]
-        environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    else:
-        command = [sys.executable, "-m", MODULE, "--one", kind, *rest, str(seed), str(folder / "result.json")]
-        command += ["--dataset", options.dataset, "--encoder", str(options.encoder)]
+        flags = ("--dataset", options.dataset, "--model", model, "--budget", budget, "--seed", str(seed))
+        seconds, metrics, _ = train_as_a_user(flags, folder / "model")
+        return {"seconds": seconds, "accuracy": metrics["test"]["accuracy"]}
+    command = [sys.executable, "-m", MODULE, "--one", kind, *rest, str(seed), str(folder / "result.json")]
     began = time.monotonic()
-    done = subprocess.run(command, env=environment, cwd=harness.ROOT, capture_output=True, text=True, check=False)
+    run_program([*command, "--dataset", options.dataset, "--encoder", str(options.encoder)])
     seconds = time.monotonic() - began
-    if done.returncode:
-        raise TrainingFailure(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}", code="benchmark-failed")
-    if kind == "ours":
-        found = json.loads((folder / "model" / "metrics.json").read_text(encoding="utf-8"))["test"]
-    else:
-        found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return {"seconds": seconds, "accuracy": found["accuracy"]}
+    return {"seconds": seconds} | json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
 def run_one(options: Namespace) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks import harness
 from benchmarks.processes import Layout, run_ranks
+from common.errors import TrainingFailure
+from common.hardware import usable_cpus
 from training.config import parse_config
 from training.monitoring.events import read_metrics
 from training.parallelism.distributed import join_ranks
@@ -70,3 +79,31 @@ def train(
         flags = {"save_every": 0, "output_dir": f"{folder}/model"} | flags
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         return run_ranks(rank_function, layout, pin=pin, flags=words, **arguments)
+
+
+def train_as_a_user(flags: Sequence[str], output: Path) -> tuple[float, dict[str, Any], str]:
+    """Start ``training/run_ddp.sh``, one process per core, and wait for it.
+
+    Returns:
+        The seconds of the whole command, the results on the test rows, and what the command printed.
+    """
+    launcher = harness.ROOT / "training" / "run_ddp.sh"
+    command = [str(launcher), str(usable_cpus()), *flags, "--output_dir", str(output)]
+    began = time.monotonic()
+    printed = run_program(command, {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
+    seconds = time.monotonic() - began
+    return seconds, json.loads((output / "metrics.json").read_text(encoding="utf-8")), printed
+
+
+def run_program(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """Run a program of this project; returns what it printed, errors included.
+
+    Raises:
+        TrainingFailure: it failed.
+    """
+    environment = os.environ | (environment or {})
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, env=environment, cwd=harness.ROOT, text=True, check=False, **told)
+    if done.returncode:
+        raise TrainingFailure(f"{' '.join(command)} failed: {done.stdout.strip()[-500:]}", code="benchmark-failed")
+    return done.stdout
