@@ -1,4 +1,4 @@
-"""Check your three functions of data parallelism on real ranks: python -m learn.check my_solution.py."""
+"""Check your solution of a lesson on real ranks: python -m learn.check LESSON my_solution.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if not __package__:  # started by path: the imports below need the folder above 
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from learn.checking.finding import MAX_RANKS, NOT_WRITTEN
+from learn.lessons import LESSONS
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from learn.checking.verdict import Verdict
 
 MAX_LINES = 5  # of what a rank printed
+# What you have built once all functions of a lesson are right.
+ENDS = {
+    "data_parallel": "This is data parallelism. DDP does the same thing, only faster.",
+}
 
 
 def main() -> int:
     parser = OneLineParser(prog="python -m learn.check", description=__doc__)
-    parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of learn/by_hand/exercise.py")
+    parser.add_argument("lesson", choices=LESSONS, metavar="LESSON", help=", ".join(LESSONS))
+    parser.add_argument("solution", type=Path, metavar="FILE", help="your copy of learn/lessons/LESSON.py")
     parser.add_argument(
         "--workers",
         type=positive,
@@ -36,7 +42,7 @@ def main() -> int:
     # Imported here because they import PyTorch, which --help and a wrong flag need not wait for.
     from rich.console import Console
 
-    from learn.checking.exercises import EXERCISES
+    from learn.checking.exercises import EXERCISES, functions_of
     from learn.checking.solution import compile_solution
     from learn.checking.verdict import check_function
 
@@ -47,14 +53,13 @@ def main() -> int:
     sizes = " and ".join(map(str, world_sizes))
     console.print(f"{options.solution}: each function is called on {sizes} ranks, processes of their own\n")
     verdicts = []
-    for name in EXERCISES:
+    for name in functions_of(options.lesson):
         with console.status(f"{name} ..."):
             verdicts.append(check_function(options.solution, name, world_sizes))
         console.print(describe(verdicts[-1], EXERCISES[name].promise))
     num_right = sum(verdict.finding is None for verdict in verdicts)
     all_right = num_right == len(verdicts)
-    end = ". This is data parallelism; DDP does the same, sooner." if all_right else ""
-    console.print(f"{num_right} of {len(verdicts)} right{end}")
+    console.print(f"{num_right} of {len(verdicts)} right{f'. {ENDS[options.lesson]}' if all_right else ''}")
     return 0 if all_right else 1
 
 

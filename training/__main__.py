@@ -9,7 +9,7 @@ python -m training.search SPACE.yaml                  find better hyper-paramete
 python -m training.planning --help                    plan a run on hardware that is not here
 python -m training.publish_model MODEL --name NAME    publish a model on the hub
 python -m learn.cards show                         a run in twelve visible steps
-python -m learn.check my_solution.py       check your own data parallelism
+python -m learn.check data_parallel my_solution.py       check your own data parallelism
 """
 
 print(COMMANDS, end="")

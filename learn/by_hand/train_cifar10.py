@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 if not __package__:  # started by path: the imports below need the folder above training/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -23,10 +25,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
 from common.errors import OneLineParser, UserError, positive, rank0_only_output, run_command
+from learn.by_hand import data_parallel
 from learn.by_hand.batches import Batch, evaluation_batches, training_batches
 from learn.by_hand.cifar10 import ImageData, load_images
 from learn.by_hand.cnn import CNN
-from learn.by_hand.data_parallel import average_gradients, broadcast_parameters, global_accuracy
+from learn.checking.exercises import functions_of
+from learn.checking.solution import WrongSignature, compile_solution, load_function
 from training.fault_tolerance.interruption import run_rank
 from training.monitoring.records import format_time
 from training.parallelism.distributed import Ranks, join_ranks
@@ -46,11 +50,28 @@ def main() -> None:
             raise UserError(message, quiet=not ranks.is_first, code="uneven-split")
         load = partial(load_images, options.data)
         data = ranks.local_rank0_first(load) if options.data == "cifar10" else ranks.run_on_all_ranks(load)
-        train(data, options, ranks)
+        functions = data_parallel
+        if options.solution:
+            functions = ranks.run_on_all_ranks(lambda: load_solution(options.solution))
+        train(data, options, ranks, functions)
 
 
-def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
-    """Train; rank 0 prints one line per epoch. Returns the model."""
+def load_solution(path: Path) -> SimpleNamespace:
+    """The three functions of a learner's file.
+
+    Raises:
+        UserError: the file cannot be read, or a function is not as the lesson asks for it.
+    """
+    compile_solution(path)
+    try:
+        names = functions_of("data_parallel")
+        return SimpleNamespace(**{name: load_function(path.resolve(), name) for name in names})
+    except WrongSignature as error:
+        raise UserError(f"--solution {path}: {error}", code="exercise-file") from error
+
+
+def train(data: ImageData, options: Namespace, ranks: Ranks, functions: Any = data_parallel) -> nn.Module:
+    """Train with the three ``functions``; rank 0 prints one line per epoch. Returns the model."""
     steps = len(data.train) // options.batch_size
     if not steps:
         message = f"--batch_size {options.batch_size}: there are only {len(data.train):,} training rows"
@@ -59,7 +80,7 @@ def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
     # Every rank draws its own weights, as separate programs do: the broadcast makes them equal.
     torch.manual_seed(options.seed + ranks.rank)
     model = CNN(len(data.classes)).to(ranks.device)
-    broadcast_parameters(model)
+    functions.broadcast_parameters(model)
     optimizer = AdamW(model.parameters(), options.learning_rate)
     schedule = one_cycle(optimizer, options.epochs * steps)
     train_sampler = DistributedSampler(data.train, ranks.world_size, ranks.rank, seed=options.seed)
@@ -68,8 +89,9 @@ def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
         began = time.perf_counter()
         train_sampler.set_epoch(epoch)
         batches = training_batches(data.train, train_sampler, rows_per_rank, options.seed)
-        loss = train_epoch(model, batches, optimizer, schedule, ranks)
-        accuracy = evaluate(model, evaluation_batches(data.test, test_sampler, rows_per_rank), ranks.device)
+        loss = train_epoch(model, batches, optimizer, schedule, ranks, functions)
+        test_batches = evaluation_batches(data.test, test_sampler, rows_per_rank)
+        accuracy = evaluate(model, test_batches, ranks.device, functions)
         if ranks.is_first:
             took = format_time(time.perf_counter() - began)
             print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  test accuracy {accuracy:.2%}  {took}", flush=True)
@@ -77,7 +99,12 @@ def train(data: ImageData, options: Namespace, ranks: Ranks) -> nn.Module:
 
 
 def train_epoch(
-    model: nn.Module, batches: Iterable[Batch], optimizer: Optimizer, schedule: LRScheduler, ranks: Ranks
+    model: nn.Module,
+    batches: Iterable[Batch],
+    optimizer: Optimizer,
+    schedule: LRScheduler,
+    ranks: Ranks,
+    functions: Any = data_parallel,
 ) -> float:
     """One step per batch; returns the mean loss of the global batches."""
     model.train()
@@ -86,7 +113,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images.to(ranks.device)), labels.to(ranks.device))
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model)
+        functions.average_gradients(model)
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
@@ -94,14 +121,14 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, functions: Any = data_parallel) -> float:
     """The accuracy over all ranks' test rows."""
     model.eval()
     correct = total = 0
     for images, labels in batches:
         correct += int((model(images.to(device)).argmax(dim=1) == labels.to(device)).sum())
         total += len(labels)
-    return global_accuracy(correct, total)
+    return functions.global_accuracy(correct, total)
 
 
 def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
@@ -116,6 +143,7 @@ def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
 def _parse() -> Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
+    parser.add_argument("--solution", type=Path, help="use your three functions, of your copy of the lesson's file")
     parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
     parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
     parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")

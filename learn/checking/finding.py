@@ -1,8 +1,10 @@
-"""What the checker reports."""
+"""What a checker asks of a function, and what it reports."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,23 @@ class Finding:
     problem: str
     hint: str
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One function of a lesson.
+
+    Args:
+        lesson: the module of learn/lessons that asks for it.
+        promise: what a right one guarantees, in a line.
+        observe: called on every rank, with the learner's function; what it returns is sent to ``judge``.
+        judge: what is wrong, by the observations of all ranks; None if nothing is.
+    """
+
+    lesson: str
+    promise: str
+    observe: Callable[[Callable[..., Any]], Any]
+    judge: Callable[[Sequence[Any]], Finding | None]
 
 
 MAX_RANKS = 9  # to call a function on: each rank has its own last digit, 1 to 9

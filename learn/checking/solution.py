@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from common.errors import UserError
-from learn.by_hand import exercise
+from learn.checking.exercises import EXERCISES
 
 
 class WrongSignature(Exception):
@@ -27,7 +28,8 @@ def compile_solution(path: Path) -> CodeType:
         return compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}); copy learn/by_hand/exercise.py, fill it in and name it here",
+            f"{path}: cannot be read ({error.strerror}); copy the lesson's file in learn/lessons, fill it in and name "
+            "it here",
             code="exercise-file",
         ) from error
     except SyntaxError as error:
@@ -50,7 +52,8 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
         raise WrongSignature(f"there is no function {name} in {path.name}")
-    expected = inspect.signature(getattr(exercise, name))
+    asked = importlib.import_module(f"learn.lessons.{EXERCISES[name].lesson}")
+    expected = inspect.signature(getattr(asked, name))
     try:
         inspect.signature(function).bind(*expected.parameters)
     except TypeError:

@@ -51,7 +51,7 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
     failed = {rank: report for rank, report in enumerate(reports) if report.outcome not in ("returned", "waits")}
     for rank, report in failed.items():
         if not _failed_by_others(report):
-            return _failure(rank, report)
+            return _failure(name, rank, report)
     if failed:
         hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
         return Finding("the ranks' collectives do not match", hint, _places(reports))
@@ -68,9 +68,9 @@ def _failed_by_others(report: Report) -> bool:
     return report.outcome == "raised" and re.search("gloo|Connection", report.error) is not None
 
 
-def _failure(rank: int, report: Report) -> Finding:
+def _failure(name: str, rank: int, report: Report) -> Finding:
     if report.outcome == "wrong signature":
-        return Finding(report.error, "Keep the names and the arguments of exercise.py.")
+        return Finding(report.error, f"Keep the names and the arguments of learn/lessons/{EXERCISES[name].lesson}.py.")
     if report.outcome == "gone":
         hint = "The function must return: did it call os._exit, or crash outside of Python?"
         return Finding(f"the process of rank {rank} ended during the call, with exit code {report.value}", hint)

@@ -17,7 +17,7 @@ from torch import nn
 from common.errors import UserError, run_command
 from learn.by_hand.cifar10 import ImageData, Split
 from learn.by_hand.shapes import SHAPES, draw_shapes
-from learn.by_hand.train_cifar10 import evaluate, main, one_cycle, train, train_epoch
+from learn.by_hand.train_cifar10 import evaluate, load_solution, main, one_cycle, train, train_epoch
 from tests.processes import here
 from training.parallelism.distributed import Ranks
 
@@ -157,3 +157,34 @@ def test_shapes_train_above_nine_in_ten_and_two_ranks_learn_as_one(start: Start)
     assert float(alone[4]) > 90
     assert float(together[3]) == pytest.approx(float(alone[3]), abs=0.05)
     assert float(together[4]) == pytest.approx(float(alone[4]), abs=1.5)
+
+
+def _train_with(solution: Path) -> str:
+    options = Namespace(epochs=1, batch_size=24, learning_rate=1e-3, seed=3)
+    with redirect_stdout(StringIO()) as printed:
+        train(DATA, options, here(), load_solution(solution))
+    return printed.getvalue()
+
+
+def test_a_learners_functions_train_in_place_of_the_projects(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    """Functions that do nothing leave each rank with its own model, and say that half of all rows are right."""
+    solution = tmp_path / "my_solution.py"
+    solution.write_text(
+        "def broadcast_parameters(model): pass\n"
+        "def average_gradients(model): pass\n"
+        "def global_accuracy(correct, total): return 0.5\n"
+    )
+
+    first, _ = run_on_ranks(2, _train_with, solution)
+
+    assert EPOCH.fullmatch(first.strip()).group(4) == "50.00"
+
+
+def test_a_solution_that_lacks_a_function_is_named(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    solution = tmp_path / "my_solution.py"
+    solution.write_text("def broadcast_parameters(model): pass\n")
+
+    [(code, said)] = run_on_ranks(1, _command, "--data", "shapes", "--solution", str(solution))
+
+    assert code == 2
+    assert said.endswith("my_solution.py: there is no function average_gradients in my_solution.py [exercise-file]\n")

@@ -1,4 +1,4 @@
-"""The checker of the exercise: the truth passes, and each wrong solution is told what is wrong with it."""
+"""The checkers of the lessons: the truth passes, and each wrong solution is told what is wrong with it."""
 
 import os
 import select
@@ -12,19 +12,28 @@ import pytest
 
 from common.errors import TrainingFailure, run_command
 from learn import check
-from learn.by_hand import data_parallel, exercise
+from learn.by_hand import data_parallel
 from learn.check import describe
 from learn.checking import supervision
-from learn.checking.exercises import EXERCISES
+from learn.checking.exercises import EXERCISES, functions_of
 from learn.checking.verdict import SECONDS, check_function
-from tests.learn.by_hand.wrong_solutions import wrong_solutions
+from learn.lessons import LESSONS
+from tests.docs.pages import REPOSITORY
+from tests.learn.lessons.wrong_solutions import wrong_solutions
 
+HERE = Path(__file__).parent
 TRUTH = Path(data_parallel.__file__)
+TRUTHS = {"data_parallel": TRUTH}
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
 FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
-RIGHT = sorted(Path(__file__).with_name("right_solutions").glob("*.py"))
+RIGHT = [
+    (path, name)
+    for lesson in LESSONS
+    for path in sorted((HERE / "right" / lesson).glob("*.py"))
+    for name in functions_of(lesson)
+]
 WRONG = wrong_solutions()
 
 
@@ -43,36 +52,36 @@ def test_a_wrong_solution_is_told_what_is_wrong(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_truth_passes_on_two_and_three_ranks(name: str) -> None:
-    verdict = check_function(TRUTH, name, (2, 3))
+    verdict = check_function(TRUTHS[EXERCISES[name].lesson], name, (2, 3))
 
-    assert verdict.finding is None
+    assert verdict.finding is None, verdict.finding
     assert verdict.world_size == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize(("path", "name"), RIGHT, ids=lambda value: getattr(value, "stem", value))
 def test_another_right_solution_is_not_called_wrong(path: Path, name: str) -> None:
     assert check_function(path, name, (2, 3, 5)).finding is None
 
 
+@pytest.mark.parametrize("lesson", [LESSONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LESSONS[1:])])
 def test_an_exercise_that_nobody_has_begun_is_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lesson: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = _check_here(monkeypatch, exercise.__file__)
+    code = _check_here(monkeypatch, lesson, REPOSITORY / "learn" / "lessons" / f"{lesson}.py")
 
     out, err = capsys.readouterr()
     assert (code, err) == (1, "")
     assert [line.split(": ")[0] for line in out.splitlines() if "to do" in line] == [
-        f"to do  {name}" for name in EXERCISES
+        f"to do  {name}" for name in functions_of(lesson)
     ]
-    assert out.endswith("0 of 3 right\n")
+    assert out.endswith(f"0 of {len(functions_of(lesson))} right\n")
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        (None, [], "cannot be read (No such file or directory); copy learn/by_hand/exercise.py"),
+        (None, [], "cannot be read (No such file or directory); copy the lesson's file in learn/lessons"),
         ("import torch\ndef average_gradients(model:\n", [], "line 2: '(' was never closed"),
         ("x = 'no\0 text'\n", [], "my_solution.py: source code string cannot contain null bytes"),
         ("", ["--workers", "1"], "--workers 1: must be 2 to 8"),
@@ -92,7 +101,7 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
     if text is not None:
         path.write_text(text)
 
-    code = _check_here(monkeypatch, path, *flags)
+    code = _check_here(monkeypatch, "data_parallel", path, *flags)
 
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
@@ -124,7 +133,7 @@ def test_a_file_of_another_name_with_a_module_beside_it_is_checked(tmp_path: Pat
 def test_the_command_passes_the_truth_by_path_and_as_a_module(start: Callable[..., "Run"]) -> None:  # noqa: F821
     commands = [[check.__file__], ["-m", "learn.check"]]
 
-    runs = [start([sys.executable, *command, TRUTH, "--workers", "2"]) for command in commands]
+    runs = [start([sys.executable, *command, "data_parallel", TRUTH, "--workers", "2"]) for command in commands]
 
     for run in runs:
         assert run.process.returncode == 0, run.err
@@ -148,7 +157,7 @@ def test_no_rank_outlives_the_command(
         f"    pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.rank').touch()\n"
         "    while True: pass\n"
     )
-    run = start([sys.executable, "-m", "learn.check", solution], wait=False)
+    run = start([sys.executable, "-m", "learn.check", "data_parallel", solution], wait=False)
     run.wait_until(lambda: len(list(tmp_path.glob("*.rank"))) == 2)
     ranks = [int(path.stem) for path in tmp_path.glob("*.rank")]
 

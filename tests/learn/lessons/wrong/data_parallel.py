@@ -1,7 +1,4 @@
-"""Wrong solutions of the exercise: for each its name, what the checker must say, and the function's body."""
-
-import re
-from textwrap import indent
+"""Wrong solutions of data parallelism; ``wrong_solutions.py`` says how they are written."""
 
 HEAD = """import os
 import sys
@@ -14,8 +11,6 @@ SIGNATURES = {
     "average_gradients": "def average_gradients(model: nn.Module) -> None:",
     "global_accuracy": "def global_accuracy(correct: int, total: int) -> float:",
 }
-# Each begins with its name and a line of "said | said too"; what begins with "def" brings a signature of its own.
-# Lines are counted from HEAD, whose imports and a blank line come before the signature.
 WRONG = {
     "broadcast_parameters": """
 # broadcast_averages
@@ -59,7 +54,7 @@ for tensor in [*model.parameters(), *model.buffers()]:
     dist.broadcast(tensor.detach(), src=dist.get_world_size() - 1)
 
 # broadcast_is_missing
-# there is no function broadcast_parameters in broadcast_is | arguments of exercise.py
+# there is no function broadcast_parameters in broadcast_is | arguments of learn/lessons/data_parallel.py
 def broadcast(model: nn.Module) -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), src=0)
@@ -360,15 +355,3 @@ dist.all_reduce(count)
 return correct / count.item()
 """,
 }
-
-
-def wrong_solutions() -> dict[str, tuple[str, list[str], str]]:
-    """By name: the function, what the checker must say, and the whole file."""
-    found = {}
-    for function, listed in WRONG.items():
-        for entry in re.split(r"\n\n(?=# \w+\n# )", listed.strip()):
-            name, says, body = entry.split("\n", 2)
-            if not body.startswith("def "):
-                body = f"{SIGNATURES[function]}\n{indent(body, '    ')}"
-            found[name.removeprefix("# ")] = function, says.removeprefix("# ").split(" | "), f"{HEAD}\n{body}\n"
-    return found

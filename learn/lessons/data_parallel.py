@@ -1,11 +1,11 @@
-"""Your exercise: data parallelism in three functions. Copy this file, fill them in, and have them checked.
+"""Lesson 2: data parallelism in three functions. Copy this file, fill them in, and have them checked.
 
-    cp learn/by_hand/exercise.py my_solution.py
-    python -m learn.check my_solution.py
+    cp learn/lessons/data_parallel.py my_solution.py
+    python -m learn.check data_parallel my_solution.py
 
 The process group is already initialized, and each function is called on every rank. ``torch.distributed`` has the
 collectives. Every rank must make each call, or some will wait forever; none may rely on another having finished. One
-solution is in ``data_parallel.py``.
+solution is in ``learn/by_hand/data_parallel.py``.
 """
 
 import torch  # noqa: F401
