@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 
 from tests.deployment.documented import REPOSITORY
@@ -24,7 +24,12 @@ _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 # [step.py](../training/run/step.py): `train_step`, `StepLog.sync`
 _NAMES = re.compile(r"\]\((?P<address>[^()\s]+\.py)\): (?P<names>`[\w.]+`(?:, `[\w.]+`)*)")
 _FIGURE = re.compile(r"\*\*(-?\d[\d.,]*%?)\*\*")
-_BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+# <!-- ranks: 2 --> stands before a script that torchrun starts, <!-- file: PATH --> before a copy of a file.
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>ranks|file): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_DIFF = re.compile(r"^<!-- diff: (\S+) (\S+) -->\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -87,14 +92,38 @@ def _defined(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def blocks_of_python(page: str) -> list[tuple[str, str]]:
-    """Each block of Python of a page, and the block of text behind it: what it prints."""
-    blocks = [(match["kind"], match["text"]) for match in _BLOCK.finditer(_text(page))]
-    return [
-        (text, printed if kind == "text" else "")
-        for (language, text), (kind, printed) in pairwise([*blocks, ("", "")])
-        if language == "python"
-    ]
+@dataclass(frozen=True)
+class Block:
+    """A block of Python of a page.
+
+    Args:
+        code: as it stands there.
+        printed: the block of text behind it.
+        num_ranks: that torchrun starts it on; 0 for one process without torchrun.
+        copy_of: the file that it shows.
+    """
+
+    code: str
+    printed: str
+    num_ranks: int = 0
+    copy_of: str = ""
+
+
+def blocks_of_python(page: str) -> list[Block]:
+    blocks = list(_BLOCK.finditer(_text(page)))
+    found = []
+    for block, behind in zip_longest(blocks, blocks[1:]):
+        if block["kind"] == "python":
+            printed = behind["text"] if behind and behind["kind"] == "text" else ""
+            num_ranks = int(block["value"]) if block["mark"] == "ranks" else 0
+            copy_of = block["value"] if block["mark"] == "file" else ""
+            found.append(Block(block["text"], printed, num_ranks, copy_of))
+    return found
+
+
+def diffs(page: str) -> list[tuple[str, str, str]]:
+    """The differences between two files that a page shows: both paths, and the block."""
+    return _DIFF.findall(_text(page))
 
 
 def shown_after(page: str, command: str) -> str:
