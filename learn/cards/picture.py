@@ -9,7 +9,7 @@ import torch
 from pydantic import TypeAdapter
 
 from common.errors import first_line
-from learn.cards.base import LAID_OUT, Preview
+from learn.cards.base import LAID_OUT, BaseCard, Preview
 from learn.cards.data import global_batches, rows_of
 from learn.cards.history import writable
 from learn.cards.pipeline import Node, Pipeline
@@ -33,18 +33,25 @@ def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _node_picture(node: Node) -> dict[str, Any]:
-    card = node.card
     return {
         "id": node.id,
+        **card_facts(node.card),
+        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
+        "config": node.config.model_dump(mode="json"),
+    }
+
+
+def card_facts(card: BaseCard) -> dict[str, Any]:
+    """What a card says of itself, wherever it is wired."""
+    return {
         "card_type": card.card_type,
         "name": card.display_name,
         "description": card.description,
         "look_at": card.look_at,
         "execution_mode": card.execution_mode,
-        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
-        "outputs": list(card.output_schema),
+        "takes": card.input_schema,
+        "gives": card.output_schema,
         "schema": card.config_schema.model_json_schema(),
-        "config": node.config.model_dump(mode="json"),
     }
 
 
@@ -91,7 +98,8 @@ def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: P
         return {"counts": [found["eval_metrics"]["own"] for found in storage.of_ranks("outputs")]}
     group = pipeline.of_type("dist_setup_process_group")
     if node.card.held and group:
-        return {"held": _held(*node.card.held, storage, storage.at(group.id))}
+        held = _held(*node.card.held, storage, storage.at(group.id))
+        return {"held": held} if held["moments"] else {}
     return {}
 
 

@@ -178,7 +178,7 @@ def check_document(
 ) -> tuple[Pipeline | None, list[WiringError]]:
     """The pipeline that a file describes, or the mistakes that are in the way.
 
-    Mistakes that others would cause are left out: connections are checked once every node can be read.
+    Mistakes that others would cause are left out: connections are checked once every node can be connected.
     """
     if not isinstance(document, dict) or set(document) != {"nodes"} or not isinstance(document["nodes"], list):
         detail = "must hold one list, nodes, of cards with an id, a card, a config and inputs"
@@ -186,54 +186,49 @@ def check_document(
     nodes: dict[str, Node] = {}
     mistakes: list[WiringError] = []
     for number, entry in enumerate(document["nodes"], start=1):
-        try:
-            node = _read_node(entry, number, path, cards)
-        except _Mistakes as error:
-            mistakes += error.mistakes
-            continue
-        if node.id in nodes:
+        node, wrong = _read_node(entry, number, path, cards)
+        mistakes += wrong
+        if node and node.id in nodes:
             mistakes.append(WiringError(path, f"two nodes have the id {node.id!r}"))
-        nodes[node.id] = node
+        if node:
+            nodes[node.id] = node
     if not document["nodes"]:
         mistakes.append(WiringError(path, "nodes is empty; connect at least one card"))
-    mistakes = mistakes or [*_one_of_each(nodes, path), *_wrong_sources(nodes, path)]
-    if mistakes:
-        return None, mistakes
-    order, mistakes = _order(nodes, path)
-    mistakes += _wrong_inputs(nodes, path, cards)
+    if not mistakes or len(nodes) == len(document["nodes"]):
+        mistakes += [*_one_of_each(nodes, path), *_wrong_sources(nodes, path)]
+        if not any(mistake.place.startswith("inputs.") for mistake in mistakes):
+            order, unordered = _order(nodes, path)
+            mistakes += [*unordered, *_wrong_inputs(nodes, path, cards)]
     return (None, mistakes) if mistakes else (Pipeline(path, tuple(order), cards), [])
 
 
-class _Mistakes(Exception):
-    """All that is wrong with a node."""
-
-    def __init__(self, *mistakes: WiringError) -> None:
-        self.mistakes = mistakes
-
-
-def _read_node(entry: Any, number: int, path: Path, cards: Mapping[str, BaseCard]) -> Node:
+def _read_node(
+    entry: Any, number: int, path: Path, cards: Mapping[str, BaseCard]
+) -> tuple[Node | None, list[WiringError]]:
+    """A node, and what is wrong with it; no node if nothing can be connected to it."""
     if not isinstance(entry, dict) or not {"id", "card"} <= set(entry):
-        raise _Mistakes(WiringError(path, "must have an id and a card", str(number)))
+        return None, [WiringError(path, "must have an id and a card", str(number))]
     node_id = entry["id"]
     if not isinstance(node_id, str) or not _ID.fullmatch(node_id):
         detail = f"id {node_id!r} must be a word of letters, digits, - and _"
-        raise _Mistakes(WiringError(path, detail, str(number), "id"))
+        return None, [WiringError(path, detail, str(number), "id")]
     if unknown := set(entry) - set(_NODE_FIELDS):
         detail = f"unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}"
-        raise _Mistakes(WiringError(path, detail, node_id))
+        return None, [WiringError(path, detail, node_id)]
     card = cards.get(entry["card"]) if isinstance(entry["card"], str) else None
     if card is None:
         detail = f"unknown card {entry['card']!r}; the cards are {', '.join(cards)}"
-        raise _Mistakes(WiringError(path, detail, node_id, "card"))
+        return None, [WiringError(path, detail, node_id, "card")]
     values = {field: entry.get(field) or {} for field in ("config", "inputs")}
     for field, value in values.items():
         if not isinstance(value, dict):
             detail = f"{field} must be names with values, such as {{name: value}}"
-            raise _Mistakes(WiringError(path, detail, node_id))
+            return None, [WiringError(path, detail, node_id)]
     mistakes, sources = [], {}
     try:
         config = card.config_schema.model_validate(values["config"])
     except ValidationError as error:
+        config = card.config_schema.model_construct()  # so that the node's connections are checked all the same
         wrong = _config_mistakes(card, error)
         mistakes += [WiringError(path, detail, node_id, f"config.{name}") for name, detail in wrong]
     for name, text in values["inputs"].items():
@@ -243,9 +238,7 @@ def _read_node(entry: Any, number: int, path: Path, cards: Mapping[str, BaseCard
         else:
             detail = f"input {name}: {text!r} must be a node and one of its outputs, such as load.dataset"
             mistakes.append(WiringError(path, detail, node_id, f"inputs.{name}"))
-    if mistakes:
-        raise _Mistakes(*mistakes)
-    return Node(node_id, card, config, sources)
+    return Node(node_id, card, config, sources), mistakes
 
 
 def _one_of_each(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.own_code import import_by_path
 from learn.cards.base import BaseCard
 from learn.cards.data import LoadDataset, PrepareData, ShardData
@@ -51,7 +51,12 @@ def load_card(name: str, where: str, *folders: Path) -> BaseCard:
         raise UserError(f"{where}: the class must set execution_mode to 'local' or 'distributed'", code="own-code")
     if card_class.in_training_loop and card_class.execution_mode == "local":
         raise UserError(f"{where}: a card of the training loop must be 'distributed'", code="own-code")
-    card = card_class()
+    try:
+        card = card_class()
+        card.config_schema.model_json_schema()
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{where}: the class or its config_schema cannot be used ({what})", code="own-code") from error
     card.card_type = name
     return card
 
