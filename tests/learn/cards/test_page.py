@@ -174,11 +174,12 @@ def test_a_card_of_ones_own_is_wired_in_with_the_keyboard_and_used(open_cards: O
     assert page.evaluate("document.activeElement.closest('details').id") == "node-8"
 
     page.press("#add-card", "Enter")
-    wiring_says(page, "13 cards, no mistakes.")
+    page.wait_for_selector("#node-12 summary")
     assert page.evaluate("document.activeElement.closest('details').id") == "node-12"
     assert page.input_value("#node-12-inputs-synced_gradients") == "allreduce.synced_gradients"
     page.press("#node-8 summary", "Enter")
     page.select_option("#node-8-inputs-synced_gradients", "halvegradients.synced_gradients")
+    wiring_says(page, "13 cards, no mistakes.")
     until(page, "document.querySelectorAll('#cards .in-loop').length === 5")
     page.press("#use-wiring", "Enter")
 
