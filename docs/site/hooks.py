@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: the measured pages and the sources that pages link to become pages of the site, and so does a run."""
+"""Hooks of MkDocs: measured pages, the sources that pages link to, and a run of the cards become part of the site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", "
 
 # A page of the site that the repository does not have: the link to it takes the place of this mark.
 _RUN, _RUN_MARK = "recorded_run.html", "<!-- recorded run -->"
-_RUN_LINK = f"[A recorded run of the default pipeline]({_RUN}) opens in your browser; choose a card to see what every rank held."
+_RUN_LINK = f"[Open a recorded run of the default pipeline]({_RUN}), and choose a card to see what every rank held."
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
