@@ -52,6 +52,7 @@ ThisNode = Annotated[Node, Depends(get_node)]
 # Far more than a pipeline needs: a page that sends more is not this one.
 MAX_BODY_BYTES = 64 * 1024
 MAX_NODES = 50
+MAX_BRACKETS = 500  # of a file: the time to read brackets within brackets grows with their number squared
 Name = Annotated[str, Field(max_length=200)]
 Setting = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=1000)] | None
 
@@ -152,6 +153,8 @@ def write_yaml(wiring: Wiring, session: InSession) -> dict[str, str]:
 @router.post("/api/wiring/load")
 def read_yaml(upload: Upload) -> JSONResponse:
     """Answer with the nodes of a file, for the page to edit. Nothing that it names is imported."""
+    if upload.yaml.count("[") + upload.yaml.count("{") > MAX_BRACKETS:
+        return JSONResponse({"detail": f"more than {MAX_BRACKETS} brackets"}, 422)
     try:
         document = yaml.safe_load(upload.yaml)
         return JSONResponse(Wiring.model_validate(document).model_dump())
