@@ -1,19 +1,28 @@
-"""Hooks of MkDocs: the measured pages, and the sources that pages link to, become pages of the site."""
+"""Hooks of MkDocs: measured pages, the sources that pages link to, and a run of the cards become part of the site."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from functools import cache
 from os.path import relpath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"\]\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".c": "c", ".md": "markdown"}
+
+# A page of the site that the repository does not have: the link to it takes the place of this mark.
+_RUN, _RUN_MARK = "recorded_run.html", "<!-- recorded run -->"
+_RUN_LINK = f"[Open a recorded run of the default pipeline]({_RUN}), and choose a card to see what every rank held."
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -25,7 +34,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the measured pages with their pictures, and each file of the repository that a page links to."""
+    """Add the measured pages with their pictures, each file of the repository that a page links to, and a run."""
+    files.append(File.generated(config, _RUN, content=_recorded_run()))
     for path in sorted((REPOSITORY / "benchmarks").iterdir()):
         if path.suffix in (".md", ".png"):
             name = str(path.relative_to(REPOSITORY))
@@ -41,6 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links to files of the repository lead to their pages here."""
     folder = _place(page.file.src_uri)
+    markdown = markdown.replace(_RUN_MARK, _RUN_LINK)
 
     def rewritten(match: re.Match[str]) -> str:
         target = (folder / match["path"]).resolve()
@@ -50,6 +61,18 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"]({address}{match['anchor'] or ''})"
 
     return markdown if page.file.src_uri.startswith("source/") else _LINK.sub(rewritten, markdown)
+
+
+@cache  # mkdocs serve builds again and again
+def _recorded_run() -> str:
+    """The page of a run of the cards that is made now, so that it shows what this version does."""
+    with TemporaryDirectory() as folder:
+        page = Path(folder) / "run.html"
+        command = [sys.executable, "-m", "learn.cards", "run", "--output", f"{folder}/runs", "--report", str(page)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        if done.returncode:
+            raise PluginError(f"the run of the cards failed: {done.stderr.strip()}")
+        return page.read_text(encoding="utf-8")
 
 
 def _place(src_uri: str) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import TypedDict  # pydantic checks no other before Python 3.12
 
+from common.errors import UserError
 from learn.cards.storage import Storage
 
 # By name; each value has the type that its card's schema names, and can be written as JSON: tensors are in the storage,
@@ -17,6 +19,13 @@ Values = Mapping[str, Any]
 # How a preview is drawn: its facts above its table; the same, with the sum of the column "parameters" below the table;
 # or its facts as large figures.
 ViewType = Literal["table", "model_summary", "metrics"]
+
+
+Category = Literal["data", "sharding", "distributed", "checkpointing", "aggregation", "evaluation", "own"]
+
+# What of the model the page draws for a card, and at which moments, with their titles: "before" and "after" the card.
+LAID_OUT = "laid out"  # a title; that moment is left out if it equals the one before it
+Held = tuple[Literal["parameters", "gradients"], dict[str, str]]
 
 
 class CardConfig(BaseModel):
@@ -45,16 +54,22 @@ class BaseCard(ABC, Generic[Config]):
     each in a process of its own, with that rank's inputs and that rank's part of the storage.
     """
 
-    card_type: ClassVar[str]
+    card_type: str  # by which a pipeline names it; of a card of your own, its import path
     display_name: ClassVar[str]
-    description: ClassVar[str]  # one sentence: what it does
-    look_at: ClassVar[str]  # one sentence: what there is to see before and after it
-    category: ClassVar[Literal["data", "sharding", "distributed", "checkpointing", "aggregation", "evaluation"]]
+    description: ClassVar[str] = ""  # one sentence: what it does
+    look_at: ClassVar[str] = ""  # one sentence: what there is to see before and after it
+    category: ClassVar[Category] = "own"
     execution_mode: ClassVar[Literal["local", "distributed"]]
-    output_view_type: ClassVar[ViewType]
-    config_schema: type[Config]
-    input_schema: ClassVar[dict[str, str]]  # name to type; all are needed
-    output_schema: ClassVar[dict[str, str]]
+    in_training_loop: ClassVar[bool] = False  # runs for every global batch of every epoch
+    output_view_type: ClassVar[ViewType] = "table"
+    held: ClassVar[Held | None] = None
+    config_schema: type[Config] = CardConfig  # type: ignore[assignment]
+    input_schema: ClassVar[dict[str, str]] = {}  # name to type; all are needed
+    output_schema: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.display_name = cls.__dict__.get("display_name", cls.__name__)
 
     @abstractmethod
     def execute(self, config: Config, inputs: Values, storage: Storage) -> dict[str, Any]:
@@ -63,6 +78,18 @@ class BaseCard(ABC, Generic[Config]):
         Raises:
             UserError: the configuration does not fit the inputs.
         """
+
+    def run(self, config: Config, inputs: Values, storage: Storage) -> dict[str, Any]:
+        """Execute the card, and check that it returned what it promises."""
+        outputs = self.execute(config, inputs, storage)
+        if not isinstance(outputs, dict) or outputs.keys() != self.output_schema.keys():
+            found = ", ".join(map(str, outputs)) if isinstance(outputs, dict) else type(outputs).__name__
+            promised = ", ".join(self.output_schema) or "nothing"
+            raise UserError(
+                f"card {self.card_type}: execute must return a dictionary of its outputs ({promised}), got: {found}",
+                code="own-code",
+            )
+        return outputs
 
     @abstractmethod
     def get_output_preview(self, outputs: Values, storage: Storage) -> Preview:

@@ -6,29 +6,20 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
+from common.errors import first_line
+from learn.cards.base import LAID_OUT, BaseCard, Preview
 from learn.cards.data import global_batches, rows_of
 from learn.cards.history import writable
 from learn.cards.pipeline import Node, Pipeline
+from learn.cards.registry import CARDS
 from learn.cards.runner import Runner, num_workers
 from learn.cards.storage import Storage
 from learn.cards.training_step import MAX_ROWS
 
 MAX_SHARDED_ROWS = 1000
 MAX_CELLS = 32  # of a tensor, along each of its dimensions
-
-FIRST_PASS = "epoch 1, batch 1"
-LAID_OUT = "laid out"
-# What of the model a card changes, and the moments at which to look at it.
-HELD = {
-    "dist_setup_process_group": (
-        "parameters",
-        {"before": "before the broadcast", "broadcast": "after the broadcast", "after": LAID_OUT},
-    ),
-    "dist_backward": ("gradients", {"after": "after the backward pass"}),
-    "dist_allreduce": ("gradients", {"before": "before the all-reduce", "after": "after the all-reduce"}),
-    "dist_optimizer_step": ("parameters", {"before": "before the step", "after": "after the step"}),
-}
 
 
 def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
@@ -42,18 +33,25 @@ def pipeline_picture(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _node_picture(node: Node) -> dict[str, Any]:
-    card = node.card
     return {
         "id": node.id,
+        **card_facts(node.card),
+        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
+        "config": node.config.model_dump(mode="json"),
+    }
+
+
+def card_facts(card: BaseCard) -> dict[str, Any]:
+    """What a card says of itself, wherever it is wired."""
+    return {
         "card_type": card.card_type,
         "name": card.display_name,
         "description": card.description,
         "look_at": card.look_at,
         "execution_mode": card.execution_mode,
-        "inputs": {name: {"node": source.node, "output": source.output} for name, source in node.inputs.items()},
-        "outputs": list(card.output_schema),
+        "takes": card.input_schema,
+        "gives": card.output_schema,
         "schema": card.config_schema.model_json_schema(),
-        "config": node.config.model_dump(mode="json"),
     }
 
 
@@ -63,18 +61,30 @@ def card_picture(runner: Runner, node: Node) -> list[dict[str, Any]]:
     Of a card of the training loop there are two, once it has run twice: its first pass, and the latest that was kept.
     """
     storage = runner.storage.at(node.id)
-    latest = _pass_picture(node, storage, runner.pipeline)
-    if not node.in_loop or latest["pass"] == FIRST_PASS:
+    epoch, batch = runner.recorded[node.id]
+    latest = _pass_picture(node, storage, runner.pipeline, epoch, batch)
+    if (epoch, batch) in ((0, 0), (1, 1)):
         return [latest]
-    return [_pass_picture(node, storage.first_pass(), runner.pipeline), latest]
+    return [_pass_picture(node, storage.first_pass(), runner.pipeline, 1, 1), latest]
 
 
-def _pass_picture(node: Node, storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+def _pass_picture(node: Node, storage: Storage, pipeline: Pipeline, epoch: int, batch: int) -> dict[str, Any]:
     outputs = storage.load(storage.key("outputs", 0 if node.card.execution_mode == "distributed" else None))
-    [made] = outputs.values()
-    name = "epoch {epoch}, batch {batch}".format_map(made) if node.in_loop else ""
-    picture = {"pass": name, "preview": node.card.get_output_preview(outputs, storage)}
+    picture = {"pass": f"epoch {epoch}, batch {batch}" if epoch else "", "preview": _preview(node, outputs, storage)}
     return writable(picture | _drawings(node, outputs, storage, pipeline))
+
+
+_PREVIEW = TypeAdapter(Preview)
+
+
+def _preview(node: Node, outputs: dict[str, Any], storage: Storage) -> Preview:
+    """The card's preview; one of the user's own that fails is shown as what it says."""
+    if node.card.card_type in CARDS:
+        return node.card.get_output_preview(outputs, storage)
+    try:
+        return _PREVIEW.validate_python(node.card.get_output_preview(outputs, storage))
+    except Exception as error:
+        return node.card.preview([], [], get_output_preview_failed=f"{type(error).__name__}: {first_line(error)}")
 
 
 def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
@@ -86,8 +96,10 @@ def _drawings(node: Node, outputs: dict[str, Any], storage: Storage, pipeline: P
         return {"batch": storage.of_ranks("batch"), "max_rows": MAX_ROWS}
     if card_type == "dist_evaluate":
         return {"counts": [found["eval_metrics"]["own"] for found in storage.of_ranks("outputs")]}
-    if card_type in HELD:
-        return {"held": _held(*HELD[card_type], storage, pipeline)}
+    group = pipeline.of_type("dist_setup_process_group")
+    if node.card.held and group:
+        held = _held(*node.card.held, storage, storage.at(group.id))
+        return {"held": held} if held["moments"] else {}
     return {}
 
 
@@ -108,19 +120,17 @@ def _shards(sharded: dict[str, Any], storage: Storage) -> dict[str, Any]:
     return shown | {"rows": len(train) + len(test)}
 
 
-def _held(kind: str, titles: dict[str, str], storage: Storage, pipeline: Pipeline) -> dict[str, Any]:
+def _held(kind: str, titles: dict[str, str], storage: Storage, group: Storage) -> dict[str, Any]:
     """What every rank held of parameters or gradients at each moment."""
-    group = pipeline.of_type("dist_setup_process_group")
-    assert group is not None, "a distributed card has a process group before it"
-    whole = {
-        name.partition("/")[2]: facts["shape"] for name, facts in storage.at(group.id).of_ranks("before")[0].items()
-    }
-    moments = []
+    whole = {name.partition("/")[2]: facts["shape"] for name, facts in group.of_ranks("before")[0].items()}
+    moments: list[dict[str, Any]] = []
     for moment, title in titles.items():
         ranks = [_held_by(rank, moment, kind, storage) for rank in storage.ranks()]
-        # Where every rank keeps all of the model, there is nothing to lay out after the broadcast.
+        # If every rank keeps all of the model, there is nothing to lay out after the broadcast.
         if title != LAID_OUT or ranks != moments[-1]["ranks"]:
             moments.append({"title": title, "ranks": ranks})
+    # A card of the user's own may free gradients, or run before there are any.
+    moments = [moment for moment in moments if all(held.keys() == whole.keys() for held in moment["ranks"])]
     for moment in moments:
         for name, shape in whole.items():
             _place([held[name] for held in moment["ranks"]], shape)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from common.errors import UserError, invalid_value
 from learn.cards.base import BaseCard, CardConfig
-from learn.cards.registry import CARDS, LOOP
+from learn.cards.registry import CARDS, load_card
 
 # What is set most often, by a short name: the card and its field.
 SETTINGS = {
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def in_loop(self) -> bool:
-        return self.card.card_type in LOOP
+        return self.card.in_training_loop
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Pipeline:
 
     path: Path
     nodes: tuple[Node, ...]
+    cards: Mapping[str, BaseCard]  # that it may use, by type: the twelve, and those that its file names by import path
 
     @property
     def name(self) -> str:
@@ -98,21 +99,43 @@ class Pipeline:
         return replace(self, nodes=tuple(changed if other == node else other for other in self.nodes))
 
 
+class WiringError(UserError):
+    """A mistake in a pipeline.
+
+    Args:
+        path: of the pipeline's file.
+        detail: what is wrong and what to do.
+        node: the id of the node that is wrong; "" if the mistake is not one node's.
+        place: its part, such as ``inputs.dataset`` or ``config.seed``.
+    """
+
+    code = "pipeline-invalid"
+
+    def __init__(self, path: Path, detail: str, node: str = "", place: str = "") -> None:
+        super().__init__(f"{path}, node {node}: {detail}" if node else f"{path}: {detail}")
+        self.detail, self.node, self.place = detail, node, place
+
+
 def read_config(card: BaseCard, values: Mapping[str, Any], where: str) -> CardConfig:
     """A card's configuration."""
     try:
         return card.config_schema.model_validate(values)
     except ValidationError as error:
-        wrong = error.errors()[0]
+        _, detail = _config_mistakes(card, error)[0]
+        raise UserError(f"{where}: {detail}", code="pipeline-invalid") from error
+
+
+def _config_mistakes(card: BaseCard, error: ValidationError) -> list[tuple[str, str]]:
+    """Each field that the card does not take, with what is wrong."""
+    mistakes = []
+    for wrong in error.errors():
         name = ".".join(map(str, wrong["loc"]))
         if wrong["type"] == "extra_forbidden":
             known = ", ".join(card.config_schema.model_fields) or "nothing"
-            raise UserError(
-                f"{where}: {card.card_type} has no field {name!r}; it takes {known}", code="pipeline-invalid"
-            ) from error
-        raise UserError(
-            f"{where}: config {name}: {wrong['input']!r}: {invalid_value(wrong)}", code="pipeline-invalid"
-        ) from error
+            mistakes.append((name, f"{card.card_type} has no field {name!r}; it takes {known}"))
+        else:
+            mistakes.append((name, f"config {name}: {wrong['input']!r}: {invalid_value(wrong)}"))
+    return mistakes
 
 
 DEFAULT_PIPELINE = Path(__file__).with_name("iris.yaml")
@@ -121,148 +144,166 @@ _ID = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")  # it names a folder
 
 
 def read_pipeline(path: Path) -> Pipeline:
-    """Read a pipeline and check all of it."""
+    """Read a pipeline and check all of it; cards that it names by import path are imported."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})", code="pipeline-invalid"
-        ) from error
+        raise WiringError(path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})", code="pipeline-invalid") from error
-    return build_pipeline(document, path)
+        raise WiringError(path, f"not valid YAML ({' '.join(str(error).split())})") from error
+    return build_pipeline(document, path, CARDS | _own_cards(document, path))
 
 
-def build_pipeline(document: Any, path: Path) -> Pipeline:
+def _own_cards(document: Any, path: Path) -> dict[str, BaseCard]:
+    nodes = document.get("nodes") if isinstance(document, dict) else None
+    entries = [entry for entry in nodes if isinstance(entry, dict)] if isinstance(nodes, list) else []
+    names = [entry["card"] for entry in entries if isinstance(entry.get("card"), str) and ":" in entry["card"]]
+    return {name: load_card(name, f"{path}: card {name}", path.parent.absolute()) for name in names}
+
+
+def build_pipeline(document: Any, path: Path, cards: Mapping[str, BaseCard] = CARDS) -> Pipeline:
     """Make a pipeline of what its file holds, and check all of it.
 
     Raises:
-        UserError: what it says cannot be run; the first mistake is named.
+        WiringError: what it says cannot be run; the first mistake is named.
+    """
+    pipeline, mistakes = check_document(document, path, cards)
+    if pipeline is None:
+        raise mistakes[0]
+    return pipeline
+
+
+def check_document(
+    document: Any, path: Path, cards: Mapping[str, BaseCard]
+) -> tuple[Pipeline | None, list[WiringError]]:
+    """The pipeline that a file describes, or the mistakes that are in the way.
+
+    Mistakes that others would cause are left out: connections are checked once every node can be connected.
     """
     if not isinstance(document, dict) or set(document) != {"nodes"} or not isinstance(document["nodes"], list):
-        raise UserError(
-            f"{path}: must hold one list, nodes, of cards with an id, a card, a config and inputs",
-            code="pipeline-invalid",
-        )
-    nodes = {}
+        detail = "must hold one list, nodes, of cards with an id, a card, a config and inputs"
+        return None, [WiringError(path, detail)]
+    nodes: dict[str, Node] = {}
+    mistakes: list[WiringError] = []
     for number, entry in enumerate(document["nodes"], start=1):
-        node = _read_node(entry, f"{path}, node {number}", path)
-        if node.id in nodes:
-            raise UserError(f"{path}: two nodes have the id {node.id!r}", code="pipeline-invalid")
-        nodes[node.id] = node
-    if not nodes:
-        raise UserError(f"{path}: nodes is empty; connect at least one card", code="pipeline-invalid")
-    _check_one_of_each(nodes, path)
-    _check_sources(nodes, path)
-    order = _order(nodes, path)
-    _check_inputs(nodes, path)
-    return Pipeline(path, tuple(order))
+        node, wrong = _read_node(entry, number, path, cards)
+        mistakes += wrong
+        if node and node.id in nodes:
+            mistakes.append(WiringError(path, f"two nodes have the id {node.id!r}"))
+        if node:
+            nodes[node.id] = node
+    if not document["nodes"]:
+        mistakes.append(WiringError(path, "nodes is empty; connect at least one card"))
+    if not mistakes or len(nodes) == len(document["nodes"]):
+        mistakes += [*_one_of_each(nodes, path), *_wrong_sources(nodes, path)]
+        if not any(mistake.place.startswith("inputs.") for mistake in mistakes):
+            order, unordered = _order(nodes, path)
+            mistakes += [*unordered, *_wrong_inputs(nodes, path, cards)]
+    return (None, mistakes) if mistakes else (Pipeline(path, tuple(order), cards), [])
 
 
-def _read_node(entry: Any, where: str, path: Path) -> Node:
+def _read_node(
+    entry: Any, number: int, path: Path, cards: Mapping[str, BaseCard]
+) -> tuple[Node | None, list[WiringError]]:
+    """A node, and what is wrong with it; no node if nothing can be connected to it."""
     if not isinstance(entry, dict) or not {"id", "card"} <= set(entry):
-        raise UserError(f"{where}: must have an id and a card", code="pipeline-invalid")
-    if not isinstance(entry["id"], str) or not _ID.fullmatch(entry["id"]):
-        raise UserError(
-            f"{where}: id {entry['id']!r} must be a word of letters, digits, - and _", code="pipeline-invalid"
-        )
-    where = f"{path}, node {entry['id']}"
+        return None, [WiringError(path, "must have an id and a card", str(number))]
+    node_id = entry["id"]
+    if not isinstance(node_id, str) or not _ID.fullmatch(node_id):
+        detail = f"id {node_id!r} must be a word of letters, digits, - and _"
+        return None, [WiringError(path, detail, str(number), "id")]
     if unknown := set(entry) - set(_NODE_FIELDS):
-        raise UserError(
-            f"{where}: unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}",
-            code="pipeline-invalid",
-        )
-    card = CARDS.get(entry["card"]) if isinstance(entry["card"], str) else None
+        detail = f"unknown field {min(map(str, unknown))!r}; a node has {', '.join(_NODE_FIELDS)}"
+        return None, [WiringError(path, detail, node_id)]
+    card = cards.get(entry["card"]) if isinstance(entry["card"], str) else None
     if card is None:
-        raise UserError(
-            f"{where}: unknown card {entry['card']!r}; the cards are {', '.join(CARDS)}", code="pipeline-invalid"
-        )
+        detail = f"unknown card {entry['card']!r}; the cards are {', '.join(cards)}"
+        return None, [WiringError(path, detail, node_id, "card")]
     values = {field: entry.get(field) or {} for field in ("config", "inputs")}
     for field, value in values.items():
         if not isinstance(value, dict):
-            raise UserError(
-                f"{where}: {field} must be names with values, such as {{name: value}}", code="pipeline-invalid"
-            )
-    sources = {name: _read_source(text, f"{where}: input {name}") for name, text in values["inputs"].items()}
-    return Node(entry["id"], card, read_config(card, values["config"], where), sources)
+            detail = f"{field} must be names with values, such as {{name: value}}"
+            return None, [WiringError(path, detail, node_id)]
+    mistakes, sources = [], {}
+    try:
+        config = card.config_schema.model_validate(values["config"])
+    except ValidationError as error:
+        config = card.config_schema.model_construct()  # so that the node's connections are checked all the same
+        wrong = _config_mistakes(card, error)
+        mistakes += [WiringError(path, detail, node_id, f"config.{name}") for name, detail in wrong]
+    for name, text in values["inputs"].items():
+        source, dot, output = text.partition(".") if isinstance(text, str) else ("", "", "")
+        if source and dot and output:
+            sources[name] = Source(source, output)
+        else:
+            detail = f"input {name}: {text!r} must be a node and one of its outputs, such as load.dataset"
+            mistakes.append(WiringError(path, detail, node_id, f"inputs.{name}"))
+    return Node(node_id, card, config, sources), mistakes
 
 
-def _read_source(text: Any, where: str) -> Source:
-    node, dot, output = str(text).partition(".")
-    if not (isinstance(text, str) and node and dot and output):
-        raise UserError(
-            f"{where}: {text!r} must be a node and one of its outputs, such as load.dataset", code="pipeline-invalid"
-        )
-    return Source(node, output)
-
-
-def _check_one_of_each(nodes: Mapping[str, Node], path: Path) -> None:
+def _one_of_each(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:
     """One model is trained, in one group of processes: which card a flag or the loop means is never in doubt."""
     counts = Counter(node.card.card_type for node in nodes.values())
     for card_type, count in counts.items():
         if count > 1:
             ids = " and ".join(node.id for node in nodes.values() if node.card.card_type == card_type)
-            raise UserError(
-                f"{path}: nodes {ids} are both {card_type}; a pipeline has each card once", code="pipeline-invalid"
-            )
+            yield WiringError(path, f"nodes {ids} are both {card_type}; a pipeline has each card once")
 
 
-def _check_sources(nodes: Mapping[str, Node], path: Path) -> None:
-    """Every connection leads from an output that there is to an input that there is."""
+def _wrong_sources(nodes: Mapping[str, Node], path: Path) -> Iterator[WiringError]:
+    """Connections that begin at no output that there is, or end at no input."""
     for node in nodes.values():
         for name, source in node.inputs.items():
-            where = f"{path}, node {node.id}: input {name}"
             if name not in node.card.input_schema:
                 known = ", ".join(node.card.input_schema) or "nothing"
-                raise UserError(
-                    f"{where}: {node.card.card_type} has no such input; it takes {known}", code="pipeline-invalid"
-                )
-            if source.node not in nodes:
-                raise UserError(
-                    f"{where}: no node {source.node!r}; there are {', '.join(nodes)}", code="pipeline-invalid"
-                )
-            outputs = nodes[source.node].card.output_schema
-            if source.output not in outputs:
-                raise UserError(
-                    f"{where}: node {source.node} has no output {source.output!r}; it has {_list(outputs)}",
-                    code="pipeline-invalid",
-                )
+                detail = f"{node.card.card_type} has no such input; it takes {known}"
+            elif source.node not in nodes:
+                detail = f"no node {source.node!r}; there are {', '.join(nodes)}"
+            elif source.output not in (outputs := nodes[source.node].card.output_schema):
+                has = ", ".join(outputs) or "none"
+                detail = f"node {source.node} has no output {source.output!r}; it has {has}"
+            else:
+                continue
+            yield WiringError(path, f"input {name}: {detail}", node.id, f"inputs.{name}")
 
 
-def _check_inputs(nodes: Mapping[str, Node], path: Path) -> None:
-    """Every input is connected, to a value of its type."""
+def _wrong_inputs(nodes: Mapping[str, Node], path: Path, cards: Mapping[str, BaseCard]) -> Iterator[WiringError]:
+    """Inputs without a connection, or with one to a value of another type."""
     for node in nodes.values():
         for name, kind in node.card.input_schema.items():
-            where = f"{path}, node {node.id}: input {name}"
             if name not in node.inputs:
-                raise UserError(
-                    f"{where} is not connected; it needs a {kind}, which {_makers(kind)} makes", code="pipeline-invalid"
-                )
-            source = node.inputs[name]
-            found = nodes[source.node].card.output_schema[source.output]
-            if found != kind:
-                raise UserError(f"{where} needs a {kind}; {source} is a {found}", code="pipeline-invalid")
+                makers = [card.card_type for card in cards.values() if kind in card.output_schema.values()]
+                makes = f"which {' or '.join(makers)} makes" if makers else "which no card makes"
+                detail = f"input {name} is not connected; it needs a {kind}, {makes}"
+            else:
+                source = node.inputs[name]
+                found = nodes[source.node].card.output_schema[source.output]
+                if found == kind:
+                    continue
+                detail = f"input {name} needs a {kind}; {source} is a {found}"
+            yield WiringError(path, detail, node.id, f"inputs.{name}")
 
 
-def _list(names: Mapping[str, str]) -> str:
-    return ", ".join(names)
+def _order(nodes: Mapping[str, Node], path: Path) -> tuple[list[Node], list[WiringError]]:
+    """Nodes after those that feed them: first those that do not need the training loop, then the loop, then the others.
 
-
-def _makers(kind: str) -> str:
-    return " or ".join(card.card_type for card in CARDS.values() if kind in card.output_schema.values())
-
-
-def _order(nodes: Mapping[str, Node], path: Path) -> list[Node]:
-    """Nodes after those that feed them; what does not need the training loop stands before it."""
+    Returns the mistakes that leave no such order, too.
+    """
     sorter = TopologicalSorter({node.id: [source.node for source in node.inputs.values()] for node in nodes.values()})
     try:
         order = [nodes[node_id] for node_id in sorter.static_order()]
     except CycleError as error:
-        raise UserError(
-            f"{path}: nodes feed each other in a circle: {' -> '.join(error.args[1])}", code="pipeline-invalid"
-        ) from error
-    needs_loop: set[str] = set()
+        return [], [WiringError(path, f"nodes feed each other in a circle: {' -> '.join(error.args[1])}")]
+    part: dict[str, int] = {}  # 0 before the training loop, 1 in it, 2 after it
+    mistakes = []
     for node in order:
-        if node.in_loop or any(source.node in needs_loop for source in node.inputs.values()):
-            needs_loop.add(node.id)
-    return sorted(order, key=lambda node: (node.id in needs_loop) + (node.id in needs_loop and not node.in_loop))
+        after = [source.node for source in node.inputs.values() if part[source.node] == 2]
+        fed_by_loop = any(part[source.node] == 1 for source in node.inputs.values())
+        part[node.id] = 1 if node.in_loop else 2 if after or fed_by_loop else 0
+        if node.in_loop and after:
+            detail = (
+                f"runs in the training loop, but takes what {after[0]} makes after the loop; "
+                f"the class of {after[0]} must set in_training_loop = True"
+            )
+            mistakes.append(WiringError(path, detail, node.id))
+    return sorted(order, key=lambda node: part[node.id]), mistakes

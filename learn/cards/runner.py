@@ -41,6 +41,8 @@ class Runner:
         # By node, one per rank; a local card has one.
         self.outputs: dict[str, list[dict[str, Any]]] = {}
         self.seconds: dict[str, float] = {}
+        # By node, the epoch and batch whose values are in the storage; (0, 0) outside the training loop.
+        self.recorded: dict[str, tuple[int, int]] = {}
         self._num_workers = num_workers(pipeline)
         self.passes_done = 0  # of the training loop
         self._next = 0  # position in pipeline.nodes
@@ -86,24 +88,28 @@ class Runner:
         if node is None:
             return False
         place = self._place(node)
+        recording = recording or not node.in_loop
         self.on_event(Event(node.id, "running", *place, self.seconds.get(node.id, 0.0)))
         start = time.monotonic()
         try:
-            self._run_card(node, recording=recording or not node.in_loop)
+            metrics = self._run_card(node, recording=recording)
         except ForeseenError as error:
             self.on_event(Event(node.id, "failed", *place, message=str(error)))
             raise
         self.seconds[node.id] = self.seconds.get(node.id, 0.0) + time.monotonic() - start
-        metrics = node.card.metrics(self.outputs[node.id][0])
+        if recording:
+            self.recorded[node.id] = place[:2]
         self.on_event(Event(node.id, "done", *place, self.seconds[node.id], metrics))
         return True
 
-    def _run_card(self, node: Node, *, recording: bool) -> None:
+    def _run_card(self, node: Node, *, recording: bool) -> dict[str, float]:
         try:
             if not self.outputs:
                 self.storage.begin_run()
             self.outputs[node.id] = self._execute(node, recording=recording)
+            metrics = node.card.metrics(self.outputs[node.id][0])
             self._advance(node)
+            return metrics
         except ForeseenError:
             raise
         except Exception as error:  # from a local card or this program; those of ranks arrive as foreseen errors
@@ -116,8 +122,10 @@ class Runner:
         """Epoch and batch of a card of the training loop, from 1, and whether the batch is the epoch's last."""
         if not node.in_loop:
             return 0, 0, False
-        epoch, batch = divmod(self.passes_done, self._batches_per_epoch)
-        return epoch + 1, batch + 1, batch + 1 == self._batches_per_epoch
+        # Without shards there are no batches to repeat the loop for; then it has one pass.
+        batches_per_epoch = self._batches_per_epoch or 1
+        epoch, batch = divmod(self.passes_done, batches_per_epoch)
+        return epoch + 1, batch + 1, batch + 1 == batches_per_epoch
 
     def _advance(self, node: Node) -> None:
         """Move to the next node: from the last of the loop back to its first, until all passes are done."""
@@ -135,7 +143,7 @@ class Runner:
     def _execute(self, node: Node, *, recording: bool) -> list[dict[str, Any]]:
         if node.card.execution_mode == "local":
             storage = self.storage.at(node.id)
-            outputs = node.card.execute(node.config, self._inputs(node, 0), storage)
+            outputs = node.card.run(node.config, self._inputs(node, 0), storage)
             storage.save("outputs", outputs)
             return [outputs]
         if self._workers is None:

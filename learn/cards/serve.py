@@ -11,15 +11,17 @@ from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
+import yaml
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.sse import EventSourceResponse
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from learn.cards.data import MAX_RANKS
-from learn.cards.picture import pipeline_picture
-from learn.cards.pipeline import Node, Pipeline
+from learn.cards.picture import card_facts, pipeline_picture
+from learn.cards.pipeline import Node, Pipeline, check_document
 from learn.cards.report import render_page
 from learn.cards.session import Refused, Session
 
@@ -45,6 +47,35 @@ def get_node(node_id: str, session: InSession) -> Node:
 
 
 ThisNode = Annotated[Node, Depends(get_node)]
+
+
+# Far more than a pipeline needs: a page that sends more is not this one.
+MAX_BODY_BYTES = 64 * 1024
+MAX_NODES = 50
+MAX_BRACKETS = 500  # of a file: the time to read brackets within brackets grows with their number squared
+Name = Annotated[str, Field(max_length=200)]
+Setting = bool | int | Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=1000)] | None
+
+
+class EditedNode(BaseModel):
+    """A node as the page sends it, or as an uploaded file has it; what it says is checked with the pipeline."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Name
+    card: Name
+    config: dict[Name, Setting] = Field({}, max_length=MAX_NODES)
+    inputs: dict[Name, Name] = Field({}, max_length=MAX_NODES)
+
+
+class Wiring(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    nodes: list[EditedNode] = Field(max_length=MAX_NODES)
+
+
+class Upload(BaseModel):
+    yaml: str
 
 
 class Reset(BaseModel):
@@ -80,6 +111,66 @@ def configure(node: ThisNode, values: dict[str, Any], session: InSession) -> JSO
         return JSONResponse({"fields": lines}, 422)
     session.configure(node.id, values)
     return JSONResponse(session.state())
+
+
+@router.get("/api/cards")
+def show_cards(session: InSession) -> list[dict[str, Any]]:
+    """Answer with the cards that a wiring may use: the twelve, and those that the file of the pipeline names."""
+    return [card_facts(card) for card in session.pipeline.cards.values()]
+
+
+@router.post("/api/wiring/check")
+def check_wiring(wiring: Wiring, session: InSession) -> dict[str, Any]:
+    """Answer with the mistakes of a wiring, or, if it has none, with its picture."""
+    pipeline, mistakes = _checked(wiring, session)
+    return {"mistakes": mistakes, "pipeline": pipeline and pipeline_picture(pipeline)}
+
+
+@router.put("/api/wiring")
+def rewire(wiring: Wiring, session: InSession) -> JSONResponse:
+    """Take another wiring, and start over."""
+    pipeline, mistakes = _checked(wiring, session)
+    if pipeline is None:
+        return JSONResponse({"mistakes": mistakes}, 422)
+    session.rewire(lambda _: pipeline)
+    return JSONResponse(session.state())
+
+
+@router.post("/api/wiring/yaml")
+def write_yaml(wiring: Wiring, session: InSession) -> dict[str, str]:
+    """Answer with the file of a wiring, which need not be right yet."""
+    document = wiring.model_dump()
+    pipeline, _ = _checked(wiring, session)
+    for entry in document["nodes"]:
+        if pipeline:  # numbers as numbers; a form has only text
+            entry["config"] = pipeline.node(entry["id"]).config.model_dump(mode="json", exclude_defaults=True)
+        for part in ("config", "inputs"):
+            if not entry[part]:
+                del entry[part]
+    return {"yaml": yaml.safe_dump(document, sort_keys=False, width=120)}
+
+
+@router.post("/api/wiring/load")
+def read_yaml(upload: Upload) -> JSONResponse:
+    """Answer with the nodes of a file, for the page to edit. Nothing that it names is imported."""
+    if upload.yaml.count("[") + upload.yaml.count("{") > MAX_BRACKETS:
+        return JSONResponse({"detail": f"more than {MAX_BRACKETS} brackets"}, 422)
+    try:
+        document = yaml.safe_load(upload.yaml)
+        return JSONResponse(Wiring.model_validate(document).model_dump())
+    except ValidationError as error:
+        wrong = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, wrong["loc"])) or "the file"
+        return JSONResponse({"detail": f"not a pipeline: {where}: {wrong['msg']}"}, 422)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return JSONResponse({"detail": f"not valid YAML: {first_line(error)}"}, 422)
+
+
+def _checked(wiring: Wiring, session: Session) -> tuple[Pipeline | None, list[dict[str, str]]]:
+    now = session.pipeline
+    # With the cards of the file that the command line names: a page cannot have another one imported.
+    pipeline, mistakes = check_document(wiring.model_dump(), now.path, now.cards)
+    return pipeline, [{"node": one.node, "place": one.place, "message": one.detail} for one in mistakes]
 
 
 @router.post("/api/step")
@@ -128,10 +219,27 @@ def refuse_other_origins(request: Request) -> None:
         raise HTTPException(403, f"Origin {origin}: only this server's own page may ask")
 
 
+class BoundedBody:
+    """Refuses a body that is too large, or does not say how large it is, before any of it is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", []))  # the HTTP server holds a client to the length that it announces
+        if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
+            await JSONResponse({"detail": f"more than {MAX_BODY_BYTES} bytes"}, 413)(scope, receive, send)
+        elif b"transfer-encoding" in headers:
+            await JSONResponse({"detail": "give a Content-Length"}, 411)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
 def create_app(session: Session) -> FastAPI:
     app = FastAPI(dependencies=[Depends(refuse_other_origins)], docs_url=None, redoc_url=None, openapi_url=None)
     app.state.session = session
     app.include_router(router)
+    app.add_middleware(BoundedBody)
 
     @app.exception_handler(Refused)
     @app.exception_handler(UserError)

@@ -75,10 +75,14 @@ class Session:
 
     def configure(self, node_id: str, values: dict[str, Any]) -> None:
         """Set a card, and start over."""
+        self.rewire(lambda pipeline: pipeline.configured(node_id, **values))
+
+    def rewire(self, change: Callable[[Pipeline], Pipeline]) -> None:
+        """Change the pipeline, and start over."""
         with self._lock:
             if self.busy:
                 raise Refused("a run is in progress; wait until it is done, or reset")
-            self._start_over(self.pipeline.configured(node_id, **values))
+            self._start_over(change(self.pipeline))
 
     def reset(self, workers: int | None = None) -> None:
         """Abort the current run and start over, with another number of ranks if given."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from common.errors import UserError, first_line
 from learn.by_hand.data_parallel import broadcast_parameters
-from learn.cards.base import BaseCard, CardConfig, Preview, Values
+from learn.cards.base import LAID_OUT, BaseCard, CardConfig, Preview, Values
 from learn.cards.model import build_mlp, num_parameters, read_architecture, record_held
 from learn.cards.storage import Storage
 
@@ -99,6 +99,10 @@ class SetupProcessGroup(BaseCard[SetupProcessGroupConfig]):
     category = "distributed"
     execution_mode = "distributed"
     output_view_type = "table"
+    held = (
+        "parameters",
+        {"before": "before the broadcast", "broadcast": "after the broadcast", "after": LAID_OUT},
+    )
     config_schema = SetupProcessGroupConfig
     input_schema: ClassVar = {"strategy_config": "strategy_config", "sharded_data": "sharded_data"}
     output_schema: ClassVar = {"process_group": "process_group"}

@@ -87,8 +87,11 @@ class AggregateModel(BaseCard[AggregateModelConfig]):
 
     card_type = "dist_aggregate_model"
     display_name = "Aggregate model"
-    description = "Averages the models of the ranks; the shards of one model (FSDP) are gathered instead."
-    look_at = "The ranks' models are equal, or a step missed its all-reduce; the mean differs only by rounding."
+    description = (
+        "Gathers the shards of an FSDP model. DDP does not need this step, because all its replicas are equal; here "
+        "they are averaged, to show that the average is the same model."
+    )
+    look_at = "Under DDP the ranks' checksums are equal, so each replica is the model; averaging only adds rounding."
     category = "aggregation"
     execution_mode = "distributed"
     output_view_type = "model_summary"

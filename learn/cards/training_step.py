@@ -35,6 +35,7 @@ class Forward(BaseCard[CardConfig]):
     look_at = "Different rows on every rank, so a different loss on every rank, although the weights are the same."
     category = "distributed"
     execution_mode = "distributed"
+    in_training_loop = True
     output_view_type = "table"
     config_schema = CardConfig
     input_schema: ClassVar = {"sharded_data": "sharded_data", "process_group": "process_group"}
@@ -80,7 +81,9 @@ class Backward(BaseCard[CardConfig]):
     look_at = "The gradients differ from rank to rank, as the rows did: a step now would make the models diverge."
     category = "distributed"
     execution_mode = "distributed"
+    in_training_loop = True
     output_view_type = "table"
+    held = ("gradients", {"after": "after the backward pass"})
     config_schema = CardConfig
     input_schema: ClassVar = {"forward_output": "forward_output"}
     output_schema: ClassVar = {"gradients": "gradients"}
@@ -108,7 +111,9 @@ class AllReduce(BaseCard[CardConfig]):
     look_at = "Different on every rank before, and equal after: the gradient that one process would have computed."
     category = "distributed"
     execution_mode = "distributed"
+    in_training_loop = True
     output_view_type = "table"
+    held = ("gradients", {"before": "before the all-reduce", "after": "after the all-reduce"})
     config_schema = CardConfig
     input_schema: ClassVar = {"gradients": "gradients"}
     output_schema: ClassVar = {"synced_gradients": "synced_gradients"}
@@ -187,7 +192,9 @@ class OptimizerStep(BaseCard[CardConfig]):
     look_at = "The weights were equal on all ranks, and after the step are equal again, bit for bit."
     category = "distributed"
     execution_mode = "distributed"
+    in_training_loop = True
     output_view_type = "table"
+    held = ("parameters", {"before": "before the step", "after": "after the step"})
     config_schema = CardConfig
     input_schema: ClassVar = {"synced_gradients": "synced_gradients"}
     output_schema: ClassVar = {"updated_model": "updated_model"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common.errors import TrainingFailure, UserError, first_line
 from learn.cards.model import record_held
-from learn.cards.registry import CARDS
+from learn.cards.registry import named_card
 from learn.cards.storage import Storage
 from training.parallelism.distributed import is_lost_rank, use_loopback
 
@@ -160,10 +160,10 @@ def _run_rank(pipe: Connection, folder: Path, rank: int, count: int, port: int) 
 
 
 def _answer_of(job: Job, storage: Storage) -> Answer:
-    card = CARDS[job.card_type]
     try:
+        card = named_card(job.card_type)
         record_held("before", storage)
-        outputs = card.execute(card.config_schema.model_validate(job.config), job.inputs, storage)
+        outputs = card.run(card.config_schema.model_validate(job.config), job.inputs, storage)
         record_held("after", storage)
         storage.save("outputs", outputs)
     except UserError as error:

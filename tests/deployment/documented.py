@@ -16,6 +16,7 @@ PAGES = (
     "docs/PLANNING.md",
     "docs/RELIABILITY.md",
     "docs/training.md",
+    "docs/CARDS.md",
 )
 _WRITTEN = re.compile(r"^<!-- begin: (.+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)  # by a command
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```bash\n(?P<commands>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.deployment.documented import documented
-from tests.docs.pages import REPOSITORY, inline_commands, shown_after
+from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, shown_after
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
+CARDS = "docs/CARDS.md"
 STRATEGIES = "docs/PARALLELISM_STRATEGIES.md"
 PRINTED = (
     *("plan-small", "plan-large", "plan-eight", "variables", "collectives", "ring", "by-hand", "against-ddp", "faults"),
@@ -89,6 +90,18 @@ def test_a_training_of_the_guide_prints_what_it_shows_and_leaves_a_model(name: s
     assert is_excerpt(shown_after(GUIDE, TRAINED[name]), result.stdout), result.stdout
     assert (tmp_path / "checkpoints" / name / "model.safetensors").exists()
     assert (tmp_path / "checkpoints" / f"{name}.run" / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cards-run", "own-card"])
+def test_the_page_of_the_cards_runs_as_it_shows(name: str, run: Run, tmp_path: Path) -> None:
+    [(code, _)] = blocks_of_python(CARDS)
+    (tmp_path / "clip.py").write_text(code)
+    commands = documented(CARDS, name)
+    result = run(commands)
+
+    assert result.returncode == 0, result.stdout
+    assert is_excerpt(shown_after(CARDS, commands), result.stdout), result.stdout
 
 
 @pytest.mark.slow

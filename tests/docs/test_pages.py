@@ -23,7 +23,10 @@ from tests.docs.pages import (
 )
 
 LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "docs/INTERVIEW_QUESTIONS.md")
-FLAGGED = (*LEARNING, *(f"docs/{name}.md" for name in ("PARALLELISM_STRATEGIES", "PLANNING", "TROUBLESHOOTING")))
+FLAGGED = (
+    *LEARNING,
+    *(f"docs/{name}.md" for name in ("CARDS", "PARALLELISM_STRATEGIES", "PLANNING", "TROUBLESHOOTING")),
+)
 TORCHRUN = {name for action in get_args_parser()._actions for name in action.option_strings}
 # Of docker, hf, py-spy, ray, rsync and sbatch: named on a page, and no flags of this program.
 FOREIGN = {

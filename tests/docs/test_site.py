@@ -1,6 +1,7 @@
 """The site: built without a warning and without a network, and looked at in Chromium."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -57,6 +58,16 @@ def test_a_source_that_a_page_links_to_is_a_page_of_the_site(site: Path) -> None
     (link,) = set(re.findall(r'href="([^"]*by_hand/data_parallel\.py/)"', guide))
 
     assert "broadcast_parameters" in (site / "DISTRIBUTED_TRAINING_GUIDE" / link / "index.html").read_text()
+
+
+def test_a_run_of_all_cards_is_recorded_and_the_page_of_the_cards_links_to_it(site: Path) -> None:
+    link = re.search(r'href="([^"]*recorded_run\.html)"', (site / "CARDS" / "index.html").read_text())
+    page = (site / "CARDS" / link[1]).read_text()
+    run = json.loads(re.search(r'id="run">(.*?)</script>', page)[1])
+
+    assert [card["state"] for card in run["state"]["cards"].values()] == ["done"] * 12
+    assert len(run["pictures"]) == 12
+    assert len(page) < 300_000
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

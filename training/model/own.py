@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError, first_line
+from common.own_code import import_by_path
 from training.config import TrainConfig
 from training.tasks import Task
 
@@ -105,22 +103,4 @@ NOTHING_OWN = Own()
 
 
 def _load(flag: str, path: str) -> Any:
-    if not path:
-        return None
-    module, _, name = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # a script that was started by its path finds only what lies beside it
-    try:
-        found = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # the module is the user's own code
-        raise UserError(
-            f"--{flag} {path}: cannot be imported ({type(error).__name__}: {first_line(error)}); give module:name, "
-            "such as my_models:TextCNN",
-            code="own-code",
-        ) from error
-    if not callable(found):
-        raise UserError(f"--{flag} {path}: is not a class or a function", code="own-code")
-    return found
+    return import_by_path(path, f"--{flag} {path}", "my_models:TextCNN") if path else None

@@ -34,21 +34,21 @@ export class CardPanel {
     const { node } = this;
     const flow = [
       ...Object.entries(node.inputs).map(([name, source]) => h("li", {}, "takes ", h("b", {}, name), ` from ${this.nameOf(source.node)}`)),
-      ...node.outputs.map((name) => h("li", {}, "gives ", h("b", {}, name))),
+      ...Object.keys(node.gives).map((name) => h("li", {}, "gives ", h("b", {}, name))),
     ];
     const where = node.execution_mode === "local" ? "once, in the program's own process" : `on ${plural(this.pipeline.workers, "rank")}`;
     this.message = h("p", { class: "wrong failure", role: "alert" });
     this.content = h("div", { class: "content" });
     const form = configForm(node, { isLive: this.source.isLive, configure: (values) => this.source.configure(node.id, values) });
-    this.keepFocus(() => this.place.replaceChildren(
+    this.keepFocus(() => this.place.replaceChildren(...[
       h("h2", { id: "card-name" }, node.name),
       h("p", {}, node.description),
-      h("p", { class: "look" }, h("b", {}, "Look at: "), node.look_at),
+      node.look_at ? h("p", { class: "look" }, h("b", {}, "Look at: "), node.look_at) : null,
       this.message,
       this.content,
       ...(form ? [h("h3", {}, "Configuration"), form] : []),
       h("h3", {}, "Wiring"),
-      h("ul", { class: "flow" }, h("li", {}, `runs ${where}`), flow)));
+      h("ul", { class: "flow" }, h("li", {}, `runs ${where}`), flow)].filter(Boolean)));
   }
 
   nameOf(id) {

@@ -30,8 +30,8 @@ export function configForm(node, { isLive, configure }) {
   return form;
 }
 
-function row(name, schema, value) {
-  const id = `field-${name}`;
+export function row(name, schema, value, prefix = "field") {
+  const id = `${prefix}-${name}`;
   return h("div", { class: "field" },
     h("label", { for: id }, name),
     control(name, id, schema, value),
@@ -50,7 +50,7 @@ function control(name, id, schema, value) {
   return h("input", { ...common, type: "text", value, inputmode: isNumber ? "decimal" : null, autocomplete: "off", spellcheck: "false" });
 }
 
-const valueOf = (field, schema) => (schema.type === "boolean" ? field.checked : field.value);
+export const valueOf = (field, schema) => (schema.type === "boolean" ? field.checked : field.value);
 
 function say(form, fields, wrong) {
   for (const [name] of fields) {

@@ -3,11 +3,12 @@
 import { CardPanel } from "cards/card";
 import { drawCurve } from "cards/curve";
 import { h, plural } from "cards/dom";
+import { Editor } from "cards/editor";
 import { openSource } from "cards/source";
 import { Wiring } from "cards/wiring";
 
 const MAX_LISTED_WORKERS = 8; // of the menu; a card can be set to more
-const BUTTONS = ["step", "run-all", "reset"];
+const BUTTONS = ["step", "run-all", "reset", "edit"];
 
 const byId = (id) => document.getElementById(id);
 
@@ -17,7 +18,8 @@ class Page {
     this.run = null; // its number: after a reset everything is new
     this.losses = [];
     this.panel = new CardPanel(byId("card"), source);
-    this.wiring = new Wiring(byId("wiring"), (node) => this.panel.open(node, this.pipeline).catch((error) => this.complain(error)));
+    this.wiring = new Wiring(byId("wiring"), (node, byHand) => this.choose(node, byHand));
+    this.editor = new Editor(byId("editor"), source, (pipeline) => this.wiring.build(pipeline), () => this.endEditing());
     this.queue = Promise.resolve();
   }
 
@@ -26,6 +28,7 @@ class Page {
     byId("step").addEventListener("click", () => this.step());
     byId("run-all").addEventListener("click", () => this.act("run-all", () => this.source.run()));
     byId("reset").addEventListener("click", () => this.act("reset", () => this.source.reset(this.workers)));
+    byId("edit").addEventListener("click", () => this.edit());
     byId("workers").addEventListener("change", () => this.nameReset());
     // One after the other: a new run's wiring is asked for before its states are shown.
     const onState = (state) => (this.queue = this.queue.then(() => this.show(state)).catch((error) => this.complain(error)));
@@ -68,12 +71,34 @@ class Page {
     }
   }
 
+  choose(node, byHand) {
+    if (!this.editor.isOpen) this.panel.open(node, this.pipeline).catch((error) => this.complain(error));
+    else if (byHand) this.editor.reveal(node.id);
+  }
+
+  async edit() {
+    if (!(await this.act("edit", () => this.editor.open(this.pipeline)))) return;
+    for (const id of ["controls", "curve", "card"]) byId(id).hidden = true;
+  }
+
+  async endEditing() {
+    byId("controls").hidden = byId("card").hidden = false;
+    this.run = null; // draw everything as it is now: another page may have started over
+    await (this.queue = this.queue.then(() => this.show(this.state)).catch((error) => this.complain(error)));
+    byId("edit").focus();
+  }
+
   // Not disabled, which would take the focus away from whoever steps with the keyboard.
   enable(ids) {
     for (const id of BUTTONS) byId(id).setAttribute("aria-disabled", String(!ids.includes(id)));
   }
 
   async show(state) {
+    if (this.editor.isOpen) {
+      this.losses = [...this.losses.slice(0, state.losses_from), ...state.losses];
+      this.state = state;
+      return;
+    }
     const before = state.run === this.run ? this.state : null;
     if (!before) await this.begin(state.run);
     this.losses = [...this.losses.slice(0, state.losses_from), ...state.losses];
@@ -107,8 +132,8 @@ class Page {
   }
 
   showControls(state) {
-    const isOver = state.busy || state.failure !== "" || state.next === null;
-    this.enable(isOver ? ["reset"] : BUTTONS);
+    const isOver = state.failure !== "" || state.next === null;
+    this.enable(state.busy ? ["reset"] : isOver ? ["reset", "edit"] : BUTTONS);
     this.say(this.summary(state), state.failure !== "");
   }
 

@@ -4,6 +4,7 @@ class Refusal extends Error {
   constructor(answer) {
     super(typeof answer.detail === "string" ? answer.detail : "the server could not do it");
     this.fields = answer.fields ?? {};
+    this.mistakes = answer.mistakes;
   }
 }
 
@@ -22,6 +23,11 @@ const server = {
   pipeline: () => ask("GET", "pipeline"),
   pictures: (id) => ask("GET", `nodes/${encodeURIComponent(id)}`),
   configure: (id, values) => ask("PUT", `nodes/${encodeURIComponent(id)}/config`, values),
+  cards: () => ask("GET", "cards"),
+  check: (nodes) => ask("POST", "wiring/check", { nodes }),
+  rewire: (nodes) => ask("PUT", "wiring", { nodes }),
+  toYaml: (nodes) => ask("POST", "wiring/yaml", { nodes }),
+  fromYaml: (yaml) => ask("POST", "wiring/load", { yaml }),
   step: () => ask("POST", "step"),
   run: () => ask("POST", "run"),
   reset: (workers) => ask("POST", "reset", { workers }),

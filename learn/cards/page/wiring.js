@@ -30,7 +30,8 @@ export class Wiring {
   item(node) {
     const { row, column, span } = this.places.get(node.id);
     const inLoop = this.pipeline.loop.includes(node.id);
-    return h("li", { "--row": row, "--column": column, "--span": span, class: inLoop ? "in-loop" : "" }, this.buttons.get(node.id));
+    const kind = `${inLoop ? "in-loop" : ""} ${span < COLUMNS / 2 ? "narrow" : ""}`;
+    return h("li", { "--row": row, "--column": column, "--span": span, class: kind }, this.buttons.get(node.id));
   }
 
   button(node, number) {
@@ -51,7 +52,7 @@ export class Wiring {
     this.chosen = id;
     for (const [other, button] of this.buttons) button.setAttribute("aria-current", String(other === id));
     this.drawLines();
-    this.onChoose(this.pipeline.nodes.find((node) => node.id === id));
+    this.onChoose(this.pipeline.nodes.find((node) => node.id === id), byHand);
     // Where the card lies below the wiring, as on a telephone, lead there.
     const card = document.getElementById("card");
     if (byHand && card.getBoundingClientRect().top > innerHeight * 0.8) card.scrollIntoView({ block: "start" });

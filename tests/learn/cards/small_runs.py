@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import yaml
 
 from learn.cards.pipeline import DEFAULT_PIPELINE, Pipeline, read_pipeline
 from learn.cards.serve import create_app
@@ -31,6 +32,53 @@ def small_pipeline(folder: Path, workers: int = 2, batch_size: int = 120, epochs
     pipeline = pipeline.configured("shard", num_workers=workers)
     pipeline = pipeline.configured("prepare", batch_size=batch_size).configured("save", epoch=epochs)
     return pipeline.configured("strategy", **strategy)
+
+
+OWN_CARD = """
+from pydantic import Field
+from learn.cards.base import BaseCard, CardConfig
+
+class Config(CardConfig):
+    factor: float = Field(0.5, gt=0, description="of the gradients")
+
+class HalveGradients(BaseCard[Config]):
+    display_name = "Halve gradients"
+    execution_mode = "distributed"
+    in_training_loop = True
+    held = ("gradients", {"before": "before", "after": "after"})
+    config_schema = Config
+    input_schema = {"synced_gradients": "synced_gradients"}
+    output_schema = {"synced_gradients": "synced_gradients"}
+
+    def execute(self, config, inputs, storage):
+        for parameter in storage.live["model"].parameters():
+            parameter.grad.mul_(config.factor)
+        return dict(inputs)
+
+    def get_output_preview(self, outputs, storage):
+        return self.preview(["rank"], [[rank] for rank in storage.ranks()])
+"""
+
+
+def with_own_card(folder: Path, pipeline: Pipeline, code: str = OWN_CARD, **config: Any) -> Pipeline:
+    """The pipeline with a card of one's own, from a module beside its file, between the all-reduce and the step."""
+    module = f"own_{folder.name}".replace("-", "_")  # imported once per process, so each test has its own
+    (folder / f"{module}.py").write_text(code)
+    nodes = [
+        {
+            "id": node.id,
+            "card": node.card.card_type,
+            "config": node.config.model_dump(),
+            "inputs": {name: str(source) for name, source in node.inputs.items()},
+        }
+        for node in pipeline.nodes
+    ]
+    next(node for node in nodes if node["id"] == "step")["inputs"] = {"synced_gradients": "own.synced_gradients"}
+    own = {"id": "own", "card": f"{module}:HalveGradients", "config": config}
+    nodes.append(own | {"inputs": {"synced_gradients": "allreduce.synced_gradients"}})
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump({"nodes": nodes}))
+    return read_pipeline(path)
 
 
 @contextmanager

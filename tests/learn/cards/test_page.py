@@ -17,7 +17,7 @@ from learn.cards.pipeline import read_pipeline
 from learn.cards.report import write_report
 from learn.cards.session import Session
 from tests.inference.demo_browser import chromium, contrasts, until, visits
-from tests.learn.cards.small_runs import served
+from tests.learn.cards.small_runs import served, small_pipeline, with_own_card
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -152,6 +152,104 @@ def test_two_clicks_at_once_are_one_step(open_cards: OpenCards) -> None:
     until(page, "document.getElementById('status').textContent === 'Next: Prepare data'")
     assert asked.count("POST step") == 1
     assert page.locator("#status.wrong").count() == 0
+
+
+def edit(page: Page) -> None:
+    until(page, "document.getElementById('edit').ariaDisabled === 'false'")
+    page.press("#edit", "Enter")
+    until(page, "document.getElementById('wiring-status')?.textContent.includes('no mistakes')")
+
+
+def wiring_says(page: Page, text: str) -> None:
+    until(page, f"document.getElementById('wiring-status').textContent === '{text}'")
+
+
+def test_a_card_of_ones_own_is_wired_in_with_the_keyboard_and_used(open_cards: OpenCards, tmp_path: Path) -> None:
+    pipeline = with_own_card(tmp_path, small_pipeline(tmp_path))
+    page, session = open_cards(pipeline=pipeline)
+    edit(page)
+    page.press("#node-8 summary", "Enter")  # the card is there already: out with it, and in again
+    page.press("#node-8-remove", "Enter")
+    wiring_says(page, "1 mistake left.")
+    assert page.evaluate("document.activeElement.closest('details').id") == "node-8"
+
+    page.press("#add-card", "Enter")
+    page.wait_for_selector("#node-12 summary")
+    assert page.evaluate("document.activeElement.closest('details').id") == "node-12"
+    assert page.input_value("#node-12-inputs-synced_gradients") == "allreduce.synced_gradients"
+    page.press("#node-8 summary", "Enter")
+    page.select_option("#node-8-inputs-synced_gradients", "halvegradients.synced_gradients")
+    wiring_says(page, "13 cards, no mistakes.")
+    until(page, "document.querySelectorAll('#cards .in-loop').length === 5")
+    page.press("#use-wiring", "Enter")
+
+    until(page, "document.activeElement.id === 'edit' && document.getElementById('step').ariaDisabled === 'false'")
+    assert session.number == 2
+    assert [node.id for node in session.pipeline.loop][-2:] == ["halvegradients", "step"]
+
+
+def test_mistakes_of_a_wiring_are_said_where_they_are(open_cards: OpenCards) -> None:
+    page, session = open_cards()
+    edit(page)
+    page.click("#node-1 summary")
+    page.fill("#node-1-config-test_ratio", "1.5")
+    page.click("#node-5 summary")
+    page.select_option("#node-5-inputs-process_group", "")
+    wiring_says(page, "2 mistakes left.")
+
+    assert "must be less than 1" in page.inner_text("#node-1-config-test_ratio-wrong")
+    assert "is not connected; it needs a process_group" in page.inner_text("#node-5-inputs-process_group-wrong")
+    assert page.locator("#editor summary", has_text="needs a change").count() == 2
+    page.click("#use-wiring")
+    until(page, "document.activeElement.id === 'node-1-config-test_ratio'")
+    assert session.number == 1
+    page.click("#cancel-wiring")
+    until(page, "document.activeElement.id === 'edit'")
+    assert page.locator("#card").is_visible()
+
+
+def test_a_wiring_is_saved_and_loaded_again(open_cards: OpenCards, tmp_path: Path) -> None:
+    page, session = open_cards()
+    edit(page)
+    page.click("#node-2 summary")
+    page.fill("#node-2-config-num_workers", "3")
+    page.fill("#node-2-id", "deal")
+    page.press("#node-2-id", "Tab")
+    wiring_says(page, "12 cards, no mistakes.")
+    with page.expect_download() as offered:
+        page.click("#save-wiring")
+    path = tmp_path / offered.value.suggested_filename
+    offered.value.save_as(path)
+
+    saved = read_pipeline(path)
+    assert (path.name, saved.node("deal").config.num_workers) == ("iris.yaml", 3)
+    assert str(saved.node("forward").inputs["sharded_data"]) == "deal.sharded_data"
+    page.click("#node-4 summary")
+    page.click("#node-4-remove")
+    until(page, "document.getElementById('wiring-status').textContent.includes('mistake')")
+    page.set_input_files("#wiring-file", path)
+    wiring_says(page, "12 cards, no mistakes.")
+    page.set_input_files("#wiring-file", {"name": "x.yaml", "mimeType": "", "buffer": b"nodes: [{id: 1}]"})
+    until(page, "document.getElementById('wiring-status').textContent.startsWith('not a pipeline: nodes.0.id')")
+    page.click("#use-wiring")
+    until(page, "document.getElementById('editor').hidden")
+    assert session.pipeline.node("deal").config.num_workers == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_editor_fits_and_is_legible(open_cards: OpenCards, tmp_path: Path, width: int, scheme: str) -> None:
+    options = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    page, _ = open_cards(options, pipeline=with_own_card(tmp_path, small_pipeline(tmp_path)))
+    edit(page)
+    for number in (1, 8):
+        page.click(f"#node-{number} summary")
+    page.select_option("#node-8-inputs-synced_gradients", "")
+    until(page, "document.getElementById('wiring-status').textContent.includes('mistake')")
+
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    assert [(round(contrast, 2), text) for contrast, text in contrasts(page) if contrast < 4.5] == []
 
 
 @pytest.mark.slow

@@ -204,3 +204,84 @@ def test_a_port_that_is_taken_is_one_line(start: Callable[..., Any], client: htt
         f"error: --port {client.base_url.port}: cannot listen there (Address already in use); "
         "choose another [port-in-use]\n"
     )
+
+
+def wiring_of(client: httpx.Client) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": node["id"],
+            "card": node["card_type"],
+            "config": node["config"],
+            "inputs": {name: f"{source['node']}.{source['output']}" for name, source in node["inputs"].items()},
+        }
+        for node in client.get("/api/pipeline").json()["nodes"]
+    ]
+
+
+def test_a_wiring_is_checked_as_a_file_is_and_every_mistake_has_its_place(client: httpx.Client) -> None:
+    nodes = wiring_of(client)
+    nodes[1]["config"]["test_ratio"] = "1.5"
+    del nodes[5]["inputs"]["process_group"]
+    answer = client.put("/api/wiring", json={"nodes": nodes})
+
+    assert answer.status_code == 422
+    assert [(one["node"], one["place"]) for one in answer.json()["mistakes"]] == [
+        ("prepare", "config.test_ratio"),
+        ("forward", "inputs.process_group"),
+    ]
+    assert client.get("/api/pipeline").json()["state"]["run"] == 1
+
+
+def test_a_wiring_without_mistakes_starts_the_run_over(client: httpx.Client) -> None:
+    nodes = wiring_of(client)[:2]
+    picture = client.post("/api/wiring/check", json={"nodes": nodes}).json()["pipeline"]
+    state = client.put("/api/wiring", json={"nodes": nodes}).json()
+
+    assert [node["id"] for node in picture["nodes"]] == ["load", "prepare"]
+    assert (state["run"], state["next"], list(state["cards"])) == (2, "load", ["load", "prepare"])
+
+
+def test_an_upload_cannot_have_code_imported(client: httpx.Client, tmp_path: Path) -> None:
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    text = "nodes: [{id: trap, card: 'trap:Card'}]"
+    sys.path.append(str(tmp_path))
+    try:
+        nodes = client.post("/api/wiring/load", json={"yaml": text}).json()["nodes"]
+        answer = client.put("/api/wiring", json={"nodes": nodes})
+    finally:
+        sys.path.remove(str(tmp_path))
+
+    assert answer.status_code == 422
+    assert "unknown card 'trap:Card'; the cards are dist_load_dataset" in answer.json()["mistakes"][0]["message"]
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("nodes: [", "not valid YAML: while parsing"),
+        ("[" * 20_000, "more than 500 brackets"),
+        ("- " * 20_000, "not valid YAML: maximum recursion depth"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML: could not determine a constructor"),
+        ("nodes: 1", "not a pipeline: nodes: "),
+        (f"nodes: [{'{id: a, card: b}, ' * 51}]", "not a pipeline: nodes: List should have at most 50 items"),
+        ("nodes: [{id: a, card: b, config: {x: .inf}}]", "not a pipeline: nodes.0.config.x"),
+    ],
+    ids=["broken", "brackets", "deep", "python", "none", "many", "infinite"],
+)
+def test_a_file_that_is_no_wiring_is_one_line(client: httpx.Client, text: str, detail: str) -> None:
+    answer = client.post("/api/wiring/load", json={"yaml": text})
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(detail)
+
+
+def test_a_body_has_a_bound(client: httpx.Client) -> None:
+    def in_parts() -> Iterator[bytes]:
+        yield b'{"yaml": "nodes: []"}'
+
+    large = client.post("/api/wiring/load", json={"yaml": "x" * 70_000})
+    unknown = client.post("/api/wiring/load", content=in_parts(), headers={"Content-Type": "application/json"})
+
+    assert (large.status_code, unknown.status_code) == (413, 411)

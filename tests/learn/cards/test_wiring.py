@@ -9,7 +9,7 @@ import yaml
 
 from common.errors import UserError
 from learn.cards.console import as_mermaid
-from learn.cards.pipeline import DEFAULT_PIPELINE, build_pipeline, read_pipeline
+from learn.cards.pipeline import DEFAULT_PIPELINE, build_pipeline, check_document, read_pipeline
 from learn.cards.registry import CARDS
 
 IRIS = yaml.safe_load(DEFAULT_PIPELINE.read_text())
@@ -131,3 +131,18 @@ def test_the_chart_has_every_connection_and_the_way_back() -> None:
 
     assert sum(" --> " in line for line in lines) == len(list(pipeline.edges))
     assert sum("-. next batch .->" in line for line in lines) == 1
+
+
+def test_every_mistake_is_found_and_named_by_node_and_place() -> None:
+    document = deepcopy(IRIS)
+    nodes = {entry["id"]: entry for entry in document["nodes"]}
+    nodes["prepare"]["config"] = {"test_ratio": 2, "colour": "red"}
+    del nodes["forward"]["inputs"]["process_group"]
+    pipeline, mistakes = check_document(document, PATH, CARDS)
+
+    assert pipeline is None
+    assert [(mistake.node, mistake.place) for mistake in mistakes] == [
+        ("prepare", "config.test_ratio"),
+        ("prepare", "config.colour"),
+        ("forward", "inputs.process_group"),
+    ]
