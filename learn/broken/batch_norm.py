@@ -60,9 +60,11 @@ for step in range(STEPS):
     optimizer.step()
 
 model.module.eval()  # rank 0's model is what would be saved
-for half, (x, y) in enumerate(zip(rows[-1].chunk(2), labels[-1].chunk(2), strict=True)):
-    accuracy = (model.module(x).argmax(1) == y).float().mean()
-    if rank == 0:
-        print(f"accuracy of rank 0's model on new rows of source {half}: {accuracy:.1%}", flush=True)
-print(f"rank {rank}: last training loss {loss:.2f}", flush=True)
+losses = [None] * world_size
+dist.all_gather_object(losses, f"{loss:.2f}")
+if rank == 0:
+    print(f"last training loss by rank: {', '.join(losses)}")
+    for source, (x, y) in enumerate(zip(rows[-1].chunk(2), labels[-1].chunk(2), strict=True)):
+        accuracy = (model.module(x).argmax(1) == y).float().mean()
+        print(f"accuracy of rank 0's model on new rows of source {source}: {accuracy:.1%}", flush=True)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A forgotten `set_epoch`: the sampler shuffles, but in the same way in each epoch. Nothing fails.
+"""A forgotten `set_epoch`: the sampler shuffles, but in the same way in each epoch.
 
     torchrun --standalone --nproc_per_node=2 learn/broken/forgotten_set_epoch.py
     torchrun --standalone --nproc_per_node=2 learn/broken/forgotten_set_epoch.py --fixed

@@ -28,16 +28,21 @@ rows[2, 1, 0] = torch.inf  # a broken row in the third batch of rank 1
 for step in range(STEPS):
     inputs = rows[step, rank::world_size]
     loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
-    finite = loss.detach().isfinite().float()
+    finite = loss.detach().isfinite()
+    if not finite:
+        print(f"rank {rank}: the loss of step {step + 1} is not finite", flush=True)
     if FIXED:
+        finite = finite.float()
         dist.all_reduce(finite, dist.ReduceOp.MIN)  # 0 on every rank if it is 0 on one of them
     if not finite:
-        print(f"rank {rank}: step {step + 1}: the loss is not finite, skipped", flush=True)
         continue
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 dist.barrier()
-print(f"rank {rank}: trained, first weight {model.module.weight[0, 0]:.4f}", flush=True)
+weights = [None] * world_size
+dist.all_gather_object(weights, f"{model.module.weight[0, 0]:.4f}")
+if rank == 0:
+    print(f"trained; the first weight by rank: {', '.join(weights)}", flush=True)
 dist.destroy_process_group()

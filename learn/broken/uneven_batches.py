@@ -23,8 +23,10 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batches = torch.randn(ROWS, 8)[rank::world_size].split(BATCH)
-print(f"rank {rank}: {len(batches)} batches", flush=True)
+rows = torch.randn(ROWS, 8)
+batches = rows[rank::world_size].split(BATCH)
+if rank == 0:
+    print(f"batches by rank: {[len(rows[r::world_size].split(BATCH)) for r in range(world_size)]}", flush=True)
 
 # In `join`, a rank without batches answers the others' collectives with zeros. The flag is for the last gradient: it is
 # divided by 1, the number of ranks that still have a batch, and not by 2.
@@ -36,5 +38,8 @@ with model.join(divide_by_initial_world_size=False) if FIXED else nullcontext():
         optimizer.step()
 
 dist.barrier()
-print(f"rank {rank}: trained, first weight {model.module.weight[0, 0]:.4f}", flush=True)
+weights = [None] * world_size
+dist.all_gather_object(weights, f"{model.module.weight[0, 0]:.4f}")
+if rank == 0:
+    print(f"trained; the first weight by rank: {', '.join(weights)}", flush=True)
 dist.destroy_process_group()
