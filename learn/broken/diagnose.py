@@ -1,0 +1,177 @@
+"""Run a script of several ranks and say what goes wrong between them. It needs only PyTorch, so you can copy this file.
+
+    torchrun --standalone --nproc_per_node=2 learn/broken/diagnose.py --seconds 2 YOUR_SCRIPT.py ITS_FLAGS
+
+Your script is not changed. A rank that waits in a collective cannot report that, because its main thread is what waits.
+Here a second thread on each rank writes to torchrun's key-value store, which is not a collective and so does not hang
+with the others. Rank 0's second thread compares what all ranks wrote:
+
+- the line that each rank is at. If no rank has moved for ``--seconds``, or one fails, all lines are printed and the run
+  ends;
+- the number of forward passes of ``DistributedDataParallel`` before each optimizer step: it differs if one rank skips
+  a batch;
+- a checksum of each parameter and buffer after each optimizer step: all replicas must stay equal;
+- a checksum of each training batch: a shuffled loader does not give the same batch twice.
+
+Only the first finding of each kind is printed. The exit code is 1 if the script raises, otherwise 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+LOOK_SECONDS = 0.2
+ENDED, RAISED = "has ended", "raised"
+
+
+class Rank:
+    """What this rank writes for the others; on rank 0 also the comparison."""
+
+    def __init__(self, script: Path, seconds: float) -> None:
+        self.script, self.seconds = script, seconds
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self.outcome = ""  # of the script, once it has returned or raised
+        self.num_forwards = self.num_steps = self.num_compared = 0
+        self.repeated = ""
+        self.model: torch.nn.Module | None = None
+        self.batches: dict[int, int] = {}  # checksum -> number of the forward pass
+        self.reported: set[str] = set()  # kinds of findings
+
+    def before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Count the batch and compare it with all before it."""
+        if not isinstance(module, DistributedDataParallel) or not module.training:
+            return
+        self.model = module.module
+        self.num_forwards += 1
+        batch = b"".join(_bytes(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor))
+        first = self.batches.setdefault(zlib.crc32(batch), self.num_forwards) if batch else self.num_forwards
+        if first != self.num_forwards and not self.repeated:
+            self.repeated = f"batch {self.num_forwards} of rank {self.rank} is batch {first} again, in the same order"
+
+    def after_step(self, *_: object) -> None:
+        """Write this rank's checksums; no rank waits for another here."""
+        self.num_steps += 1
+        state = self.model.state_dict() if self.model is not None else {}
+        sums = {name: zlib.crc32(_bytes(value)) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.store.set(self._step_key(self.num_steps, self.rank), json.dumps([self.num_forwards, sums]))
+
+    def watch(self) -> None:
+        """Write where the main thread is until rank 0 ends the run; on rank 0, compare."""
+        before, moved = None, time.monotonic()
+        while not self.store.check(["over"]):
+            frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
+            # The same frames at the same instructions: the main thread has done nothing since the last look.
+            now = [(id(frame), frame.f_lasti) for frame, _ in frames]
+            if now != before:
+                before, moved = now, time.monotonic()
+            where = self.outcome or f"is at {self.place(traceback.StackSummary.extract(reversed(frames)))}"
+            counts = f"{self.num_forwards} forward passes, {self.num_steps} optimizer steps"
+            self.store.set(f"rank {self.rank}", json.dumps([where, counts, time.monotonic() - moved, self.repeated]))
+            if self.rank == 0 and self.store.check([f"rank {rank}" for rank in range(self.world_size)]):
+                self.compare()
+            time.sleep(LOOK_SECONDS)
+        os._exit(self.outcome.startswith(RAISED))  # the main thread may wait forever
+
+    def place(self, frames: traceback.StackSummary) -> str:
+        """The innermost line of the script, or of a file below its folder."""
+        folder, found = self.script.resolve().parent, "a line outside the script's folder"
+        for frame in frames:
+            path = Path(frame.filename).resolve()
+            if path.is_relative_to(folder) and "site-packages" not in path.parts and path != Path(__file__).resolve():
+                found = f"{os.path.relpath(path)}:{frame.lineno}: {frame.line}"
+        return found
+
+    def compare(self) -> None:
+        """Report what differs between the ranks, and end the run if it is over or stuck."""
+        ranks = range(self.world_size)
+        wheres, counts, stills, repeated = zip(
+            *(json.loads(self.store.get(f"rank {rank}")) for rank in ranks), strict=True
+        )
+        while self.store.check(keys := [self._step_key(self.num_compared + 1, rank) for rank in ranks]):
+            self.num_compared += 1
+            self._compare_step([json.loads(self.store.get(key)) for key in keys])
+            for key in keys:
+                self.store.delete_key(key)
+        for line in filter(None, repeated):
+            self.report("repeated", line)
+        running = [still for where, still in zip(wheres, stills, strict=True) if where != ENDED]
+        failed = any(where.startswith(RAISED) for where in wheres)
+        if failed or min(running, default=0) > self.seconds:
+            why = "a rank failed" if failed else f"no rank has moved for {self.seconds:g} s"
+            lines = [f"  rank {rank} {wheres[rank]}  ({counts[rank]})" for rank in ranks]
+            self.report("stuck", "\n".join([why, *lines]))
+        elif running:
+            return
+        if not self.reported:
+            self.report("none", f"nothing found on {self.world_size} ranks in {self.num_compared} optimizer steps")
+        self.store.set("over", "")
+
+    def _compare_step(self, by_rank: list[tuple[int, dict[str, int]]]) -> None:
+        after, (num_forwards, sums) = f"after optimizer step {self.num_compared}", by_rank[0]
+        for rank, (others_forwards, others_sums) in enumerate(by_rank):
+            if others_forwards != num_forwards:
+                line = f"rank {rank} has done {others_forwards} forward passes, rank 0 {num_forwards}"
+                self.report("forwards", f"{after}, {line}")
+            if differ := [name for name, value in sums.items() if others_sums.get(name) != value]:
+                more = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+                self.report("state", f"{after}, {differ[0]}{more} on rank {rank} is not that of rank 0")
+
+    def report(self, kind: str, line: str) -> None:
+        """Print the first finding of a kind."""
+        if kind not in self.reported:
+            self.reported.add(kind)
+            print(f"diagnose: {line}", flush=True)
+
+    @staticmethod
+    def _step_key(step: int, rank: int) -> str:
+        return f"step {step} of rank {rank}"
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a script of several ranks and say what goes wrong between them.")
+    parser.add_argument("--seconds", type=float, default=30, help="without a move on any rank, then it is stuck (30)")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    rank = Rank(given.script, given.seconds)
+    register_module_forward_pre_hook(rank.before_forward)
+    register_optimizer_step_post_hook(rank.after_step)
+    watcher = threading.Thread(target=rank.watch)
+    watcher.start()
+    sys.argv, sys.path[0] = [str(given.script), *given.flags], str(given.script.parent)
+    try:
+        runpy.run_path(str(given.script), run_name="__main__")
+        rank.outcome = ENDED
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            rank.outcome = ENDED
+        elif not rank.store.check(["over"]):  # otherwise the error comes from a rank that was ended before this one
+            traceback.print_exc()
+            where = rank.place(traceback.extract_tb(error.__traceback__))
+            rank.outcome = f"{RAISED} {type(error).__name__} at {where}"
+    watcher.join()
+
+
+if __name__ == "__main__":
+    main()
