@@ -14,6 +14,7 @@ PAGES = (
     "docs/DISTRIBUTED_TRAINING_GUIDE.md",
     "docs/PARALLELISM_STRATEGIES.md",
     "docs/PLANNING.md",
+    "docs/QUICK_REFERENCE.md",
     "docs/RELIABILITY.md",
     "docs/training.md",
 )

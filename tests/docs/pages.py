@@ -24,6 +24,7 @@ _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 # [step.py](../training/run/step.py): `train_step`, `StepLog.sync`
 _NAMES = re.compile(r"\]\((?P<address>[^()\s]+\.py)\): (?P<names>`[\w.]+`(?:, `[\w.]+`)*)")
 _FIGURE = re.compile(r"\*\*(-?\d[\d.,]*%?)\*\*")
+_SCRIPT = re.compile(r"^<!-- script: (?P<name>\S+) -->\n```python\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -87,9 +88,14 @@ def _defined(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
+def scripts(page: str) -> dict[str, str]:
+    """The scripts that a page shows under `<!-- script: NAME -->`, to be saved under that name and started."""
+    return {match["name"]: match["text"] for match in _SCRIPT.finditer(_text(page))}
+
+
 def blocks_of_python(page: str) -> list[tuple[str, str]]:
-    """Each block of Python of a page, and the block of text behind it: what it prints."""
-    blocks = [(match["kind"], match["text"]) for match in _BLOCK.finditer(_text(page))]
+    """Each block of Python of a page that is no script, and the block of text behind it: what it prints."""
+    blocks = [(match["kind"], match["text"]) for match in _BLOCK.finditer(_SCRIPT.sub("", _text(page)))]
     return [
         (text, printed if kind == "text" else "")
         for (language, text), (kind, printed) in pairwise([*blocks, ("", "")])
