@@ -16,6 +16,7 @@ PAGES = (
     "docs/PLANNING.md",
     "docs/QUICK_REFERENCE.md",
     "docs/RELIABILITY.md",
+    "docs/WALKTHROUGH.md",
     "docs/training.md",
 )
 _WRITTEN = re.compile(r"^<!-- begin: (.+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)  # by a command
