@@ -169,7 +169,7 @@ def test_the_debugging_switches_check_replicas_and_leave_traces(run: Run, tmp_pa
 
     assert result.returncode == 0, result.stdout
     assert "events.jsonl" in result.stdout
-    assert list((tmp_path / "checkpoints" / "debugged.run").rglob("*trace*")), result.stdout
+    assert list((tmp_path / "checkpoints" / "debugged.run").rglob("*.json.gz")), result.stdout
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/QUICK_REFERENCE.md", GUIDE])
