@@ -14,7 +14,9 @@ PAGES = (
     "docs/DISTRIBUTED_TRAINING_GUIDE.md",
     "docs/PARALLELISM_STRATEGIES.md",
     "docs/PLANNING.md",
+    "docs/QUICK_REFERENCE.md",
     "docs/RELIABILITY.md",
+    "docs/WALKTHROUGH.md",
     "docs/training.md",
     "docs/CARDS.md",
 )

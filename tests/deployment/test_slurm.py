@@ -33,6 +33,22 @@ if not started.exists():
     signal.pause()
 """
 
+# A script of a user's own: in the job's first run it waits for the signal that the time is nearly up.
+OWN = """
+import os, signal, sys, time
+import torch.distributed as dist
+def stop(*_):
+    print("Stopped at step 5", flush=True)
+    os._exit(0)
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    signal.signal(signal.SIGUSR1, stop)
+    print("ready", flush=True)
+    time.sleep(3600)
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), *sys.argv[1:], flush=True)
+dist.destroy_process_group()
+"""
+
 INTERRUPTIONS = {
     # What `--signal=B:USR1@120` has SLURM do two minutes before the end.
     "the time is nearly up": "scancel --batch --signal=USR1 {job}",
@@ -52,11 +68,20 @@ def test_shellcheck_finds_nothing_in_the_launchers() -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize(("script", "program"), [(SCRIPT, "training/train_ddp.py"), (SCORE, "inference/score.py")])
-def test_a_job_submitted_from_another_folder_is_refused_in_one_line(script: Path, program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        ([SCRIPT, "--epochs", "1"], "training/train_ddp.py"),
+        ([SCRIPT, "mine.py", "--epochs", "1"], "mine.py"),
+        ([SCORE], "inference/score.py"),
+    ],
+)
+def test_a_job_submitted_from_another_folder_is_refused_in_one_line(
+    arguments: list[Path | str], program: str, tmp_path: Path
+) -> None:
     given = {"PATH": os.environ["PATH"], "SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7"}
 
-    ended = subprocess.run(["bash", script], cwd=tmp_path, env=given, capture_output=True, text=True)
+    ended = subprocess.run(["bash", *arguments], cwd=tmp_path, env=given, capture_output=True, text=True)
 
     assert ended.returncode == 2
     assert (
@@ -78,7 +103,7 @@ def slurm() -> Iterator[Cluster]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to submit from, which the jobs may write into."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("training", "deployment"):
+    for name in ("training", "learn", "deployment"):
         (folder / name).symlink_to(REPOSITORY / name)
     return folder
 
@@ -206,6 +231,32 @@ def test_the_documented_job_trains_a_model(slurm: Cluster, checkout: Path) -> No
 
     assert ended["JobState"] == "COMPLETED", _printed(checkout, job)
     assert (checkout / "checkpoints" / "slurm_demo" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_documented_job_with_another_script_runs_that_script(slurm: Cluster, checkout: Path) -> None:
+    job = _submit(slurm, checkout, documented("docs/deployment.md", "slurm-script"))
+
+    ended = slurm.wait_for_end(job)
+
+    assert ended["JobState"] == "COMPLETED", _printed(checkout, job)
+    assert "epoch 1/1  loss" in _printed(checkout, job, run=0)
+
+
+@pytest.mark.slow
+def test_a_script_that_stops_when_asked_queues_again_with_its_flags(slurm: Cluster, checkout: Path) -> None:
+    (checkout / "own.py").write_text(OWN)
+    job = _submit(slurm, checkout, "sbatch --cpus-per-task=1 deployment/slurm/train.sbatch own.py --data here")
+    wait_until(lambda: _printed(checkout, job, run=0).count("ready\n") == 2, DEADLINE, slurm.logs)
+
+    slurm.run(INTERRUPTIONS["the time is nearly up"].format(job=job))
+
+    ended = slurm.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), _printed(checkout, job)
+    lines = _printed(checkout, job, run=1).splitlines()
+    assert sorted(line for line in lines if line.startswith("rank")) == [
+        f"rank {rank} of 2 --data here" for rank in (0, 1)
+    ]
 
 
 @pytest.fixture

@@ -24,9 +24,10 @@ _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 # [step.py](../training/run/step.py): `train_step`, `StepLog.sync`
 _NAMES = re.compile(r"\]\((?P<address>[^()\s]+\.py)\): (?P<names>`[\w.]+`(?:, `[\w.]+`)*)")
 _FIGURE = re.compile(r"\*\*(-?\d[\d.,]*%?)\*\*")
-# <!-- ranks: 2 --> stands before a script that torchrun starts, <!-- file: PATH --> before a copy of a file.
+# <!-- ranks: 2 --> is before a script that torchrun starts, <!-- file: PATH --> before a copy of a file, and
+# <!-- script: NAME --> before a script that is to be saved under that name.
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>ranks|file): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- (?P<mark>ranks|file|script): (?P<value>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _DIFF = re.compile(r"^<!-- diff: (\S+) (\S+) -->\n```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -101,12 +102,14 @@ class Block:
         printed: the block of text behind it.
         num_ranks: that torchrun starts it on; 0 for one process without torchrun.
         copy_of: the file that it shows.
+        script: the name under which it is to be saved.
     """
 
     code: str
     printed: str
     num_ranks: int = 0
     copy_of: str = ""
+    script: str = ""
 
 
 def blocks_of_python(page: str) -> list[Block]:
@@ -116,9 +119,14 @@ def blocks_of_python(page: str) -> list[Block]:
         if block["kind"] == "python":
             printed = behind["text"] if behind and behind["kind"] == "text" else ""
             num_ranks = int(block["value"]) if block["mark"] == "ranks" else 0
-            copy_of = block["value"] if block["mark"] == "file" else ""
-            found.append(Block(block["text"], printed, num_ranks, copy_of))
+            copy_of, script = (block["value"] if block["mark"] == mark else "" for mark in ("file", "script"))
+            found.append(Block(block["text"], printed, num_ranks, copy_of, script))
     return found
+
+
+def scripts(page: str) -> dict[str, str]:
+    """The scripts that a page shows, by the names under which they are to be saved and started."""
+    return {block.script: block.code for block in blocks_of_python(page) if block.script}
 
 
 def diffs(page: str) -> list[tuple[str, str, str]]:

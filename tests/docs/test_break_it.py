@@ -46,7 +46,7 @@ def test_each_script_is_run_broken_diagnosed_and_fixed() -> None:
 
 def test_the_code_that_the_page_quotes_is_in_a_script() -> None:
     sources = [_lines(path.read_text()) for path in (REPOSITORY / "learn" / "broken").glob("*.py")]
-    quoted = [_lines(code) for code, _ in blocks_of_python(PAGE)]
+    quoted = [_lines(block.code) for block in blocks_of_python(PAGE)]
 
     assert len(quoted) == 6
     assert [code for code in quoted if not any(code in source for source in sources)] == []

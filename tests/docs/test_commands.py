@@ -1,5 +1,6 @@
 """The learning pages' commands, run as they stand there; what is shown behind them is what they print."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.deployment.documented import documented
-from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, shown_after
+from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, scripts, shown_after
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
 CARDS = "docs/CARDS.md"
 STRATEGIES = "docs/PARALLELISM_STRATEGIES.md"
+REFERENCE = "docs/QUICK_REFERENCE.md"
 PRINTED = (
     *("plan-small", "plan-large", "plan-eight", "variables", "collectives", "ring", "by-hand", "against-ddp", "faults"),
     *("buckets", "zero1", "pipeline", "timeline", "resume", "cards"),
@@ -95,8 +98,8 @@ def test_a_training_of_the_guide_prints_what_it_shows_and_leaves_a_model(name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cards-run", "own-card"])
 def test_the_page_of_the_cards_runs_as_it_shows(name: str, run: Run, tmp_path: Path) -> None:
-    [(code, _)] = blocks_of_python(CARDS)
-    (tmp_path / "clip.py").write_text(code)
+    [block] = blocks_of_python(CARDS)
+    (tmp_path / "clip.py").write_text(block.code)
     commands = documented(CARDS, name)
     result = run(commands)
 
@@ -136,6 +139,50 @@ def test_a_plan_is_written_as_json(run: Run, tmp_path: Path) -> None:
 
     assert result.returncode == 0, result.stdout
     assert (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.slow
+def test_the_scripts_to_start_from_train_alike_on_one_rank_and_on_two(run: Run, tmp_path: Path) -> None:
+    shown = scripts(REFERENCE)
+    for name, text in shown.items():
+        (tmp_path / name).write_text(text)
+    commands = documented(REFERENCE, "skeletons")
+    of_each = {}
+    for ranks in (2, 1):
+        for command in commands.splitlines():
+            result = run(command.replace("--nproc_per_node=2", f"--nproc_per_node={ranks}"))
+            of_each[command, ranks] = result.stdout, torch.load(tmp_path / "model.pt")
+
+    assert set(shown) == {"ddp.py", "fsdp.py"}
+    printed = [text for (_, ranks), (text, _) in of_each.items() if ranks == 2]
+    assert "".join(printed) == shown_after(REFERENCE, commands)
+    assert {text for text, _ in of_each.values()} == set(printed)
+    (_, expected), *others = of_each.values()
+    for _, weights in others:
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_checks_before_a_long_run_find_nothing_wrong_with_a_small_one(run: Run, tmp_path: Path) -> None:
+    result = run(documented(REFERENCE, "before-a-long-run"))
+
+    assert result.returncode == 0, result.stdout
+    losses = [_losses(tmp_path / "checkpoints" / f"{name}.run") for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def _losses(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["kind"] == "step"]
+
+
+@pytest.mark.slow
+def test_the_debugging_switches_check_replicas_and_leave_traces(run: Run, tmp_path: Path) -> None:
+    result = run(documented(REFERENCE, "debugging"))
+
+    assert result.returncode == 0, result.stdout
+    assert "events.jsonl" in result.stdout
+    assert list((tmp_path / "checkpoints" / "debugged.run").rglob("*.json.gz")), result.stdout
 
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/QUICK_REFERENCE.md", GUIDE])

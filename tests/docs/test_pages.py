@@ -41,7 +41,11 @@ FOREIGN = {
     "--signal",
 }
 BLOCKS = [(page, block) for page in LEARNING for block in blocks_of_python(page)]
-PYTHON = [(page, block.code, block.printed) for page, block in BLOCKS if not (block.num_ranks or block.copy_of)]
+PYTHON = [
+    (page, block.code, block.printed)
+    for page, block in BLOCKS
+    if not (block.num_ranks or block.copy_of or block.script)
+]
 
 
 def test_every_relative_link_leads_to_a_file_and_to_a_heading_of_it() -> None:
