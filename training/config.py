@@ -263,7 +263,7 @@ class TrainConfig(BaseModel):
     check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of all replicas, which are also compared at the start and before each checkpoint; 0 = off", ge=0, on_resume="any")
     check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all replicas in this many first steps, in case a model's own code breaks their synchronization; 0 = off", ge=0, on_resume="any")
     record_collectives_every: int = _field(20, "monitoring", "optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the metrics collective_*; 0 = off, needed with another profiler such as nsys", ge=0, on_resume="any")
-    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, for the metric scaling_efficiency; 0 = unknown", ge=0, on_resume="any")
+    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, to which the metric scaling_efficiency then compares; 0 = the ranks measure it under ddp", ge=0, on_resume="any")
     trackers: str = _field("", "monitoring", "also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the extra of that name; unset = none", on_resume="any")
     profile: int = _field(0, "monitoring", "optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
     profile_start: int = _field(0, "monitoring", "the first step to record; 0 = ten steps after the first one of this process, or fewer in a short run", ge=0, on_resume="any")

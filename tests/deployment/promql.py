@@ -16,7 +16,8 @@ from tests.deployment.documented import REPOSITORY
 from tests.inference.servers import free_port, serving
 from training.config import TrainConfig
 from training.monitoring import Exporter
-from training.monitoring.events import StepStarted
+from training.monitoring.events import CollectivesRecorded, StepStarted
+from training.monitoring.records import CollectiveUse
 from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
@@ -77,6 +78,6 @@ def _training_page() -> str:
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "none")
     with closing(Exporter(TrainConfig(metrics_port=port), alone, phases)) as exporter:
         exporter.receive(StepStarted(1))
-        exporter.count_collective("all_reduce", num_bytes=4, seconds=0.1)
+        exporter.receive(CollectivesRecorded(1, {"all_reduce": CollectiveUse(1, 4, (0.1,))}))
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             return page.read().decode()

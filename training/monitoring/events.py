@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import reason_to_record
 from common.files import write_whole
-from training.monitoring.records import EpochMetrics, SavedCheckpoint, StepMetrics, metrics_of
+from training.monitoring.records import CollectiveUse, EpochMetrics, SavedCheckpoint, StepMetrics, metrics_of
 from training.run.phases import Phases
 
 if TYPE_CHECKING:
@@ -66,6 +66,26 @@ class StepsAgreed:
 
 
 @dataclass(frozen=True)
+class CollectivesRecorded:
+    """This rank's collectives of ``step``, by operation; every rank publishes its own, of the same steps."""
+
+    step: int
+    operations: Mapping[str, CollectiveUse]
+
+
+@dataclass(frozen=True)
+class RanksCompared:
+    """The ranks' own seconds of the steps up to ``step`` were compared.
+
+    ``scaling_efficiency``: what all ranks achieved over what they would have if none had waited for another, 0 to 1;
+    None if the ranks cannot tell, because collectives are all through their passes.
+    """
+
+    step: int
+    scaling_efficiency: float | None
+
+
+@dataclass(frozen=True)
 class CheckpointStarted:
     """The state after ``step`` is about to be saved."""
 
@@ -112,6 +132,8 @@ Event = (
     | StepsAgreed
     | StepMetrics
     | EpochMetrics
+    | CollectivesRecorded
+    | RanksCompared
     | CheckpointStarted
     | CheckpointFailed
     | SavedCheckpoint
@@ -238,7 +260,8 @@ def _headline(prefix: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsFile(Subscriber):
-    """Writes the run's curves to ``metrics.jsonl``: logged steps, epochs with their whole validation, the test.
+    """Writes the run's curves to ``metrics.jsonl``: logged steps, epochs with their whole validation, the test; of some
+    steps rank 0's collectives, and the ranks' scaling efficiency.
 
     Records after ``resume_step`` are dropped first, so a resumed run has one line per step; 0 starts an empty file.
     What cannot be written is lost and does not end the run.
@@ -257,6 +280,14 @@ class MetricsFile(Subscriber):
                 self._lines.write({"kind": "step", **event.known()})
             case EpochMetrics():
                 self._lines.write({"kind": "epoch", **asdict(event)})
+            case CollectivesRecorded(step, operations):
+                used = {
+                    name: {"calls": use.calls, "bytes": use.num_bytes, "seconds": sum(use.seconds)}
+                    for name, use in operations.items()
+                }
+                self._lines.write({"kind": "collectives", "step": step, "operations": used})
+            case RanksCompared(step, efficiency) if efficiency is not None:
+                self._lines.write({"kind": "efficiency", "step": step, "scaling_efficiency": efficiency})
             case RunTested(step, test):
                 self._lines.write({"kind": "test", **test, "step": step})
             case RolledBack(step):

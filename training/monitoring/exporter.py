@@ -16,7 +16,9 @@ from common.errors import UserError
 from training.config import METRICS_OF_TASKS
 from training.monitoring.events import (
     CheckpointFailed,
+    CollectivesRecorded,
     Event,
+    RanksCompared,
     Rescheduled,
     RolledBack,
     RunStarted,
@@ -90,7 +92,8 @@ class Exporter(Subscriber):
         self._tokens_rate = gauge("tokens_per_second", "Tokens of all ranks per second, over the last steps.")
         self._efficiency = gauge(
             "scaling_efficiency",
-            "Rows per second over what as many ranks would make at --one_rank_rate; NaN without it.",
+            "What all ranks achieve over what they would if none waited for another, as measured under ddp; with "
+            "--one_rank_rate over what as many ranks would achieve at that rate. NaN if neither is known.",
         )
         self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
         self._mfu = None
@@ -132,12 +135,12 @@ class Exporter(Subscriber):
         for phase in COMPARED:
             self.slowness.labels(phase).set(math.nan)
             self.straggler.labels(phase).set(0)
-        self.collective_steps = counter("collective_steps", "Steps whose collectives were looked at, one in so many.")
+        self._collective_steps = counter("collective_steps", "Steps whose collectives were looked at, one in so many.")
         self._collective_calls = counter("collective_calls", "Collectives of this rank in those steps.", "operation")
         self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", "operation")
         self._collective_seconds = histogram(
             "collective_seconds",
-            "Seconds of each, the wait for other ranks included. Gloo's only: NCCL's run on the GPU (see --profile).",
+            "Seconds of each, the wait for other ranks included; with NCCL of each kernel on the GPU.",
             _PHASE_SECONDS,
             "operation",
         )
@@ -188,6 +191,17 @@ class Exporter(Subscriber):
             case EpochMetrics() if event.validation:
                 for name, gauge in self._validation.items():
                     gauge.set(event.validation[name])
+            case CollectivesRecorded(operations=operations):
+                self._collective_steps.inc()
+                for name, use in operations.items():
+                    self._collective_calls.labels(name).inc(use.calls)
+                    self._collective_bytes.labels(name).inc(use.num_bytes)
+                    seconds_of = self._collective_seconds.labels(name)
+                    for seconds in use.seconds:
+                        seconds_of.observe(seconds)
+            case RanksCompared(scaling_efficiency=efficiency):
+                if efficiency is not None and not self._ideal_rate:
+                    self._efficiency.set(efficiency)
             case SavedCheckpoint():
                 self._checkpoint_seconds.observe(event.seconds)
                 self._checkpoint_blocked.observe(event.blocked_seconds)
@@ -215,13 +229,6 @@ class Exporter(Subscriber):
                 if phase not in self._by_phase:
                     self._by_phase[phase] = self._phase_seconds.labels("other" if phase == "start" else phase)
                 self._by_phase[phase].observe(seconds)
-
-    def count_collective(self, operation: str, num_bytes: int, seconds: float | None) -> None:
-        """Count a collective of a step that is looked at; ``seconds`` is None if unknown."""
-        self._collective_calls.labels(operation).inc()
-        self._collective_bytes.labels(operation).inc(num_bytes)
-        if seconds is not None:
-            self._collective_seconds.labels(operation).observe(seconds)
 
     def close(self) -> None:
         self._stop_listening()

@@ -111,6 +111,19 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
+class CollectiveUse:
+    """One rank's calls of one collective operation in a step.
+
+    ``num_bytes``: what the rank passed to them; ``seconds``: of each call with gloo, of each kernel with NCCL, the wait
+    for other ranks included.
+    """
+
+    calls: int
+    num_bytes: int
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class SearchedTrial:
     """One trial of a search that has ended: ``finished``, ``pruned`` or ``failed``.
 

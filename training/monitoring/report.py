@@ -100,6 +100,8 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
             "tables": [rank_table(profiles), operator_table(first)],
             "traces": [one.trace for one in profiles],
         }
+    efficiencies = [record["scaling_efficiency"] for record in records if record["kind"] == "efficiency"]
+    collectives = [record["operations"] for record in records if record["kind"] == "collectives"]
     wrong_texts = sorted(report.wrong_texts, key=lambda wrong: -wrong.answer.surprise)[:MOST_WRONG_TEXTS]
 
     environment = jinja2.Environment(
@@ -115,13 +117,14 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     page = environment.get_template(REPORT_FILE).render(
         report=report,
         test=report.test,
-        headline=_headline(report, curves),
+        headline=_headline(report, curves, efficiencies),
         epochs=curves.epochs,
         epoch_metrics=epoch_metrics,
         has_train_accuracy=any(record.get("train_accuracy") is not None for record in curves.epochs),
         best_epoch=max((record["epoch"] for record in curves.validated if record["is_best"]), default=None),
         plots={name: (PLOTS[name], _data_url(light[name]), _data_url(dark[name])) for name in PLOTS if name in light},
         profile=profile,
+        collectives=collective_table(collectives) if collectives else None,
         wrong_texts=wrong_texts,
         doubted_texts=report.doubted_texts[:MOST_DOUBTED_TEXTS],
         written=datetime.now().astimezone().strftime("%d %B %Y, %H:%M %Z"),
@@ -130,13 +133,29 @@ def write_report(run_dir: Path, report: ReportData) -> Path:
     return run_dir / REPORT_FILE
 
 
+def collective_table(recorded: Sequence[dict[str, dict[str, float]]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: what the recorded steps spent on each collective operation, per step, the longest first."""
+    count, rows = len(recorded), []
+    totals = {
+        name: {
+            key: sum(step.get(name, {}).get(key, 0) for step in recorded) / count
+            for key in ("calls", "bytes", "seconds")
+        }
+        for name in {name for step in recorded for name in step}
+    }
+    for name, mean in sorted(totals.items(), key=lambda item: -item[1]["seconds"]):
+        figures = (f"{mean['calls']:,.1f}", f"{mean['bytes'] / 1e6:,.2f} MB", f"{1000 * mean['seconds']:,.2f} ms")
+        rows.append([name, *figures])
+    return ["Operation", "Calls per step", "Bytes per step", "Time per step"], rows
+
+
 def _last_of_each_step(records: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     # A run that stopped between an epoch's last checkpoint and its validation writes that line twice.
     by_step = {record["step"]: record for record in records if record["kind"] == kind}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
+def _headline(report: ReportData, curves: Curves, efficiencies: Sequence[float]) -> list[tuple[str, str, str]]:
     """The tiles at the top of the page: name, figure, small print."""
     tiles = []
     if test := report.test:
@@ -169,6 +188,12 @@ def _headline(report: ReportData, curves: Curves) -> list[tuple[str, str, str]]:
     if samples:
         small_print = f"median; {statistics.median(tokens or [0.0]):,.0f} tokens per second"
         tiles.append(("Samples per second", f"{statistics.median(samples):,.1f}", small_print))
+    if efficiencies:
+        small_print = "median; what the ranks lost by waiting is missing from 100%"
+        tiles.append(("Scaling efficiency", format_percent(statistics.median(efficiencies), digits=1), small_print))
+    if busy := [record["gpu_utilization"] for record in curves.steps if "gpu_utilization" in record]:
+        small_print = "median share of the time in which rank 0's GPU computed"
+        tiles.append(("GPU utilization", format_percent(statistics.median(busy), digits=0), small_print))
     if used := [record["mfu"] for record in curves.steps if "mfu" in record]:
         tiles.append(("MFU", format_percent(statistics.median(used), digits=1), "median share of the devices' peak"))
     return tiles

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,24 @@ from statistics import fmean, median_low
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 
 from training.data.balance import Stopwatch
 from training.fault_tolerance.failures import translate_errors
-from training.monitoring.events import Event, RunStarted, StepDone, StepsAgreed, StepStarted, Subscriber
-from training.monitoring.exporter import COMPARED, Exporter
+from training.monitoring.events import (
+    CollectivesRecorded,
+    Event,
+    EventStream,
+    RanksCompared,
+    RunStarted,
+    StepDone,
+    StepsAgreed,
+    StepStarted,
+    Subscriber,
+)
+from training.monitoring.exporter import COMPARED
 from training.monitoring.profiler import merge_intervals
+from training.monitoring.records import CollectiveUse
 from training.run.context import RunContext
 
 BACKENDS = ("gloo", "nccl")
@@ -51,21 +64,22 @@ class Collective:
 
 
 class CollectiveRecorder(Subscriber):
-    """Records the collectives of every ``every``-th step (0 = never), of the same steps on all ranks.
+    """Publishes the collectives of every ``every``-th step (0 = never), of the same steps on all ranks.
 
     DDP's reducer and DTensors call theirs from C++, so no wrapper in Python sees them; PyTorch's flight recorder sees
     all, but knows no durations with gloo. The profiler sees both. It records only named ranges here, of which a step
-    has a few dozen, and no operators, so that a recorded step costs about a millisecond more. With ``nccl`` no seconds
-    are known, because its calls return before the GPU has begun.
+    has a few dozen, and no operators, so that a recorded step costs about a millisecond more with gloo. With ``nccl``
+    a range only shows when a call was started; its seconds are those of NCCL's kernels, for which the profiler
+    records the GPU too and the end of a recorded step waits for it.
     """
 
     follows_steps = True
 
-    def __init__(self, exporter: Exporter, backend: str, every: int) -> None:
-        self.exporter = exporter
-        self.has_seconds = backend == "gloo"
+    def __init__(self, events: EventStream, backend: str, every: int) -> None:
+        self.events = events
+        self.on_gpu = backend == "nccl"
         self.every = every
-        self.waited: float | None = None  # seconds of the last step in which a collective ran; None if not recorded
+        self.waited: float | None = None  # seconds of the last step in which a collective ran; None if unknown
         self._records = False
 
     def receive(self, event: Event) -> None:
@@ -73,22 +87,32 @@ class CollectiveRecorder(Subscriber):
             case StepStarted(step):
                 self.waited = None
                 is_due = self.every > 0 and step % self.every == 0
-                self._records = is_due and not torch.autograd._profiler_enabled() and _start_recording()
-            case StepDone():
+                self._records = (
+                    is_due and not torch.autograd._profiler_enabled() and _start_recording(on_gpu=self.on_gpu)
+                )
+            case StepDone(step):
                 if not self._records:
                     return
                 self._records = False
-                found = _stop_recording()
-                self.exporter.collective_steps.inc()
-                for collective in found:
-                    seconds = collective.end - collective.start if self.has_seconds else None
-                    self.exporter.count_collective(collective.operation, collective.num_bytes, seconds)
-                self.waited = covered_seconds(found) if self.has_seconds else None
+                calls, kernels = _stop_recording(on_gpu=self.on_gpu)
+                self.waited = None if self.on_gpu else covered_seconds(calls)
+                self.events.publish(CollectivesRecorded(step, by_operation(calls, kernels if self.on_gpu else None)))
 
     def close(self) -> None:
         """End a recording that an error cut short."""
         if self._records:
-            _stop_recording()
+            _stop_recording(on_gpu=self.on_gpu)
+
+
+def by_operation(calls: Sequence[Collective], kernels: Sequence[Collective] | None) -> dict[str, CollectiveUse]:
+    """Calls and bytes of each operation; the seconds are those of its ``kernels``, or of its calls without a GPU."""
+    found = {}
+    for name in sorted({one.operation for one in (*calls, *(kernels or ()))}):
+        own = [call for call in calls if call.operation == name]
+        timed = [kernel for kernel in kernels if kernel.operation == name] if kernels is not None else own
+        seconds = tuple(one.end - one.start for one in timed)
+        found[name] = CollectiveUse(len(own), sum(call.num_bytes for call in own), seconds)
+    return found
 
 
 def covered_seconds(collectives: Iterable[Collective]) -> float:
@@ -96,8 +120,14 @@ def covered_seconds(collectives: Iterable[Collective]) -> float:
     return sum(end - start for start, end in merge_intervals((one.start, one.end) for one in collectives))
 
 
-def _start_recording() -> bool:
-    """Record named ranges from now on; false if this build of PyTorch cannot."""
+def operation_of_kernel(name: str) -> str | None:
+    """The operation of a kernel of NCCL, such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(...); None of any other."""
+    found = re.match(r"nccl(?:Dev)?Kernel_([A-Za-z]+)", name)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", found[1]).lower() if found else None
+
+
+def _start_recording(*, on_gpu: bool) -> bool:
+    """Record named ranges from now on, and a GPU's kernels; false if this build of PyTorch cannot."""
     # torch.profiler has no public way to record named ranges only (as of 2.13).
     with contextlib.suppress(ImportError, AttributeError, TypeError, RuntimeError):
         from torch._C._profiler import (
@@ -112,23 +142,32 @@ def _start_recording() -> bool:
         config = ProfilerConfig(
             ProfilerState.KINETO, True, False, False, False, False, _ExperimentalConfig(), "collectives"
         )
-        torch.autograd._prepare_profiler(config, {ProfilerActivity.CPU})
-        torch.autograd._enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+        activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if on_gpu else {ProfilerActivity.CPU}
+        torch.autograd._prepare_profiler(config, activities)
+        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
         return True
     return False
 
 
-def _stop_recording() -> list[Collective]:
-    found = []
+def _stop_recording(*, on_gpu: bool) -> tuple[list[Collective], list[Collective]]:
+    """The calls of collectives since the recording began, and the kernels that ran for them."""
+    if on_gpu:
+        torch.cuda.synchronize()  # what is still queued would be missing
+    calls, kernels = [], []
     for event in torch.autograd._disable_profiler().events():
-        backend, _, rest = event.name().partition(":")  # such as "gloo:all_reduce"
+        start, seconds = event.start_ns() / 1e9, event.duration_ns() / 1e9
+        if event.device_type() != DeviceType.CPU:
+            # The GPU's timeline repeats the names of ranges; only kernels count.
+            if operation := operation_of_kernel(event.name()):
+                kernels.append(Collective(operation, 0, start, start + seconds))
+            continue
+        backend, _, rest = event.name().partition(":")  # such as "gloo:all_reduce" or "nccl:_all_gather_base"
         if backend in BACKENDS:
             inputs = zip(event.shapes(), event.dtypes(), strict=True)
             num_bytes = sum(prod(shape) * BYTES.get(dtype, 1) for shape, dtype in inputs)
-            start = event.start_ns() / 1e9
-            operation = rest.split(" ")[0].lstrip("_")
-            found.append(Collective(operation, num_bytes, start, start + event.duration_ns() / 1e9))
-    return found
+            operation = rest.split(" ")[0].removeprefix("_").removesuffix("_base")
+            calls.append(Collective(operation, num_bytes, start, start + seconds))
+    return calls, kernels
 
 
 class Stragglers(Subscriber):
@@ -153,6 +192,7 @@ class Stragglers(Subscriber):
     def _reset(self) -> None:
         self.steps = self.tokens = 0
         self.data, self.compute = 0.0, None
+        self.elapsed = self.beside = 0.0  # seconds of steps and agreements; of data and optimizer
         for watch in self.watches.values():
             watch.reset()
 
@@ -160,12 +200,18 @@ class Stragglers(Subscriber):
         """Add up what this rank did before it waited, and compare the ranks when it is time."""
         match event:
             case StepStarted():
-                self.context.phases.elapsed("stragglers")  # leaves out what came between two steps
+                # Of what came between two steps, such as a save, only the agreement belongs to them.
+                agreed = self.context.phases.elapsed("stragglers").get("agree", 0.0)
+                self.elapsed += agreed if self.steps else 0.0
             case StepDone():
                 spent = self.context.phases.elapsed("stragglers")
                 self.steps += 1
                 self.tokens += sum(batch.input_ids.numel() for batch in event.micro_batches)
                 self.data += spent.get("data", 0.0)
+                self.elapsed += sum(spent.values())
+                # On a GPU these are the seconds in which the CPU prepares work, most of them hidden by the passes.
+                if self.ranks.device.type == "cpu":
+                    self.beside += spent.get("data", 0.0) + spent.get("step", 0.0) + spent.get("optimizer", 0.0)
                 # If the passes are full of collectives (FSDP, tensor parallelism), their seconds are no rank's own:
                 # take off those in which a collective ran, in the steps in which they were recorded.
                 if not self.watches and self.collectives.waited is not None:
@@ -184,8 +230,16 @@ class Stragglers(Subscriber):
         if self.compute is not None:
             seconds["compute"] = self.compute
         with self.context.phases("agree"), translate_errors(self.ranks, self.context.phases.step):
-            by_rank = self.ranks.gather((self.tokens, seconds))
+            own = self.beside + sum(seconds.get(phase, 0.0) for phase in PASSES) * self.steps
+            measured = self.ranks.gather((self.tokens, seconds, own, self.elapsed))
+        by_rank = [(tokens, seconds) for tokens, seconds, _, _ in measured]
+        # Other strategies communicate within their passes or, as zero1, in the optimizer.
+        is_known = bool(self.watches) and self.context.config.strategy == "ddp"
+        efficiency = (
+            scaling_efficiency([(tokens, own, all_) for tokens, _, own, all_ in measured]) if is_known else None
+        )
         self._reset()
+        self.context.events.publish(RanksCompared(self.context.phases.step, efficiency))
         # From here on every rank has all figures and comes to the same verdicts; each exports only its own.
         if self.by_tokens:
             by_rank = at_equal_tokens(by_rank)
@@ -252,6 +306,17 @@ def compare(by_rank: Sequence[Seconds], stages: Sequence[int]) -> Slowness:
                 median = median_low([by_rank[rank][phase] for rank in team])
                 found |= {(rank, phase): (by_rank[rank][phase], median) for rank in team}
     return dict(sorted(found.items()))
+
+
+def scaling_efficiency(by_rank: Sequence[tuple[int, float, float]]) -> float:
+    """What the ranks achieved together, over what they would have if none had waited for another.
+
+    ``by_rank``: the tokens of each rank, the seconds that it spent on them itself, and the seconds that they took with
+    the wait for others.
+    """
+    ideal = sum(tokens / max(own, 1e-9) for tokens, own, _ in by_rank)  # tokens per second, each at its own pace
+    achieved = sum(tokens for tokens, _, _ in by_rank) / max(1e-9, fmean(elapsed for _, _, elapsed in by_rank))
+    return min(1.0, achieved / max(ideal, 1e-9))
 
 
 def at_equal_tokens(by_rank: Sequence[tuple[int, Seconds]]) -> list[tuple[int, Seconds]]:

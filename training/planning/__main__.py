@@ -1,6 +1,7 @@
 """Plan a training run on hardware that is not here.
 
 For example: python -m training.planning --model llama-13b --gpus 32 --gpu a100-80gb
+The largest model that fits: python -m training.planning --largest --gpus 32 --gpu a100-80gb
 """
 
 from __future__ import annotations
@@ -9,23 +10,31 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common.errors import OneLineParser, UserError, positive, run_command
 from common.files import write_json
-from training.planning.hardware import GPUS, build_cluster
+from training.planning.hardware import GPUS, Cluster, build_cluster
+from training.planning.largest import LargestAnswer, largest_model
 from training.planning.layouts import CHECKPOINTING_MODES, STRATEGIES, Work
-from training.planning.models import NAMED_SHAPES, find_shape
+from training.planning.models import NAMED_SHAPES, ModelShape, find_shape
 from training.planning.plan import SHORTEST_TEXT, Answer, answer, no_layout_fits, tokens_of_run
-from training.planning.tables import as_record, print_answer
+from training.planning.tables import as_record, largest_record, print_answer, print_largest
 
 # What can be planned while someone waits; all published runs are smaller.
 MOST_GPUS, MOST_BATCH_TOKENS, MOST_DAYS = 8192, 2**28, 36_500
+FAMILIES_SCALED = ("llama-7b", "distilbert-base")  # by --largest
 
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m training.planning", description=__doc__)
+    model = f"{', '.join(NAMED_SHAPES)}, or a config.json; needed without --largest"
+    parser.add_argument("--model", metavar="NAME|PATH", help=model)
     parser.add_argument(
-        "--model", required=True, metavar="NAME|PATH", help=f"{', '.join(NAMED_SHAPES)}, or a config.json"
+        "--largest",
+        action="store_true",
+        help="find the largest model that fits under each strategy: of the proportions of --model, or of each of "
+        f"{' and '.join(FAMILIES_SCALED)}",
     )
     parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs of the whole cluster")
     parser.add_argument("--gpu", required=True, metavar="NAME", help=", ".join(GPUS))
@@ -97,6 +106,42 @@ def ask(arguments: Sequence[str]) -> Answer:
 
 
 def _answer(flags: argparse.Namespace) -> Answer:
+    if flags.model is None:
+        raise UserError(
+            "--model: is missing; give one, or --largest for the largest model that fits", code="flag-value"
+        )
+    shape, cluster, work = _question(flags, flags.model)
+    target_tokens = flags.target_tokens
+    if flags.target_run:
+        model, days, utilisation = flags.target_run
+        target_tokens = tokens_of_run(find_shape(model), cluster, work.seq_len, days, utilisation)
+    return answer(shape, cluster, work, _strategies(flags), target_tokens)
+
+
+def ask_for_largest(arguments: Sequence[str]) -> list[LargestAnswer]:
+    """The answers to a command line with ``--largest``, one for each family.
+
+    Raises:
+        UserError: as :func:`ask`.
+    """
+    return _largest(build_parser().parse_args(arguments))
+
+
+def _largest(flags: argparse.Namespace) -> list[LargestAnswer]:
+    if flags.target_tokens or flags.target_run:
+        raise UserError("--largest and --target_tokens or --target_run: give one of them", code="flag-value")
+    questions = [_question(flags, model) for model in ([flags.model] if flags.model else FAMILIES_SCALED)]
+    return [
+        LargestAnswer(*question, [largest_model(*question, strategy) for strategy in _strategies(flags)])
+        for question in questions
+    ]
+
+
+def _strategies(flags: argparse.Namespace) -> Sequence[str]:
+    return STRATEGIES if flags.strategy == "all" else (flags.strategy,)
+
+
+def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluster, Work]:
     if flags.gpus > MOST_GPUS:
         raise UserError(f"--gpus {flags.gpus}: at most {MOST_GPUS} can be planned", code="flag-value")
     if (flags.batch_tokens or 0) > MOST_BATCH_TOKENS:
@@ -107,7 +152,7 @@ def _answer(flags: argparse.Namespace) -> Answer:
         raise UserError(
             f"--seq_len {flags.seq_len}: the trainer takes rows of {SHORTEST_TEXT} tokens or more", code="flag-value"
         )
-    shape = find_shape(flags.model)
+    shape = find_shape(model)
     cluster = build_cluster(flags.gpu, flags.gpus, flags.nodes)
 
     is_classifier = shape.num_labels is not None
@@ -127,26 +172,30 @@ def _answer(flags: argparse.Namespace) -> Answer:
             f"--precision {precision}: {cluster.gpu.name} has {', '.join(supported)}", code="precision-unsupported"
         )
     work = Work(tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing)
-
-    target_tokens = flags.target_tokens
-    if flags.target_run:
-        model, days, utilisation = flags.target_run
-        target_tokens = tokens_of_run(find_shape(model), cluster, seq_len, days, utilisation)
-    strategies = STRATEGIES if flags.strategy == "all" else (flags.strategy,)
-    return answer(shape, cluster, work, strategies, target_tokens)
+    return shape, cluster, work
 
 
 def main() -> None:
     flags = build_parser().parse_args()
+    if flags.largest:
+        families = _largest(flags)
+        _write(flags.json, [largest_record(family) for family in families])
+        print_largest(families)
+        return
     found = _answer(flags)
-    if flags.json:
-        try:
-            write_json(flags.json, as_record(found))
-        except OSError as error:
-            raise UserError(f"--json {flags.json}: {error.strerror}", code="not-writable") from error
+    _write(flags.json, as_record(found))
     print_answer(found)
     if not found.best:
         raise no_layout_fits(found)
+
+
+def _write(path: Path | None, record: Any) -> None:
+    if path is None:
+        return
+    try:
+        write_json(path, record)
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}", code="not-writable") from error
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def layouts_of(shape: ModelShape, cluster: Cluster, strategy: str) -> Iterator[L
         yield Layout(strategy, dp_replicate=gpus)
     elif strategy in ("zero2", "zero3"):
         yield from sharded(Layout(strategy), gpus)
-    elif shape.traits.can_be_split:
+    elif shape.can_be_split:
         # Tensor-parallel ranks stay within a node and divide the heads.
         to_divide = (shape.heads, shape.kv_heads, shape.intermediate, gpus)
         for tp in (tp for tp in divisors(per_node) if all(size % tp == 0 for size in to_divide)):

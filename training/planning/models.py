@@ -59,10 +59,15 @@ class ModelShape:
     tied_embeddings: bool = False
     num_labels: int | None = None  # of the classification head; None for a language model's head over the vocabulary
     source: str = ""  # the hub name or folder to train from; empty if only the dimensions are known
+    split_elsewhere: bool = False  # planned with tensor and pipeline parallelism, which only other programs give it
 
     @property
     def traits(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def can_be_split(self) -> bool:
+        return self.traits.can_be_split or self.split_elsewhere
 
     @property
     def query_width(self) -> int:
@@ -167,7 +172,9 @@ NAMED_SHAPES = {
         source=source,
     )
     for name, (family, sizes, source) in _DIMENSIONS.items()
-} | {"gpt3-175b": gpt("gpt3-175b", 96, 12_288, 96)}
+}
+# Megatron-LM splits GPT-3; the trainer, which has no weights of it to split, could only shard it.
+NAMED_SHAPES["gpt3-175b"] = replace(gpt("gpt3-175b", 96, 12_288, 96), split_elsewhere=True)
 
 
 def find_shape(model: str) -> ModelShape:

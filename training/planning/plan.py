@@ -72,11 +72,16 @@ def make_plan(shape: ModelShape, layout: Layout, cluster: Cluster) -> Plan:
     time, found = estimate_step(shape, layout, cluster)
     reason = ""
     if memory.total > cluster.usable_memory:
-        parts = ("weights", "gradients", "the optimizer", "activations", "gathered weights and buffers")
-        largest, part = max(zip(asdict(memory).values(), parts, strict=True), key=lambda pair: pair[0])
+        part, largest = largest_part(memory)
         needs = f"needs {memory.total / GIB:,.1f} GiB of {cluster.usable_memory / GIB:,.1f}"
         reason = f"{needs}, {largest / GIB:,.1f} of them for {part}"
     return Plan(shape, layout, cluster, memory, tuple(found), time, reason)
+
+
+def largest_part(memory: MemoryEstimate) -> tuple[str, float]:
+    """What takes most of the memory, and how many bytes."""
+    parts = ("weights", "gradients", "the optimizer", "activations", "gathered weights and buffers")
+    return max(zip(parts, asdict(memory).values(), strict=True), key=lambda pair: pair[1])
 
 
 def plan_memory(shape: ModelShape, layout: Layout, cluster: Cluster) -> MemoryEstimate:
@@ -253,10 +258,16 @@ def training_flags(shape: ModelShape, layout: Layout) -> list[str]:
 def cautions(shape: ModelShape, layout: Layout) -> list[str]:
     """Why there is no launch command; nothing if there is one."""
     if not shape.source:
-        return [
+        unknown = [
             f"No command: only the dimensions of {shape.name} are known. Give --model a folder that holds a "
             "config.json and weights (safetensors) to get one."
         ]
+        if shape.split_elsewhere and (layout.tp > 1 or layout.pp > 1):
+            unknown.append(
+                f"This trainer does not split the network of {shape.name}: layouts with tp or pp are for programs "
+                "that do, such as Megatron-LM, and are planned with this trainer's memory and schedules."
+            )
+        return unknown
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
     if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):

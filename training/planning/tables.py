@@ -4,42 +4,93 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from training.planning.hardware import GIB
+from training.planning.largest import LargestAnswer
 from training.planning.memory import host_memory
-from training.planning.plan import Answer, Plan, cautions, checkpoint_cost
+from training.planning.models import ModelShape
+from training.planning.plan import Answer, Plan, cautions, checkpoint_cost, largest_part
 
 MOST_ROWS = 12
 WIDTH_OUTSIDE_TERMINALS = 150
 ROUNDING = 0.005  # differences that whole percents do not show
 
 
-def print_answer(answer: Answer) -> None:
+def _console() -> Console:
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = WIDTH_OUTSIDE_TERMINALS
+    return console
 
-    def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
-        if not rows:
-            return
-        table = Table(title=f"{title} (simulated)", title_justify="left", title_style="bold", box=None)
-        for place, name in enumerate(header):
-            has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in rows)
-            table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print()
-        console.print(table)
-        for note in notes:
-            console.print(note, style="dim")
 
+def _print_table(
+    console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
+) -> None:
+    if not rows:
+        return
+    table = Table(title=f"{title} (simulated)", title_justify="left", title_style="bold", box=None)
+    for place, name in enumerate(header):
+        has_figures = place > 0 and all(not row[place] or row[place][0].isdigit() for row in rows)
+        table.add_column(name, justify="right" if has_figures else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    for note in notes:
+        console.print(note, style="dim")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.0f} million"
+
+
+def print_largest(families: Sequence[LargestAnswer]) -> None:
+    console = _console()
+    cluster = families[0].cluster
+    console.print(f"The largest models that fit {cluster.name}; every figure is simulated", style="bold")
+    header = (
+        "strategy",
+        "parameters",
+        "layers x hidden",
+        "fastest layout",
+        "GiB",
+        "tokens/s",
+        "what stops one layer more",
+    )
+    for family in families:
+        work, rows, nothing = family.work, [], []
+        for one in family.found:
+            if one.plan is None:
+                nothing.append(f"{one.strategy} ({_obstacle(one.too_large) if one.too_large else 'no layout'})")
+                continue
+            shape, layout = one.plan.shape, one.plan.layout
+            size = (_count(shape.num_parameters), f"{shape.layers} x {shape.hidden:,}")
+            how = layout.full_name.removeprefix(layout.strategy).lstrip(" ,")
+            figures = (_gib(one.plan.memory.total), f"{one.plan.tokens_per_second:,.0f}")
+            rows.append((one.strategy, *size, how, *figures, _obstacle(one.too_large) if one.too_large else ""))
+        notes = [f"Nothing fits under {', '.join(nothing)}."] if nothing else []
+        notes.append(
+            f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,}) in "
+            f"{work.precision}. Of each GPU, {_gib(cluster.usable_memory)} GiB can be filled."
+        )
+        _print_table(console, f"With the proportions of {family.shape.name}", header, rows, notes)
+
+
+def _obstacle(plan: Plan) -> str:
+    part, size = largest_part(plan.memory)
+    return f"{part.removeprefix('the ')}: {_gib(size)} of {_gib(plan.memory.total)} GiB"
+
+
+def print_answer(answer: Answer) -> None:
+    console = _console()
+    print_table = partial(_print_table, console)
     shape, work, best = answer.shape, answer.work, answer.best
-    count = shape.num_parameters
-    size = f"{count / 1e9:,.1f} billion" if count >= 1e9 else f"{count / 1e6:,.0f} million"
+    size = _count(shape.num_parameters)
     tokens = f"{work.rows * work.seq_len:,} tokens per step ({work.rows:,} rows of {work.seq_len:,})"
     console.print(f"{shape.name} ({size} parameters) on {answer.cluster.name}", style="bold")
     console.print(f"{tokens} in {work.precision}; every figure is simulated", style="bold")
@@ -155,28 +206,51 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}" if size < 10 * GIB else f"{size / GIB:,.1f}"
 
 
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": asdict(plan.layout),
+        "fits": plan.fits,
+        "reason": plan.reason,
+        "memory": asdict(plan.memory) | {"total": plan.memory.total, "available": plan.cluster.usable_memory},
+        "transfers": [asdict(transfer) for transfer in plan.transfers],
+        "time": asdict(plan.time) | {"total": plan.time.total},
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "share_of_ideal": plan.share_of_ideal,
+        "launch": plan.launch if plan.fits else None,
+    }
+
+
+def _shape_record(shape: ModelShape) -> dict[str, Any]:
+    return asdict(shape) | asdict(shape.traits) | {"num_parameters": shape.num_parameters}
+
+
+def largest_record(family: LargestAnswer) -> dict[str, Any]:
+    """A family's largest models by strategy; null where nothing fits."""
+    return {
+        "simulated": True,
+        "proportions_of": family.shape.name,
+        "cluster": asdict(family.cluster),
+        "work": asdict(family.work),
+        "largest": {
+            one.strategy: one.plan
+            and {"shape": _shape_record(one.plan.shape), **_plan_record(one.plan)}
+            | {"one_layer_more": one.too_large and one.too_large.reason}
+            for one in family.found
+        },
+    }
+
+
 def as_record(answer: Answer) -> dict[str, Any]:
     """Everything that was predicted, in bytes, seconds and shares."""
 
     def record(plan: Plan) -> dict[str, Any]:
-        return {
-            "layout": asdict(plan.layout),
-            "fits": plan.fits,
-            "reason": plan.reason,
-            "memory": asdict(plan.memory) | {"total": plan.memory.total, "available": plan.cluster.usable_memory},
-            "transfers": [asdict(transfer) for transfer in plan.transfers],
-            "time": asdict(plan.time) | {"total": plan.time.total},
-            "tokens_per_second": plan.tokens_per_second,
-            "mfu": plan.mfu,
-            "efficiency": answer.efficiency(plan),
-            "share_of_ideal": plan.share_of_ideal,
-            "launch": plan.launch if plan.fits else None,
-        }
+        return _plan_record(plan) | {"efficiency": answer.efficiency(plan)}
 
     shape = answer.shape
     return {
         "simulated": True,
-        "shape": asdict(shape) | asdict(shape.traits) | {"num_parameters": shape.num_parameters},
+        "shape": _shape_record(shape),
         "cluster": asdict(answer.cluster),
         "work": asdict(answer.work),
         "plans": [record(plan) for plan in answer.plans],

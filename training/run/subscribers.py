@@ -28,7 +28,7 @@ def make_subscribers(context: RunContext, watchdog: Watchdog) -> list[Subscriber
     subscribers.append(LossSpikes(events, exporter, context.say))
     if ranks.world_size > 1:
         # After the profiler, which is to see a whole step; CollectiveRecorder leaves a step to it that both want.
-        collectives = CollectiveRecorder(exporter, ranks.backend, config.record_collectives_every)
+        collectives = CollectiveRecorder(events, ranks.backend, config.record_collectives_every)
         subscribers.append(collectives)
         subscribers.append(Stragglers(context, collectives, COMPARE_EVERY))
         parameters, every = context.strategy.parameters, config.check_replicas_every

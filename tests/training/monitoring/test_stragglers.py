@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -20,14 +21,29 @@ from training.config import TrainConfig
 from training.data.batching import rank_share
 from training.model.architectures import find_blocks
 from training.monitoring import Exporter
-from training.monitoring.events import EventStream, RunStarted, StepDone, StepsAgreed, StepStarted, read_events
+from training.monitoring.events import (
+    EventStream,
+    MetricsFile,
+    RunStarted,
+    StepDone,
+    StepsAgreed,
+    StepStarted,
+    read_events,
+    read_metrics,
+)
+from training.monitoring.records import CollectiveUse
+from training.monitoring.report import collective_table
 from training.monitoring.status import StatusFile
 from training.monitoring.stragglers import (
     CHECKS_IN_A_ROW,
+    Collective,
     CollectiveRecorder,
     Stragglers,
     at_equal_tokens,
+    by_operation,
     compare,
+    operation_of_kernel,
+    scaling_efficiency,
 )
 from training.parallelism.strategy import Strategy
 from training.run.phases import Phases
@@ -57,7 +73,7 @@ def _watched_run(folder: Path, phase: str, fields: dict[str, Any]) -> tuple[list
     with closing(Exporter(config, ranks, phases)) as exporter, events.recording():
         context = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
         context.events, context.say, context.status = events, said.append, StatusFile(folder, ranks, phases)
-        collectives = CollectiveRecorder(exporter, "gloo", EVERY)
+        collectives = CollectiveRecorder(events, "gloo", EVERY)
         events.subscribers += [collectives, Stragglers(context, collectives, EVERY)]
         with closing(events):
             events.publish(RunStarted(0, 100, []))
@@ -124,7 +140,7 @@ def test_a_rank_that_is_slow_in_two_phases_and_recovers_in_one_is_still_slow(tmp
             lambda line: None,
             SimpleNamespace(unsynchronized_model=None),
         )
-        stragglers = Stragglers(context, CollectiveRecorder(exporter, "gloo", EVERY), EVERY)
+        stragglers = Stragglers(context, CollectiveRecorder(events, "gloo", EVERY), EVERY)
         stragglers.hosts = ["here"]
         for _ in range(CHECKS_IN_A_ROW):
             stragglers._judge({(0, "data"): (2.0, 1.0), (0, "forward"): (2.0, 1.0)})
@@ -157,15 +173,19 @@ def test_balanced_ranks_are_compared_by_their_tokens() -> None:
 Page = dict[tuple[str, str], float]
 
 
-def _recorded(fields: dict[str, Any]) -> tuple[Page, int, float | None]:
+def _recorded(folder: Path, fields: dict[str, Any]) -> tuple[Page, int, float | None]:
     """The counters after four steps, every second one recorded; bytes of the weights; seconds waited."""
     strategy = small_strategy(**fields)
     with closing(Exporter(TrainConfig(), here(), Phases())) as exporter:
-        collectives = CollectiveRecorder(exporter, "gloo", every=2)
+        events = EventStream(folder, here(), Phases())
+        collectives = CollectiveRecorder(events, "gloo", every=2)
+        events.subscribers += [exporter, collectives]
+        if here().is_first:
+            events.subscribers.append(MetricsFile(folder, 0))
         for step in range(1, 5):
-            collectives.receive(StepStarted(step))
+            events.publish(StepStarted(step))
             take_steps(strategy, [step], ranks=ALONE)
-            collectives.receive(StepDone(step, []))
+            events.publish(StepDone(step, []))
         samples = [sample for family in exporter.registry.collect() for sample in family.samples]
     page = {
         (sample.name.removeprefix("distrinews_training_collective_"), sample.labels.get("operation", "")): sample.value
@@ -176,26 +196,112 @@ def _recorded(fields: dict[str, Any]) -> tuple[Page, int, float | None]:
     return page, num_bytes, collectives.waited
 
 
-def test_the_bytes_that_ddp_reduces_are_those_of_the_gradients() -> None:
-    for page, num_bytes, waited in run_on_ranks(2, _recorded, {"strategy": "ddp"}):
+def test_the_bytes_that_ddp_reduces_are_those_of_the_gradients(tmp_path: Path) -> None:
+    for page, num_bytes, waited in run_on_ranks(2, _recorded, tmp_path, {"strategy": "ddp"}):
         assert page["steps_total", ""] == 2
         assert page["bytes_total", "all_reduce"] == 2 * num_bytes
         assert page["calls_total", "all_reduce"] == page["seconds_count", "all_reduce"] >= 2
         assert 0 < waited <= page["seconds_sum", "all_reduce"]
 
 
-def test_what_fsdp_gathers_and_scatters_is_counted_too() -> None:
-    for page, num_bytes, _ in run_on_ranks(2, _recorded, {"strategy": "zero3"}):
+def test_the_seconds_of_each_operation_are_in_prometheus_metrics_and_the_reports_table(tmp_path: Path) -> None:
+    (page, _, _), _ = run_on_ranks(2, _recorded, tmp_path, {"strategy": "zero3"})
+
+    records = [record for record in read_metrics(tmp_path) if record["kind"] == "collectives"]
+    assert [record["step"] for record in records] == [2, 4]
+    for name in ("all_gather", "all_reduce"):
+        used = [record["operations"][name] for record in records]
+        assert sum(use["seconds"] for use in used) == pytest.approx(page["seconds_sum", name])
+        assert page["seconds_sum", name] > 0
+        assert sum(use["calls"] for use in used) == page["calls_total", name] == page["seconds_count", name]
+        assert sum(use["bytes"] for use in used) == page["bytes_total", name] > 0
+    headings, rows = collective_table([record["operations"] for record in records])
+    assert headings == ["Operation", "Calls per step", "Bytes per step", "Time per step"]
+    [of_all_gather] = [row for row in rows if row[0] == "all_gather"]
+    assert of_all_gather[1:] == [
+        f"{page['calls_total', 'all_gather'] / 2:,.1f}",
+        f"{page['bytes_total', 'all_gather'] / 2e6:,.2f} MB",
+        f"{1000 * page['seconds_sum', 'all_gather'] / 2:,.2f} ms",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operation"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_SIMPLE(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "all_gather"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
+        ("nccl:all_reduce", None),  # a range, which the GPU's timeline repeats
+        ("ampere_sgemm_128x64_tn", None),
+    ],
+)
+def test_kernels_of_nccl_are_counted_for_their_operation(kernel: str, operation: str | None) -> None:
+    assert operation_of_kernel(kernel) == operation
+
+
+def test_with_nccl_the_seconds_are_those_of_the_kernels_and_not_of_the_calls() -> None:
+    calls = [Collective("all_reduce", 400, 0.0, 0.001), Collective("broadcast", 8, 0.1, 0.101)]
+    kernels = [Collective("all_reduce", 0, 0.5, 0.75), Collective("send_recv", 0, 1.0, 1.5)]
+
+    found = by_operation(calls, kernels)
+
+    assert found["all_reduce"] == CollectiveUse(calls=1, num_bytes=400, seconds=(0.25,))
+    assert found["broadcast"] == CollectiveUse(calls=1, num_bytes=8, seconds=())
+    assert found["send_recv"] == CollectiveUse(calls=0, num_bytes=0, seconds=(0.5,))
+    assert by_operation(calls, None)["all_reduce"].seconds == (0.001,)
+
+
+def _efficiency(folder: Path, slow_ranks: tuple[int, ...], strategy_name: str) -> float | None:
+    """The scaling efficiency of steps in which some ranks are held up in their backward pass."""
+    ranks, phases, config = here(), Phases(), TrainConfig(strategy=strategy_name)
+    strategy, events = small_strategy(strategy=strategy_name), EventStream(folder, ranks, phases)
+    strategy.phases = phases
+    with closing(Exporter(config, ranks, phases)) as exporter:
+        context = SimpleNamespace(config=config, ranks=ranks, strategy=strategy, phases=phases, exporter=exporter)
+        context.events, context.say, context.status = events, print, StatusFile(folder, ranks, phases)
+        collectives = CollectiveRecorder(events, "gloo", EVERY)
+        events.subscribers += [exporter, collectives, Stragglers(context, collectives, 3)]
+        events.publish(RunStarted(0, 100, []))
+        if ranks.rank in slow_ranks:
+            _hold_up(strategy, "backward")
+        _take_steps(context, range(1, 4), slow_data=False)
+        return exporter.registry.get_sample_value("distrinews_training_scaling_efficiency")
+
+
+def test_a_rank_that_others_wait_for_lowers_the_scaling_efficiency_and_equal_ranks_do_not(tmp_path: Path) -> None:
+    waiting, equal = (run_on_ranks(2, _efficiency, tmp_path, slow_ranks, "ddp") for slow_ranks in ((1,), (0, 1)))
+
+    assert waiting[0] == waiting[1]  # both know the same figure
+    assert waiting[0] < equal[0] <= 1
+    assert waiting[0] < 0.8
+
+
+def test_without_seconds_of_their_own_the_ranks_tell_no_scaling_efficiency(tmp_path: Path) -> None:
+    assert all(math.isnan(found) for found in run_on_ranks(2, _efficiency, tmp_path, (), "zero3"))
+
+
+def test_the_efficiency_is_what_the_ranks_achieve_of_what_each_could_at_its_own_pace() -> None:
+    # 100 tokens each. Alone they take 1 s and 2 s, 150 tokens per second together; the steps take 2.5 s.
+    assert scaling_efficiency([(100, 1.0, 2.5), (100, 2.0, 2.5)]) == pytest.approx(200 / 2.5 / 150)
+    # Balanced ranks that never wait lose nothing.
+    assert scaling_efficiency([(100, 2.0, 2.0), (300, 2.0, 2.0)]) == pytest.approx(1.0)
+
+
+def test_what_fsdp_gathers_and_scatters_is_counted_too(tmp_path: Path) -> None:
+    for page, num_bytes, _ in run_on_ranks(2, _recorded, tmp_path, {"strategy": "zero3"}):
         # A rank hands over its half of the weights, of the blocks once more for the backward pass.
         assert num_bytes / 2 <= page["bytes_total", "all_gather"] / 2 <= 2 * num_bytes
         assert page["calls_total", "all_gather"] > page["calls_total", "all_reduce"]
 
 
-def test_nothing_is_recorded_while_another_profiler_is_at_work_and_no_recording_stays_open() -> None:
+def test_nothing_is_recorded_while_another_profiler_is_at_work_and_no_recording_stays_open(tmp_path: Path) -> None:
+    events = EventStream(tmp_path, ALONE, Phases())
     with (
         closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
-        closing(CollectiveRecorder(exporter, "gloo", 1)) as one,
+        closing(CollectiveRecorder(events, "gloo", 1)) as one,
     ):
+        events.subscribers.append(exporter)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             one.receive(StepStarted(1))
         assert not torch.autograd._profiler_enabled()
@@ -206,12 +312,9 @@ def test_nothing_is_recorded_while_another_profiler_is_at_work_and_no_recording_
     assert not torch.autograd._profiler_enabled()
 
 
-def test_the_recording_can_be_turned_off_for_another_profiler() -> None:
+def test_the_recording_can_be_turned_off_for_another_profiler(tmp_path: Path) -> None:
     every = TrainConfig(record_collectives_every=0).record_collectives_every
-    with (
-        closing(Exporter(TrainConfig(), ALONE, Phases())) as exporter,
-        closing(CollectiveRecorder(exporter, "gloo", every)) as one,
-    ):
+    with closing(CollectiveRecorder(EventStream(tmp_path, ALONE, Phases()), "gloo", every)) as one:
         one.receive(StepStarted(20))
         assert not torch.autograd._profiler_enabled()
         one.receive(StepDone(20, []))

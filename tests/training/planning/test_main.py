@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import pytest
 from common.errors import UserError
 from tests.deployment.documented import documented
 from tests.docs.pages import shown_after
-from training.planning.__main__ import ask, main
+from training.planning.__main__ import ask, ask_for_largest, main
+from training.planning.largest import LargestAnswer, scaled
 from training.planning.memory import host_memory
-from training.planning.plan import Answer, no_layout_fits
-from training.planning.tables import as_record, print_answer
+from training.planning.models import NAMED_SHAPES
+from training.planning.plan import Answer, best_plans, no_layout_fits
+from training.planning.tables import as_record, print_answer, print_largest
 
 PAGE = "docs/PLANNING.md"
 QUESTION = ("--model", "llama-13b", "--gpus", "32", "--nodes", "4", "--gpu", "a100-80gb")
@@ -27,7 +30,7 @@ Printed = Callable[[Answer], str]
 @pytest.fixture(scope="module")
 def founding() -> Answer:
     """The answer to the question that docs/PLANNING.md asks."""
-    return ask(documented(PAGE, "founding").replace("\\\n", " ").split()[3:])
+    return ask(flags_of("founding"))
 
 
 @pytest.fixture
@@ -37,6 +40,11 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
         return capsys.readouterr().out
 
     return printed
+
+
+def flags_of(name: str) -> list[str]:
+    """The flags of a command of the page."""
+    return documented(PAGE, name).replace("\\\n", " ").split()[3:]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
@@ -217,3 +225,88 @@ sys.exit("torch" in sys.modules or "transformers" in sys.modules)
 
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def largest() -> list[LargestAnswer]:
+    """The answers to the page's question for the largest models."""
+    return ask_for_largest(flags_of("largest"))
+
+
+def test_the_largest_model_fits_and_one_of_a_layer_more_does_not(largest: list[LargestAnswer]) -> None:
+    for family in largest:
+        for one in family.found:
+            shape = one.plan.shape
+            assert one.plan.fits
+            deeper = replace(shape, layers=shape.layers + 1)
+            assert not any(plan.fits for plan in best_plans(deeper, family.cluster, family.work, (one.strategy,)))
+            next_width = scaled(family.shape, shape.heads // 8 + 1)
+            assert not any(plan.fits for plan in best_plans(next_width, family.cluster, family.work, (one.strategy,)))
+
+
+def test_sharding_more_makes_room_for_larger_models(largest: list[LargestAnswer]) -> None:
+    for family in largest:
+        sizes = {one.strategy: one.plan.shape.num_parameters for one in family.found}
+        assert sizes["ddp"] < sizes["zero1"] < sizes["zero2"] < sizes["zero3"] < sizes["3d"]
+        # ddp holds 16 bytes per parameter and the 16-bit copies: less than 79.1 GiB / 16, more than half of it.
+        assert 0.5 < sizes["ddp"] * 16 / family.cluster.gpu.memory_bytes < 1
+
+
+def test_the_documented_largest_models_are_what_the_command_prints(
+    largest: list[LargestAnswer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_largest(largest)
+
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown_after(PAGE, documented(PAGE, "largest")).splitlines() == printed
+
+
+def test_the_family_of_a_model_contains_models_of_its_proportions() -> None:
+    llama, encoder = NAMED_SHAPES["llama-7b"], NAMED_SHAPES["distilbert-base"]
+
+    assert replace(scaled(llama, 4), name=llama.name, source=llama.source) == llama
+    assert (scaled(encoder, 3).hidden, scaled(encoder, 3).layers) == (1536, 12)
+    assert scaled(NAMED_SHAPES["llama3-70b"], 8).kv_heads == 8
+    assert scaled(llama, 1, extra_layers=2).layers == 10
+
+
+def test_the_largest_models_are_written_as_json_and_strategies_without_a_layout_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_gpu = ("--largest", "--model", "distilbert-base", "--gpus", "1", "--gpu", "t4-16gb")
+    run(monkeypatch, *one_gpu, "--json", str(tmp_path / "largest.json"))
+
+    [family] = json.loads((tmp_path / "largest.json").read_text())
+    assert family["simulated"] is True
+    assert family["largest"]["zero3"] is None
+    assert family["largest"]["ddp"]["memory"]["total"] <= family["largest"]["ddp"]["memory"]["available"]
+    assert "Nothing fits under zero1 (no layout), " in capsys.readouterr().out
+
+
+def test_without_a_model_there_is_nothing_to_plan_but_the_largest() -> None:
+    with pytest.raises(UserError, match="--model: is missing; give one, or --largest"):
+        ask(("--gpus", "2", "--gpu", "t4-16gb"))
+    with pytest.raises(UserError, match="--largest and --target_tokens"):
+        ask_for_largest(("--largest", "--gpus", "2", "--gpu", "t4-16gb", "--target_tokens", "1e9"))
+
+
+@pytest.fixture(scope="module")
+def gpt3() -> Answer:
+    return ask(flags_of("gpt3"))
+
+
+def test_gpt3_is_planned_with_tensor_parallelism_in_a_node_and_pipelines_between_nodes(gpt3: Answer) -> None:
+    split = [plan for plan in gpt3.plans if plan.fits and plan.layout.tp == 8 and plan.layout.pp > 1]
+
+    assert {8, 16} <= {plan.layout.pp for plan in split}
+    assert all(plan.launch is None for plan in gpt3.plans)  # it is another program's to run
+
+
+def test_the_documented_plan_of_gpt3_is_the_beginning_of_what_its_command_prints(
+    gpt3: Answer, printed: Printed
+) -> None:
+    shown, text = shown_after(PAGE, documented(PAGE, "gpt3")).splitlines(), printed(gpt3)
+
+    assert shown[-1] == "…"
+    assert shown[:-1] == [line.rstrip() for line in text.splitlines()][: len(shown) - 1]
+    assert "does not split the network of gpt3-175b" in text
