@@ -21,7 +21,7 @@ from inference.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_BROKEN = "the model fails on every text now; ask again"
+_ENGINE_BROKEN = "the model fails on every text now; try again later"
 
 # Tokens per second of a small CPU, for a model whose speed was not measured when it was loaded.
 ASSUMED_TOKENS_PER_SECOND = 2000.0

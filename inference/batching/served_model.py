@@ -51,7 +51,7 @@ class ServedModel:
         )
         self._metrics = metrics
         self._current: Served | None = None
-        self._load_error = f"{self.path}: the model is still loading; ask again in a few seconds"
+        self._load_error = f"{self.path}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
         metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))

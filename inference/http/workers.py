@@ -147,7 +147,7 @@ class SupervisorLine:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            raise HTTPException(503, "the supervisor of the workers is busy; ask again", {"Retry-After": "5"}) from None
+            raise HTTPException(503, "the supervisor of the workers is busy; try again", {"Retry-After": "5"}) from None
         finally:
             del self._answers[number]
 
