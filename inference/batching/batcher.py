@@ -273,7 +273,7 @@ class Batcher:
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
-        logger.error("A worker failed and starts again", exc_info=error)
+        logger.error("A worker failed and is restarted", exc_info=error)
         texts, worker.texts = worker.texts, []
         if texts:
             self.health.works(worker.slots)
