@@ -141,9 +141,9 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         description="Texts per second that may be sent with one API key, or from one client address if no key is "
-        "asked for, with bursts of twice as many; more are refused with 429 and Retry-After. Other requests (pages, "
-        "`/metrics`) are limited to as many per address, but never to fewer than 10 per second; probes are not. 0 is "
-        "off.",
+        "asked for, with bursts of twice that; more are refused with 429 and Retry-After. Other requests (pages, "
+        "`/metrics`) are limited to the same number per address, but never to fewer than 10 per second; probes are "
+        "not. 0 is off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
