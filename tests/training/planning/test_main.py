@@ -147,7 +147,7 @@ def test_json_holds_the_plans_that_are_printed(
         (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be divided evenly over 32"),
         (
             ("--micro_batch", "3"),
-            "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; take one of",
+            "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; use one of",
         ),
         (("--strategy", "tp", "--gpus", "1", "--nodes", "1"), "--strategy tp: has no layout of llama-13b on 1 x 1"),
         (("--strategy", "3d", "--gpus", "2", "--nodes", "1"), "--strategy 3d: has no layout of llama-13b on 1 x 2"),
