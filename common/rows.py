@@ -567,7 +567,7 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UnusableRow(f"not valid JSON ({error.msg}); one object a line is read") from error
+        raise UnusableRow(f"not valid JSON ({error.msg}); one object per line is read") from error
     if not isinstance(row, dict):
         raise UnusableRow("must be an object with text and label")
     try:

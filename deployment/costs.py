@@ -75,11 +75,13 @@ def main() -> None:
     options = _parse()
     rates = [options.rate] if options.rate else measured_rates()
     count = f"{options.machines} machines" if options.machines > 1 else "one machine"
-    print(f"{options.texts:,} texts on {count} of each kind. What is marked as simulated was computed, not tried:")
     print(
-        "every hired core is taken to be as fast as a measured one, texts to be as long as the measured ones, and speed"
+        f"{options.texts:,} texts on {count} of each kind. What is marked as simulated was not measured but computed:"
     )
-    print("to grow with the cores; only the hours of the machines cost anything.")
+    print(
+        "every hired core is assumed to be as fast as a measured one, texts as long as the measured ones, and speed to"
+    )
+    print("grow with the number of cores. Only the machines' hours cost anything.")
     for rate in rates:
         print(f"\n{rate.what}: {rate.texts_per_second:,.0f} texts/s measured on {rate.cores} cores ({rate.source})")
         print(_table(rate, options.hire or _HIRED, options.texts, options.machines))

@@ -70,7 +70,7 @@ def _run(command: list[str], target: Path) -> None:
         raise SbomError(f"{last}; install the tools with pip install -e '.[dev]'", code="package-missing")
     if "ConnectionError" in last:
         raise SbomError(
-            f"{target}: not written, the vulnerability service cannot be reached; the bills are whole",
+            f"{target}: not written, the vulnerability service cannot be reached; the bills are complete",
             code="sbom-incomplete",
         )
     raise SbomError(f"{target}: not written, {command[0]} failed ({last})", code="sbom-incomplete")

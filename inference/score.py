@@ -163,7 +163,7 @@ def _meaning(answering: Answering) -> dict[str, Any]:
 
 def _stop(number: int, frame: object) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # a scheduler and its script may both send it
-    print("stopped; finished parts are kept, run the same command again to go on", file=sys.stderr, flush=True)
+    print("stopped; finished parts are kept, rerun the same command to resume", file=sys.stderr, flush=True)
     sys.exit(128 + number)
 
 

@@ -45,7 +45,7 @@ class Settings(BaseModel):
     workers: int | Literal["auto"] = Field(
         default="auto",
         description="Processes that serve on the same port (`python -m inference.serve` only), each with its share of "
-        "the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. auto is one for about 8 processors "
+        "the processors, of MAX_CONNECTIONS, MAX_PENDING_MB and CACHE_ENTRIES. auto is one per 8 processors or so "
         "with the native engine, whose weights they share, and otherwise 1.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -89,7 +89,7 @@ class Settings(BaseModel):
         default=8,
         gt=0,
         description="Largest request body, in MiB; a larger one is refused with 413 (as is one that could not lie "
-        "within the two limits above). A larger value costs memory and time on the event loop a request.",
+        "within the two limits above). A larger value costs memory and event-loop time per request.",
     )
     max_pending_mb: float = Field(
         default=64,
@@ -128,22 +128,22 @@ class Settings(BaseModel):
     cache_entries: int = Field(
         default=0,
         ge=0,
-        description="Answers remembered for texts that come again, least recently used first to go; 0 is off. "
-        "About 1 kB each; pays only where texts repeat.",
+        description="Answers remembered for texts that are sent again; the least recently used goes first. 0 is off. "
+        "About 1 kB each; it pays only if texts repeat.",
     )
     explain_max_passes: int = Field(
         default=64,
         ge=1,
         description="Most texts that one /explain request classifies; a longer text is explained in groups of "
-        "words. Larger is finer and costs as many texts more.",
+        "words. Larger is finer but slower, as each one costs a pass.",
     )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
         description="Texts per second that may be sent with one API key, or from one client address if no key is "
-        "asked for, with bursts of twice as many; more are refused with 429 and Retry-After. Other requests (pages, "
-        "`/metrics`) are limited to as many per address, but never to fewer than 10 per second; probes are not. 0 is "
-        "off.",
+        "asked for, with bursts of twice that; more are refused with 429 and Retry-After. Other requests (pages, "
+        "`/metrics`) are limited to the same number per address, but never to fewer than 10 per second; probes are "
+        "not. 0 is off.",
     )
     api_key: SecretStr | None = Field(
         default=None,
@@ -165,18 +165,18 @@ class Settings(BaseModel):
         default=1,
         ge=0,
         description="Seconds between SIGTERM and closing the port: not ready, but still answering, so that load "
-        "balancers and kept-alive connections turn away first. 0 closes at once.",
+        "balancers and kept-alive connections move elsewhere first. 0 closes at once.",
     )
     grace_seconds: float = Field(
         default=25,
         gt=0,
         description="Seconds after that for requests in progress to finish; then they are cut off. Drain and grace "
-        "together should be below the time that the platform gives before it kills.",
+        "together should be less than the time that the platform waits before it kills.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
-        description="What is logged, as JSON lines on standard output. info has one line a request; warning only "
-        "what needs a look.",
+        description="What is logged, as JSON lines on standard output. info has one line per request; warning has "
+        "only what needs attention.",
     )
     otel_endpoint: str = Field(
         default="",

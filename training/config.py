@@ -227,7 +227,7 @@ class TrainConfig(BaseModel):
     tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the final test: faster, with 10 instead of 23 bits of precision; off = exact", on_resume="any")
     dropout: float | None = _field(None, "optimization", "share of values that the model's dropout layers leave out in training; 0 = none, which also computes faster, for a small model or a single pass over many rows; unset = what the model's configuration says", ge=0, lt=1)
     seed: int = _field(42, "optimization", "seed of the validation split, the row order, new weights and dropout", ge=0, lt=2**32)
-    deterministic: bool = _field(False, "optimization", "refuse operations that do not repeat bit for bit; slower on GPUs")
+    deterministic: bool = _field(False, "optimization", "refuse operations that are not reproducible bit for bit; slower on GPUs")
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "deepspeed", "tp", "pp", "3d"] = _field("ddp", "processes", "how the model is distributed over the ranks: ddp = a full copy on each; zero1, zero2, zero3 = sharded optimizer state, then also gradients, then also weights; deepspeed = the same with DeepSpeed; tp = each matrix split; pp = blocks in stages; 3d = all of them combined", on_resume="any")
     dp: int = _field(0, "processes", "data-parallel degree; 0 = all ranks not used by tp and pp", ge=0, on_resume="any")
@@ -238,7 +238,7 @@ class TrainConfig(BaseModel):
     sequence_parallel: bool = _field(False, "processes", "with tp, split norms and residuals by tokens: less memory for long texts", on_resume="any")
     compress: str = _field("none", "processes", "compress gradients for the all-reduce (ddp, zero1): none, fp16, bf16 or powersgd[:rank], such as powersgd:4", on_resume="any")
     cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
-    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks now and then, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
+    balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks from time to time, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
     deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
     deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here", on_resume="any")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
@@ -403,7 +403,9 @@ class TrainConfig(BaseModel):
                 "use --suspects list"
             )
         if self.budget and self.deterministic:
-            raise ValueError("--budget and --deterministic: how many steps fit into a time does not repeat; drop one")
+            raise ValueError(
+                "--budget and --deterministic: how many steps fit into a time is not reproducible; drop one"
+            )
         if self.budget and self.schedule in ("inverse_sqrt", "constant"):
             raise ValueError(
                 f"--budget {self.budget} and --schedule {self.schedule}: the learning rate is to end at zero; use "
@@ -414,7 +416,9 @@ class TrainConfig(BaseModel):
                 f"--suspects {self.suspects} and --epochs 1: it begins with the second epoch; raise --epochs"
             )
         if self.balance == "auto" and self.deterministic:
-            raise ValueError("--balance auto and --deterministic: shares by measured speeds do not repeat; drop one")
+            raise ValueError(
+                "--balance auto and --deterministic: shares by measured speeds are not reproducible; drop one"
+            )
         for table, choice in ((FLAGS_OF_STRATEGIES, "strategy"), (FLAGS_OF_TASKS, "task")):
             for flag, wanted in table.items():
                 value, chosen = getattr(self, flag), getattr(self, choice)
@@ -475,7 +479,9 @@ class TrainConfig(BaseModel):
                 "only; give a number"
             )
         if self.deterministic:
-            raise ValueError("--batch_size auto and --deterministic: what is measured does not repeat; give a number")
+            raise ValueError(
+                "--batch_size auto and --deterministic: a measured size is not reproducible; give a number"
+            )
         if self.balance == "auto":
             raise ValueError(
                 "--batch_size auto and --balance auto: faster ranks would get more rows than fit; drop one"

@@ -193,7 +193,7 @@ tags: [distrinews, text-classification]
 # A starter encoder
 
 A small DistilBERT to fine-tune: {options.layers} blocks of width {options.width}, {options.vocabulary:,} word pieces,
-{about["parameters"]:,} parameters, stored in float16. It is no classifier yet:
+{about["parameters"]:,} parameters, stored in float16. It is not a classifier yet;
 `--model {options.output_dir}` trains a head on your rows.
 
 ## How it was made

@@ -76,8 +76,8 @@ def score(flags: Sequence[str], options: argparse.Namespace) -> None:
         is_complete = True  # a copy succeeds once the output is complete, whichever copies wrote it
     if not is_complete:
         raise ForeseenError(
-            f"every copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: to go on, "
-            "rerun the same command",
+            f"every copy was lost more than {options.max_failures} times ({lost}); what is finished is safe: "
+            "to resume, rerun the same command",
             code="ray-score-failed",
         )
 

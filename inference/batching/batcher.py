@@ -21,7 +21,7 @@ from inference.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_BROKEN = "the model fails on every text now; ask again"
+_ENGINE_BROKEN = "the model fails on every text now; try again later"
 
 # Tokens per second of a small CPU, for a model whose speed was not measured when it was loaded.
 ASSUMED_TOKENS_PER_SECOND = 2000.0
@@ -273,7 +273,7 @@ class Batcher:
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         # An error that a pass should not raise: the worker drops its current texts and starts over.
-        logger.error("A worker failed and starts again", exc_info=error)
+        logger.error("A worker failed and is restarted", exc_info=error)
         texts, worker.texts = worker.texts, []
         if texts:
             self.health.works(worker.slots)

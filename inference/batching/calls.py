@@ -106,7 +106,7 @@ class Call:
     def deadline_error(self) -> DeadlineExceededError:
         """What texts get that were not answered in time."""
         elapsed = time.monotonic() - self.started
-        return DeadlineExceededError(f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; ask again later")
+        return DeadlineExceededError(f"no answer after {elapsed:.2f} s, limit {self.timeout_s:g} s; try again later")
 
 
 class Caller:

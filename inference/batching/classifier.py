@@ -119,7 +119,7 @@ class Classifier:
 
     def refuse_if_down(self) -> None:
         if not self.is_alive:
-            raise WorkerDownError("the classifier is stopped; ask again, another one may serve by now")
+            raise WorkerDownError("the classifier is stopped; try again, another one may be running by now")
         if self.health.failure is not None:
             raise WorkerDownError(self.health.failure)
 
@@ -181,7 +181,7 @@ class Classifier:
         return QueueFullError(
             f"{num_texts} more texts would be answered after {answered_s:.2f} s, limit {limit_s:.2f} s "
             f"(MAX_WAIT_SECONDS {self._max_wait_s:g}); "
-            + (f"ask again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
+            + (f"try again in {retry_after_s:.2f} s" if would_fit else "send fewer texts in one call"),
             retry_after_s,
         )
 

@@ -51,7 +51,7 @@ class ServedModel:
         )
         self._metrics = metrics
         self._current: Served | None = None
-        self._load_error = f"{self.path}: the model is still loading; ask again in a few seconds"
+        self._load_error = f"{self.path}: the model is still loading; try again in a few seconds"
         self._loading = asyncio.Lock()
         self._draining: set[asyncio.Task[None]] = set()
         metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
@@ -73,7 +73,7 @@ class ServedModel:
             return self._load_error
         classifier = self._current.classifier
         if not classifier.is_alive:
-            return "the worker that runs the model is down and starts again; see the log"
+            return "the worker that runs the model is down and is being restarted; see the log"
         if classifier.heartbeat_age_s > self._stuck_after_s:
             return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
         return classifier.health.failure

@@ -117,7 +117,7 @@ class TokenizerThread:
 
     def _fail(self, error: BaseException) -> None:
         # Anything else than what the tokenizer may raise: drop the current texts and start over.
-        logger.error("The tokenizer's thread failed and starts afresh (%s)", type(error).__name__)
+        logger.error("The tokenizer's thread failed and is restarted (%s)", type(error).__name__)
         failure = ForwardError(f"the tokenizer's thread failed ({type(error).__name__})")
         deliver((caller, failure) for caller in self._leave_round())
         self._metrics.worker_failed()

@@ -316,6 +316,6 @@ class Scoring:
 
 def _unusable(problem: str) -> UserError:
     return UserError(
-        f"{problem}; fix it, or keep such rows without a label by --bad_rows keep; then begin again with --restart",
+        f"{problem}; fix it, or keep such rows without a label with --bad_rows keep; then begin again with --restart",
         code="row-unusable",
     )

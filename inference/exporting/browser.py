@@ -114,7 +114,7 @@ def tokenizer_settings(file: Path, settings: dict[str, Any], tokenizer: TextToke
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     for token in settings["added_tokens"]:
         if any(token[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized")):
-            what = f"{file}: the added token {token['content']!r} is matched in a way of its own"
+            what = f"{file}: the added token {token['content']!r} is matched in a special way"
             raise UserError(what + _OTHER_TOKENIZER, code="browser-tokenizer")
     model, normalizer = settings["model"], settings["normalizer"]
     added = {token["content"]: token["id"] for token in settings["added_tokens"]}

@@ -34,7 +34,7 @@ Pair = Annotated[
 ]
 TopK = Annotated[
     int | None,
-    Field(default=None, ge=1, description="Give only so many probabilities, the highest first; null gives all."),
+    Field(default=None, ge=1, description="Return only this many probabilities, the highest first; null returns all."),
 ]
 
 

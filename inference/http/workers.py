@@ -147,7 +147,7 @@ class SupervisorLine:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            raise HTTPException(503, "the supervisor of the workers is busy; ask again", {"Retry-After": "5"}) from None
+            raise HTTPException(503, "the supervisor of the workers is busy; try again", {"Retry-After": "5"}) from None
         finally:
             del self._answers[number]
 
@@ -275,7 +275,7 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         for worker in self._workers:
-            logger.error("worker %d does not end and is killed", worker.pid)
+            logger.error("worker %d does not stop, so it is killed", worker.pid)
             self._kill(worker, signal.SIGKILL)
 
     # ---- models
@@ -453,7 +453,7 @@ class Supervisor:
         is_short = time.monotonic() - worker.started < _SHORT_LIFE_S
         self._num_short_lives = self._num_short_lives + 1 if is_short else 0
         pause = min(_LONGEST_PAUSE_S, 0.1 * 2**self._num_short_lives) if is_short else 0.0
-        logger.error("worker %d ended with %s; another takes its place in %.1f s", worker.pid, how, pause)
+        logger.error("worker %d ended with %s; another one replaces it in %.1f s", worker.pid, how, pause)
         self._later(pause, functools.partial(self._replace, worker.place))
 
     def _replace(self, place: int) -> None:

@@ -4,7 +4,7 @@
 
 Two copies of a model take the same steps on the same images, one by :mod:`learn.by_hand.data_parallel`, the other in
 ``DistributedDataParallel``. After each step their losses, gradients and weights are compared. On two
-ranks they are equal to the bit. On more they may differ in their last bits: DDP sums many gradients in one call, and so
+ranks they are bit-identical. On more they may differ in their last bits: DDP sums many gradients in one call, and so
 adds the ranks' numbers up in another order; and where this divides by N, it multiplies by 1/N. All is in float64: in
 float32 such a last bit may let max pooling choose another pixel, and from there on the two go separate ways.
 """
@@ -58,7 +58,7 @@ def show(ranks: Ranks) -> None:
         raise TrainingFailure(
             f"the weights by hand and in DDP differ by {largest:.1e}", quiet=not ranks.is_first, code="replicas-differ"
         )
-    print_once("weights: " + ("equal to the bit" if largest == 0 else f"equal but for rounding, {largest:.1e} at most"))
+    print_once("weights: " + ("bit-identical" if largest == 0 else f"equal except for rounding, at most {largest:.1e}"))
 
 
 def compare(ranks: Ranks) -> Iterator[Row]:

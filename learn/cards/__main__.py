@@ -21,7 +21,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m learn.cards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a pipeline on real ranks")
-    run.add_argument("--report", type=Path, metavar="FILE.html", help="write a page of the run, whole in one file")
+    run.add_argument("--report", type=Path, metavar="FILE.html", help="write the run as a page, in a single file")
     show = commands.add_parser("show", help="draw the wiring of a pipeline")
     show.add_argument("--mermaid", action="store_true", help="as a Mermaid flow chart")
     serve = commands.add_parser("serve", help="step through a pipeline on a page")
@@ -33,7 +33,9 @@ def build_parser() -> OneLineParser:
         command.add_argument("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
         command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
         command.add_argument("--epochs", type=positive, metavar="N", help="of training (default: as the pipeline says)")
-        command.add_argument("--strategy", metavar="{ddp,fsdp,deepspeed}", help="how the model lies over the ranks")
+        command.add_argument(
+            "--strategy", metavar="{ddp,fsdp,deepspeed}", help="how the model is distributed over the ranks"
+        )
     return parser
 
 

@@ -175,7 +175,7 @@ def mean_and_deviation(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 class ShardDataConfig(CardConfig):
-    num_workers: int = Field(4, ge=1, le=MAX_RANKS, description="ranks, each a process with a shard of its own")
+    num_workers: int = Field(4, ge=1, le=MAX_RANKS, description="ranks, each a process with its own shard of the rows")
 
 
 class ShardData(BaseCard[ShardDataConfig]):
@@ -198,7 +198,7 @@ class ShardData(BaseCard[ShardDataConfig]):
         if config.num_workers > min(batch_size, rows):
             raise UserError(
                 f"num_workers {config.num_workers}: more ranks than rows in a global batch ({min(batch_size, rows)}); "
-                "take fewer workers or a larger batch_size",
+                "use fewer workers or a larger batch_size",
                 code="rows-too-few",
             )
         data, batches = storage.tensors(prepared["tensors"]), global_batches(prepared, epoch=0)

@@ -143,7 +143,7 @@ def choose_backend(asked: str, world_size: int) -> str:
     num_gpus = torch.cuda.device_count()
     if asked == "nccl" and num_gpus < world_size:
         raise UserError(
-            f"backend nccl: {world_size} ranks need a GPU each, and there are {num_gpus}; take gloo",
+            f"backend nccl: {world_size} ranks need a GPU each, and there are {num_gpus}; use gloo",
             code="gpus-too-few",
         )
     if asked == "auto":

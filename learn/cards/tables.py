@@ -123,7 +123,8 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
         raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error
     if len(data) > max_bytes:
         raise UserError(
-            f"source_url {source}: has more than {max_bytes // 10**6} MB; take some of its rows", code="table-unusable"
+            f"source_url {source}: has more than {max_bytes // 10**6} MB; use only some of its rows",
+            code="table-unusable",
         )
     return data
 

@@ -65,7 +65,7 @@ def test_every_computed_column_and_every_page_of_prices_is_named() -> None:
 
     header = next(line for line in printed.splitlines() if "machine" in line and "$/hour" in line)
     assert header.count("(simulated)") == 3
-    assert "What is marked as simulated was computed, not tried" in printed
+    assert "What is marked as simulated was not measured but computed" in printed
     assert "https://huggingface.co/docs/hub/jobs-pricing, 2026-08-22" in printed
 
 

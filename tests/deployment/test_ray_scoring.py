@@ -124,7 +124,7 @@ def test_a_copy_killed_once_more_than_allowed_ends_the_command_in_one_line(start
     assert run.wait() == 1
     [line] = run.error_lines
     assert "exit code -9" in line
-    assert line.endswith("what is finished is safe: to go on, rerun the same command [ray-score-failed]")
+    assert line.endswith("what is finished is safe: to resume, rerun the same command [ray-score-failed]")
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ def _operations() -> dict[str, dict[str, Any]]:
 
 
 def test_the_guide_has_every_route_and_every_status() -> None:
-    routes = GUIDE.partition("## Routes")[2].partition("## Refusals")[0]
-    refusals = GUIDE.partition("## Refusals")[2].partition("## Settings")[0]
+    routes = GUIDE.partition("## Routes")[2].partition("## Errors")[0]
+    refusals = GUIDE.partition("## Errors")[2].partition("## Settings")[0]
     for name, operation in _operations().items():
         assert f"`{name}`" in routes, name
         for status in set(operation["responses"]) - {"200"}:

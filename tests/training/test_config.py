@@ -129,7 +129,7 @@ def test_an_unknown_key_and_variable_are_named(tmp_path: Path) -> None:
         (("--batch_size", "0"), r"^--batch_size 0: must be at least 1$"),
         (("--batch_size", "most"), r"^--batch_size most: must be a whole number"),
         (("--batch_size", "auto", "--strategy", "pp"), r"^--batch_size auto and --strategy pp: sizes are tried under"),
-        (("--batch_size", "auto", "--deterministic"), r"^--batch_size auto and --deterministic: what is measured"),
+        (("--batch_size", "auto", "--deterministic"), r"^--batch_size auto and --deterministic: a measured size"),
         (("--batch_size", "auto", "--balance", "auto"), r"^--batch_size auto and --balance auto: faster ranks"),
         (("--max_length", "7"), r"^--max_length 7: must be at least 8$"),
         (("--max_length", "9000"), r"^--max_length 9000: must be at most 8192$"),

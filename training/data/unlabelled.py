@@ -56,7 +56,9 @@ def add_unlabelled(data: NewsData, config: TrainConfig, cache_dir: Path) -> News
     fresh = new[repeats.partners(new, np.concatenate([known, *others])) < 0]
     fresh = fresh[repeats.partners(fresh) < 0]
     if not len(fresh):
-        raise UserError(f"--distill_texts {config.distill_texts}: no text that the data lacks", code="data-empty")
+        raise UserError(
+            f"--distill_texts {config.distill_texts}: all of its texts are already in the data", code="data-empty"
+        )
     note = f"{len(fresh):,} texts without a label from {place}"
     if left_out := len(new) - len(fresh):
         note += f"; {left_out:,} are left out, because the data or an earlier line has the same text"

@@ -131,7 +131,7 @@ class Watchdog(Subscriber):
         with self._report_lock:
             missing, reports = self._find_missing_ranks()
             if missing:  # else the others live, and a slow step or a long save will end
-                line = f"{self._line(missing, 'asked to stop, which could not be agreed upon')} [stop-not-agreed]"
+                line = f"{self._line(missing, 'asked to stop, but the ranks could not agree on it')} [stop-not-agreed]"
                 self._report_and_exit(self._interruption.exit_code, line, reports=reports, at_once=True)
 
     def _find_missing_ranks(self) -> tuple[list[Missing], bool]:
@@ -141,7 +141,7 @@ class Watchdog(Subscriber):
 
     def _line(self, missing: Sequence[Missing], what: str) -> str:
         here = describe_position(self._phases.now, self._phases.step)
-        who = "; ".join(map(str, missing)) or f"no rank is seen to be missing; rank {self._ranks.rank} is {here}"
+        who = "; ".join(map(str, missing)) or f"no rank seems to be missing; rank {self._ranks.rank} is {here}"
         return f"{LOST} {self._phases.step + 1}: {what}; {who}. {RESUME_HINT}"
 
     def _report_and_exit(self, exit_code: int, line: str, *, reports: bool, at_once: bool) -> NoReturn:

@@ -103,7 +103,7 @@ class ReplicaCheck(Subscriber):
         good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
         raise TrainingFailure(
             f"{when} the copies of the weights differ: {found}.{since} {good}To resume, rerun the same command. If "
-            f"it comes back on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
+            f"it happens again on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
             quiet=not self.ranks.is_first,
             code="replicas-differ",
         )

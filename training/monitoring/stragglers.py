@@ -264,7 +264,7 @@ class Stragglers(Subscriber):
         self.context.say(
             f"Straggler: {who} is slow: {phase} {seconds / max(median, 1e-9):.1f}x the median ({figures})."
             if slow
-            else f"Straggler no more: {who} ({figures})."
+            else f"No longer a straggler: {who} ({figures})."
         )
         fields = {"host": self.hosts[rank], "phase": phase, "seconds": seconds, "median": median, "slow": slow}
         self.context.events.write_on_rank0("straggler", slow_rank=rank, **fields)

@@ -86,7 +86,7 @@ class DeepSpeedStrategy(Strategy):
         shared = ("nothing", "optimizer", "optimizer and gradients", "optimizer, gradients and weights")
         offload = ", in the machine's memory" if self.config.cpu_offload else ""
         stage = self.config.deepspeed_stage
-        return f"deepspeed: stage {stage}, {shared[stage]} shared out over {self.ranks.world_size} ranks{offload}"
+        return f"deepspeed: stage {stage}, {shared[stage]} sharded over {self.ranks.world_size} ranks{offload}"
 
     def begin_step(self, learning_rate: float) -> None:
         super().begin_step(learning_rate)

@@ -211,7 +211,7 @@ def group_backend(device_type: str, *, also_on_cpu: bool) -> str:
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed torch on every device; with ``deterministic``, refuse operations that do not repeat bit for bit."""
+    """Seed torch on every device; with ``deterministic``, refuse operations that are not reproducible bit for bit."""
     torch.manual_seed(seed)
     if deterministic:
         # cuBLAS reads it when its first handle is made.

@@ -83,7 +83,7 @@ def check_micro_batches(schedule: str, num_ranks: int, micro_batches: int, flag:
     rounds = max(1, micro_batches // num_ranks)
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         raise UserError(
-            f"{where} runs in {rounds} rounds of equal size; take a multiple of {num_ranks}", code="uneven-split"
+            f"{where} runs in {rounds} rounds of equal size; use a multiple of {num_ranks}", code="uneven-split"
         )
 
 

@@ -204,7 +204,7 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
         wanted = f"{needed} or more" if may_be_more else f"exactly {needed}"
         raise UserError(f"--stages_per_rank {count}: the {schedule} schedule has {wanted}", code="uneven-split")
     if stages % count:
-        raise UserError(f"--stages {stages}: {count} stages a rank need a multiple of {count}", code="uneven-split")
+        raise UserError(f"--stages {stages}: {count} stages per rank need a multiple of {count}", code="uneven-split")
     return [simulate(schedule, stages // count, micro_batches, count)]
 
 

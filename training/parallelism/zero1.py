@@ -43,4 +43,4 @@ class Zero1Strategy(DDPStrategy):
         return {name: parameter for name, parameter in self.parameters.items() if parameter in local}
 
     def describe(self) -> str:
-        return f"{super().describe()}, the optimizer's state shared out"
+        return f"{super().describe()}, with the optimizer's state sharded"

@@ -163,7 +163,7 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
     if tokens % seq_len:
         nearest = max(1, tokens // seq_len) * seq_len
         raise UserError(
-            f"--batch_tokens {tokens} and --seq_len {seq_len}: not whole rows; take {nearest}", code="uneven-split"
+            f"--batch_tokens {tokens} and --seq_len {seq_len}: not whole rows; use {nearest}", code="uneven-split"
         )
     supported = cluster.gpu.peak_flops
     precision = flags.precision or next(one for one in ("bf16", "fp16", "fp32") if one in supported)

@@ -133,7 +133,7 @@ def build_cluster(gpu_name: str, gpus: int, nodes: int | None) -> Cluster:
         nodes = -(-gpus // gpu.gpus_per_node)
     if gpus % nodes:
         raise UserError(
-            f"--gpus {gpus} on --nodes {nodes}: not divisible; take {nodes * max(1, gpus // nodes)} GPUs",
+            f"--gpus {gpus} on --nodes {nodes}: not divisible; use {nodes * max(1, gpus // nodes)} GPUs",
             code="uneven-split",
         )
     return Cluster(gpu, nodes, gpus // nodes)

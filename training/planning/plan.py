@@ -184,12 +184,12 @@ def _no_layout(shape: ModelShape, cluster: Cluster, work: Work, strategies: Sequ
     if sizes:
         fitting = ", ".join(map(str, sorted(sizes)))
         return UserError(
-            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; take one of {fitting}",
+            f"--micro_batch {work.micro_batch}: does not fill a global batch of {rows}; use one of {fitting}",
             code="uneven-split",
         )
     return UserError(
         f"--batch_tokens {work.rows * work.seq_len}: {rows} cannot be divided evenly over {cluster.gpus} GPUs by "
-        f"{names}; take a multiple of {cluster.gpus * work.seq_len}",
+        f"{names}; use a multiple of {cluster.gpus * work.seq_len}",
         code="uneven-split",
     )
 
@@ -200,7 +200,7 @@ def no_layout_fits(answer: Answer) -> UserError:
     missing = (closest.memory.total - closest.cluster.usable_memory) / GIB
     return UserError(
         f"--model {answer.shape.name} on {answer.cluster.name}: no layout fits; the closest, {closest.layout.name}, "
-        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); take more GPUs, larger ones or a "
+        f"lacks {missing:,.1f} GiB per GPU (simulated: {closest.reason}); use more GPUs, larger ones or a "
         "smaller --batch_tokens",
         code="plan-does-not-fit",
     )
@@ -271,5 +271,5 @@ def cautions(shape: ModelShape, layout: Layout) -> list[str]:
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
     if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):
-        return ["No command: the trainer splits no language model whose head is its embedding table; take zero3."]
+        return ["No command: the trainer splits no language model whose head is its embedding table; use zero3."]
     return []

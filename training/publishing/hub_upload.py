@@ -30,7 +30,7 @@ _REASONS = {
     404: "the hub has no such repository, or hides it from this token",
     409: "it was changed meanwhile; start again",
     412: "it was changed meanwhile; start again",
-    429: "the hub has had too many requests; wait some minutes and start again",
+    429: "the hub got too many requests; wait a few minutes and start again",
 }
 # What the hub's client raises when the hub refuses or cannot be reached.
 HUB_ERRORS = (HTTPError, OSError, RuntimeError, ValueError)
@@ -62,7 +62,7 @@ class Target:
 def publishing_parser(prog: str, description: str, dry_run_folder: Path) -> OneLineParser:
     """Return a parser with what every publishing command takes: ``--private`` and ``--dry-run [FOLDER]``."""
     parser = OneLineParser(prog=prog, description=description)
-    parser.add_argument("--private", action="store_true", help="only who has a token of yours may see and ask it")
+    parser.add_argument("--private", action="store_true", help="only people with one of your tokens can see and use it")
     parser.add_argument(
         "--dry-run",
         "--dry_run",
@@ -176,7 +176,7 @@ def hub_errors(what: str, reasons: Mapping[int, str] | None = None) -> Iterator[
 def explain(
     error: BaseException,
     reasons: Mapping[int, str] | None = None,
-    after_a_break: str = "start again: what the hub has got already is not sent again",
+    after_a_break: str = "start again: what the hub already has is not sent again",
 ) -> str:
     """The reason behind one of ``HUB_ERRORS`` and what to do, in one line that does not show the token.
 

@@ -17,7 +17,7 @@ def describe_device(ranks: Ranks) -> str:
     if ranks.device.type == "cuda":
         return torch.cuda.get_device_name(ranks.device)
     threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)} a process"
+    return f"CPU, {threads} thread{'s' * (threads > 1)} per process"
 
 
 def describe_run(context: RunContext, budget: Budget | None = None) -> dict[str, str]:
@@ -66,7 +66,7 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     if plan.total_steps == config.epochs * plan.steps_per_epoch:
         facts["Budget"] += f"; ends before it, after --epochs {config.epochs}"
     if expected:
-        facts["Expected"] = f"test accuracy {expected}, by the words of the training rows"
+        facts["Expected"] = f"test accuracy {expected}, guessed from the words of the training rows"
     return facts
 
 

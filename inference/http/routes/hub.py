@@ -28,7 +28,7 @@ class HubParameters(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    top_k: int | None = Field(default=None, ge=1, description="Give only so many labels; null gives all.")
+    top_k: int | None = Field(default=None, ge=1, description="Return only this many labels; null returns all.")
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
         default=None,
         description="From scores to answers; null is softmax, for a multi-label model sigmoid, for regression none.",

@@ -143,7 +143,7 @@ def test_a_call_that_would_be_answered_too_late_is_refused_whole_and_told_when_t
             await bench.all_tokenized()
             with pytest.raises(QueueFullError, match=r"2 more texts .* after 3\.90 s, limit 3\.75 s") as caught:
                 bench.submit("w3 " * 10, "w4 " * 10)
-            assert "(MAX_WAIT_SECONDS 5); ask again in" in str(caught.value)
+            assert "(MAX_WAIT_SECONDS 5); try again in" in str(caught.value)
             assert 0 < caught.value.retry_after_s < 1
             assert bench.classifier.full_error() is None
             bench.submit("w5 " * 16)

@@ -106,7 +106,7 @@ def test_a_killed_worker_is_replaced_and_loses_only_what_it_held(model_folder: P
         assert metric(server.client, "requests_total", route="/predict", status="200") > answered
         with _clients_of_both(server) as clients:
             assert [one.post("/predict", json={"text": "oil"}).status_code for one in clients] == [200, 200]
-        assert "ended with signal 9; another takes its place in" in server.log()
+        assert "ended with signal 9; another one replaces it in" in server.log()
         assert server.stop() == 0
     assert set(statuses) == {200}
     assert len(failed) <= 8  # one for each connection that it had
@@ -178,7 +178,7 @@ def test_a_worker_that_keeps_dying_is_replaced_later_and_later(model_folder: Pat
             before = _pids(server)
             os.kill(max(before), signal.SIGKILL)  # the newest
             wait_until(lambda before=before: len(_pids(server) - before) == 1)
-        lines = [line for line in server.log().splitlines() if "takes its place in" in line]
+        lines = [line for line in server.log().splitlines() if "another one replaces it in" in line]
     pauses = [float(line.partition("place in ")[2].split()[0]) for line in lines]
     assert pauses[2:] == [2 * pauses[1], 4 * pauses[1]]
 

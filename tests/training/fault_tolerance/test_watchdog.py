@@ -154,7 +154,7 @@ def test_a_rank_that_is_to_stop_does_not_wait_for_one_that_cannot(start_ranks: C
     assert ranks.exit_code(0) == 75
     [line] = ranks.errors
     assert re.match(
-        r"error: lost at step \d+: asked to stop, which could not be agreed upon; rank 1 .* is stopped", line
+        r"error: lost at step \d+: asked to stop, but the ranks could not agree on it; rank 1 .* is stopped", line
     )
 
 

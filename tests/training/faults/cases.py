@@ -6,11 +6,11 @@ import random
 
 from tests.training.faults.faults import Fault, Injection
 
-AGAIN = "the ranks are started again and go on from the newest checkpoint"
-SAVED = "all ranks stop after the same step, with all saved; started again, they go on from there"
-NAMED = "the rank and where it stands are named; " + AGAIN
-REPORTED = "the failed save is reported and tried again, the run goes on"
-WHOLE = "the damaged checkpoint is named, the newest whole one gone on from"
+AGAIN = "restarts and resumes"
+SAVED = "saves and stops; resumes when started again"
+NAMED = "names the rank and where it is; " + AGAIN
+REPORTED = "reports the failed save and tries again; training continues"
+DAMAGED = "names the damaged checkpoint and resumes from the newest complete one"
 WENT_ON = r"Training continues, but the checkpoint of step \d+ could not be written.*"
 
 NO_RESTARTS = ("--standalone", "--nproc_per_node=2", "--max_restarts=0")
@@ -66,7 +66,7 @@ def _stopped() -> list[Fault]:
         *(Fault(name, SAVED, (injection,), code=code, all_saved=True) for name, (injection, code) in asked.items()),
         Fault(
             "SIGTERM to rank 0 while rank 1 is frozen",
-            "rank 0 leaves in 20 s, unsaved; started again, the ranks go on from the newest checkpoint",
+            "rank 0 exits within 20 s without saving; resumes when started again",
             (in_a_step(f"kill -TERM {other}; kill -STOP $PID", rank=1),),
             code=-1,
             launcher=NO_RESTARTS,
@@ -85,7 +85,7 @@ def _stuck() -> list[Fault]:
         ),
         Fault(
             "rank 1 slower than rank 0",
-            "the rank and its slow phase are named, the run goes on",
+            "names the rank and its slow phase; training continues",
             (Injection("phase data", slow, 1, 0),),
             epochs=8,
             says=r"Straggler: rank 1 .*forward.*",
@@ -120,7 +120,7 @@ def _stored() -> list[Fault]:
         Fault("checkpoint folder read-only for a while", REPORTED, for_a_while(lock, unlock), disk=256, says=WENT_ON),
         Fault(
             "disk full for good",
-            "the third failed save ends the run; with room again, it goes on from the newest checkpoint",
+            "the third failed save ends the run; resumes once there is space",
             (Injection("phase save", fill, after=6),),
             code=-1,
             repair=free,
@@ -131,7 +131,7 @@ def _stored() -> list[Fault]:
         *(
             Fault(
                 f"newest checkpoint {how}",
-                WHOLE,
+                DAMAGED,
                 damaged(do),
                 says=r"Skipping the damaged checkpoint.*",
                 damages_newest=True,
@@ -157,14 +157,14 @@ def _numbers() -> list[Fault]:
     return [
         Fault(
             "loss of rank 1 not a number, once",
-            "all ranks leave that step out, its rows are named, the run goes on",
+            "all ranks skip the step and its rows are named; training continues",
             (Injection("phase forward", spoiled, 1, 5),),
             says=r"Skipped step 6: .*",
             left_out=(6,),
         ),
         Fault(
-            "loss of rank 1 not a number, more often than --bad_steps lets pass",
-            "back to the newest checkpoint, on without the rows of those steps",
+            "loss of rank 1 not a number, more often than --bad_steps allows",
+            "rolls back to the newest checkpoint and leaves out the rows of those steps",
             (Injection("phase forward", spoiled, 1, 5), Injection("phase forward", spoiled, 1, 6)),
             ("--bad_steps", "1"),
             says=r"Went back from step 7.*",
@@ -172,19 +172,19 @@ def _numbers() -> list[Fault]:
         ),
         Fault(
             "clock of rank 1 set back by a day",
-            "nothing depends on it, the run goes on",
+            "nothing depends on the clock; training continues",
             (Injection("phase data", "a clock set back by a day", 1, 5),),
         ),
         Fault(
             "metrics port taken",
-            "refused in one line that names the port; with a free one, it trains",
+            "refuses to start, in one line that names the port; trains with a free one",
             flags=("--metrics_port", "{port}"),
             code=-1,
             says=r"error: .*metrics_port.*",
         ),
         Fault(
             "rendezvous port taken",
-            "refused; with a free one, it trains",
+            "refuses to start; trains with a free one",
             launcher=("--nnodes=1", "--nproc_per_node=2", "--master_port={port}", "--max_restarts=3"),
             code=-1,
             says=r".*address already in use.*",
@@ -196,7 +196,7 @@ def _network() -> list[Fault]:
     return [
         Fault(
             f"network between two machines cut for {seconds} s",
-            "the ranks wait, or are started again and go on from the newest checkpoint",
+            "the ranks wait, or restart and resume",
             (
                 Injection(
                     "phase forward", f"ip link set cable down; (sleep {seconds}; ip link set cable up) &", after=5
@@ -226,7 +226,7 @@ def _soak() -> list[Fault]:
     return [
         Fault(
             f"{KILLS} kills at random moments, one after the other",
-            "each time " + AGAIN,
+            AGAIN + " each time",
             tuple(map(kill, range(KILLS))),
             launcher=("--standalone", "--nproc_per_node=2", f"--max_restarts={KILLS + 10}"),
             epochs=60,

@@ -38,7 +38,7 @@ class Finding:
     ``recovery``: seconds from the fault to the next optimizer step, the median where it injected several times; None
     where no process had to start.
     ``difference``: of the finished model from the undisturbed run's, relative to its norm; 0 = weights and moments of
-    all ranks are equal to the bit.
+    all ranks are bit-identical.
     """
 
     fault: str
@@ -95,7 +95,7 @@ def _story(folder: Path, codes: Sequence[int]) -> str:
     parts = [f"ended with {code}, was started again" for code in codes[:-1]]
     if len(codes) == 1:
         times = len(list(folder.glob("attempt_0_*"))) - 1
-        parts.append(f"restarted by torchrun{f' {times} times' if times > 1 else ''}" if times else "went on")
+        parts.append(f"restarted by torchrun{f' {times} times' if times > 1 else ''}" if times else "continued")
     return ", ".join(parts) + (f" from {', '.join(resumed)}" if 0 < len(resumed) < 4 else "")
 
 

@@ -41,6 +41,6 @@ def _table(findings: Sequence[Finding]) -> str:
 
 def _row(finding: Finding) -> tuple[str, ...]:
     recovery = "–" if finding.recovery is None else f"{finding.recovery:.1f}"
-    weights = f"within {finding.difference:.0e}" if finding.difference else "equal to the bit"
+    weights = f"within {finding.difference:.0e}" if finding.difference else "bit-identical"
     texts = (finding.fault, finding.promised, finding.happened.replace("|", "\\|"))
     return (*texts, recovery, f"{finding.lost} / {finding.repeated}", weights)

@@ -35,7 +35,7 @@ def write_proofs(page: Path, proofs: list[Proof], tolerances: dict[str, dict[str
 def _table(proofs: list[Proof], tolerances: dict[str, dict[str, float]]) -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, gloo, {cpu_name()}"
     lines = [
-        f"{len(proofs)} layouts, each beside one process: {versions}. Figures are relative differences.",
+        f"{len(proofs)} layouts, each compared with one process: {versions}. Figures are relative differences.",
         "",
         "| ranks | flags | model | accumulation | in | loss | gradients | weights | gradient norm | evaluation |",
         "| ---: | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",

@@ -148,14 +148,14 @@ def test_json_holds_the_plans_that_are_printed(
     ("flags", "message"),
     [
         (("--gpu", "a100"), "--gpu a100: not known; did you mean a100-"),
-        (("--gpus", "30", "--nodes", "4"), "--gpus 30 on --nodes 4: not divisible; take 28 GPUs"),
+        (("--gpus", "30", "--nodes", "4"), "--gpus 30 on --nodes 4: not divisible; use 28 GPUs"),
         (("--gpus", "0"), "argument --gpus: 0: must be a whole number, at least 1 (see --help)"),
         (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),
-        (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; take 4096"),
+        (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; use 4096"),
         (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be divided evenly over 32"),
         (
             ("--micro_batch", "3"),
-            "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; take one of",
+            "--micro_batch 3: does not fill a global batch of 128 rows of 2048 tokens; use one of",
         ),
         (("--strategy", "tp", "--gpus", "1", "--nodes", "1"), "--strategy tp: has no layout of llama-13b on 1 x 1"),
         (("--strategy", "3d", "--gpus", "2", "--nodes", "1"), "--strategy 3d: has no layout of llama-13b on 1 x 2"),
