@@ -495,7 +495,7 @@
         output.value = text(field.value);
         field.setAttribute("aria-valuetext", output.value);
       }
-      const [children, told] = draw(input(), drawing.clientWidth);
+      const [children, told] = draw(input(), drawing.clientWidth || 320); // 0 while the page is hidden
       drawing.replaceChildren(...children);
       if (status.textContent !== told) status.textContent = told;
     };
