@@ -82,8 +82,8 @@ def system() -> Drawing:
         drawing.box(LEFT, y, WIDTH - 2 * LEFT, height, fill, *lines)
         y += height
         if number < len(steps) - 1:
-            drawing.arrow(WIDTH / 2, y, WIDTH / 2, y + 24)
-            drawing.text(WIDTH / 2 + 12, y + 17, then)
+            drawing.arrow(120, y, 120, y + 24)
+            drawing.text(134, y + 17, then)
             y += 26
     drawing.text(LEFT, y + 26, "common/ is what both programs must agree on.")
     return drawing
