@@ -96,7 +96,8 @@ def request() -> Drawing:
     )
     left, right, wide = LEFT, 220, 180
     drawing.text(left, 34, "event loop", bold=True)
-    drawing.text(right, 34, "threads", bold=True)
+    drawing.text(right + 22, 34, "refused with", bold=True)
+    drawing.text(right, 350, "threads", bold=True)
     accepted = (
         (("connections", "bounded; idle ones end"), ("503 if there are", "too many")),
         (("request gate", "reads the headers only"), ("401, 429, 413,", "503 if the queue is full")),
