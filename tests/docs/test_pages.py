@@ -21,6 +21,7 @@ from tests.docs.pages import (
     program_flags,
     prose_flags,
 )
+from tests.inference.demo_browser import chromium
 
 LEARNING = ("docs/DISTRIBUTED_TRAINING_GUIDE.md", "docs/QUICK_REFERENCE.md", "docs/INTERVIEW_QUESTIONS.md")
 FLAGGED = (
@@ -40,6 +41,22 @@ FOREIGN = {
     "--shm-size",
     "--signal",
 }
+# Texts of a drawing that leave the smallest rectangle around their middle, and the pixels of its font when it is shrunk
+# to the window.
+_TEXTS_OUTSIDE = """() => {
+    const drawing = document.querySelector("svg");
+    drawing.style.cssText = "max-width: 100%; height: auto";
+    const boxes = [...drawing.querySelectorAll("rect")].map((rect) => rect.getBoundingClientRect());
+    const outside = [...drawing.querySelectorAll("text")].filter((text) => {
+        const own = text.getBoundingClientRect();
+        const [x, y] = [(own.left + own.right) / 2, (own.top + own.bottom) / 2];
+        const around = boxes.filter((box) => box.left < x && x < box.right && box.top < y && y < box.bottom);
+        const [smallest] = around.sort((one, other) => one.width * one.height - other.width * other.height);
+        return own.left < smallest.left + 1 || own.right > smallest.right - 1 || own.bottom > smallest.bottom + 1;
+    });
+    const scale = drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width;
+    return [outside.map((text) => text.textContent), scale * parseFloat(getComputedStyle(drawing).fontSize)];
+}"""
 BLOCKS = [(page, block) for page in LEARNING for block in blocks_of_python(page)]
 PYTHON = [
     (page, block.code, block.printed)
@@ -95,6 +112,16 @@ def test_the_diagrams_are_what_their_script_draws() -> None:
     assert len(diagrams) > 2
     for name, draw in diagrams.items():
         assert (REPOSITORY / "docs" / name).read_text() == str(draw()), f"run python docs/site/diagrams.py for {name}"
+
+
+def test_every_text_of_a_diagram_lies_within_its_box_and_can_be_read_on_a_telephone() -> None:
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        for path in sorted((REPOSITORY / "docs").glob("*.svg")):
+            page.set_content(f"<body style='margin: 16px'>{path.read_text()}</body>")
+            problems, font = page.evaluate(_TEXTS_OUTSIDE)
+            assert problems == [], path.name
+            assert font > 11, path.name
 
 
 @pytest.mark.parametrize(("page", "code", "printed"), PYTHON, ids=lambda text: text.splitlines()[0][:40])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import REPOSITORY
-from tests.inference.demo_browser import chromium
+from tests.inference.demo_browser import chromium, contrasts
 
 SITE = REPOSITORY / "docs" / "site"
 pytestmark = pytest.mark.slow
@@ -78,10 +78,31 @@ def test_the_pages_show_their_pictures_and_ask_no_other_server(address: str, sch
         page.on("request", lambda request: request.url.startswith(address) or problems.append(request.url))
         page.on("response", lambda response: response.status < 400 or problems.append(response.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        for path in ("", "DISTRIBUTED_TRAINING_GUIDE/", "TROUBLESHOOTING/", "benchmarks/scaling/"):
+        for path in ("", "DISTRIBUTED_TRAINING_GUIDE/", "TROUBLESHOOTING/", "benchmarks/scaling/", "TOYS/"):
             page.goto(f"{address}/{path}", wait_until="networkidle")
             widths = page.evaluate("[...document.images].map((image) => image.naturalWidth)")
             assert 0 not in widths, path
             palette = page.evaluate("document.body.dataset.mdColorScheme")
             assert palette == {"light": "default", "dark": "slate"}[scheme]
+    assert problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_toys_work_on_their_page_and_fit_into_it(address: str, scheme: str, width: int) -> None:
+    problems: list[str] = []
+    with chromium() as browser:
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        page.on("console", lambda message: problems.append(message.text))
+        page.goto(f"{address}/TOYS/", wait_until="networkidle")
+        assert page.locator(".toy [role=status]").count() == 4
+
+        page.locator("[data-toy=ring] [name=step]").focus()
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text("[data-toy=ring] [role=status]").startswith("Step 1 of 3 of the reduce-scatter")
+        assert page.evaluate(
+            "[...document.querySelectorAll('.toy, .toy-drawing')].every((one) => one.scrollWidth <= one.clientWidth)"
+        )
+        words = " ".join(page.locator(".toy").all_inner_texts())
+        assert [text for ratio, text in contrasts(page) if ratio < 4.5 and text in words] == []
     assert problems == []
