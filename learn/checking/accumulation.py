@@ -66,7 +66,8 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     rows, sums = _by_rank(num_ranks)
     right = sums.sum((0, 1)) / rows.sum()
     held = [one.gradient for one in seen]
-    lists = "; ".join(f"rank {rank}: {', '.join(map(str, one))}" for rank, one in enumerate(rows.int().tolist()))
+    counts = enumerate(rows[..., 0].int().tolist())
+    lists = "; ".join(f"rank {rank}: {', '.join(map(str, one))}" for rank, one in counts)
     if None in held:
         return Finding("a gradient is gone: .grad is None", "The optimizer reads it after your function has returned.")
     first = ", ".join(f"{gradient[0].item():.4g}" for gradient in held)
