@@ -16,6 +16,9 @@ class Finding:
     detail: str = ""
 
 
+HANG_HINT = "Every rank must make each call, or some wait forever. Which ranks reach that line, and how often?"
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One function of a lesson.
@@ -25,12 +28,14 @@ class Exercise:
         promise: what a right one guarantees, in a line.
         observe: called on every rank, with the learner's function; what it returns is sent to ``judge``.
         judge: what is wrong, by the observations of all ranks; None if nothing is.
+        hang_hint: where to look if ranks wait forever.
     """
 
     lesson: str
     promise: str
     observe: Callable[[Callable[..., Any]], Any]
     judge: Callable[[Sequence[Any]], Finding | None]
+    hang_hint: str = HANG_HINT
 
 
 MAX_RANKS = 9  # to call a function on: each rank has its own last digit, 1 to 9

@@ -56,7 +56,7 @@ def call_on_ranks(world_size: int, path: Path, name: str, seconds: float) -> lis
         TrainingFailure: the ranks did not form a group.
     """
     context = multiprocessing.get_context("forkserver")  # imports torch once; each rank is a fork of it
-    context.set_forkserver_preload(["learn.checking.rank"])
+    context.set_forkserver_preload(["learn.checking.rank", "torch._dynamo"])  # which DDP and optimizers would import
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started: list[_Started] = []
     try:

@@ -23,6 +23,8 @@ _HINTS = {
     "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "
     "operation can write its result into one.",
     "type torch.Tensor": "A collective takes a tensor and works in place; put a plain number into one first.",
+    "Boolean value of Tensor|must match the size of tensor": "`in` and `==` compare tensors number by number. To find "
+    "one in a list, use `is`, or a set or a dict.",
     "trying to initialize": "The process group is already initialized when your functions are called.",
 }
 
@@ -56,8 +58,8 @@ def explain(name: str, reports: Sequence[Report], seconds: float) -> Finding | N
         hint = "All ranks make the same calls, in the same order, with tensors of the same size and type."
         return Finding("the ranks' collectives do not match", hint, _places(reports))
     if any(report.outcome == "waits" for report in reports):
-        hint = "Every rank must make each call, or some wait forever. Which ranks reach that line, and how often?"
-        return Finding(f"hangs: not all ranks had returned after {seconds:.0f} s", hint, _places(reports))
+        problem = f"hangs: not all ranks had returned after {seconds:.0f} s"
+        return Finding(problem, EXERCISES[name].hang_hint, _places(reports))
     return EXERCISES[name].judge([report.value for report in reports])
 
 
@@ -86,5 +88,5 @@ def _places(reports: Sequence[Report]) -> str:
     lines = []
     for rank, report in enumerate(reports):
         where = f" at {report.place}" if report.place else ""
-        lines.append(f"rank {rank} {verbs.get(report.outcome, 'is')}{where}")
+        lines.append(f"rank {rank} {verbs.get(report.outcome, 'is' if where else 'waits')}{where}")
     return "\n".join(lines)

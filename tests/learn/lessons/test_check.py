@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import TrainingFailure, run_command
 from learn import check
-from learn.by_hand import data_parallel
+from learn.by_hand import data_parallel, ring_all_reduce
 from learn.check import describe
 from learn.checking import supervision
 from learn.checking.exercises import EXERCISES, functions_of
@@ -23,11 +23,23 @@ from tests.learn.lessons.wrong_solutions import wrong_solutions
 
 HERE = Path(__file__).parent
 TRUTH = Path(data_parallel.__file__)
-TRUTHS = {"data_parallel": TRUTH}
+TRUTHS = {
+    "ring": Path(ring_all_reduce.__file__),
+    "data_parallel": TRUTH,
+    "rows": HERE / "right" / "rows" / "dealt_like_cards.py",
+    "buckets": HERE / "right" / "buckets" / "counted_down.py",
+}
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
-FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
+FAST = (
+    "ring_stops_half_way",
+    "broadcast_makes_new_parameters",
+    "gradients_divided_by_two",
+    "accuracy_averaged",
+    "rows_without_the_epoch",
+    "accumulated_too_small",
+)
 RIGHT = [
     (path, name)
     for lesson in LESSONS

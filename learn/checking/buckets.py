@@ -1,0 +1,171 @@
+"""``average_in_buckets``: called on parameters of several sizes, and when and how the buckets were averaged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from learn.checking.calls import Call, RecordedCalls
+from learn.checking.finding import WAIT, Finding
+from learn.checking.probe import numbers_of, same
+
+PROMISE = "all gradients are averaged in buckets, launched before the backward pass has ended"
+HANG_HINT = (
+    "The checker lets rank 0 finish its backward pass before the other ranks begin theirs. A hook that waits for an "
+    "all-reduce then never returns. And do all ranks launch every bucket?"
+)
+SIZES = (3, 4, 5, 20, 2, 7, 3, 2)  # elements, float32, in the order of the backward pass
+BUCKET_BYTES = 48
+BUCKETS = (3, 1, 3, 1)  # parameters in each: 48 bytes, 80 (a single one that is larger), 48 and 8
+STEPS = 2
+LATE_SECONDS = 0.1  # in which a finish() of rank 0 that does not wait has returned
+GRADIENT = "gradient"  # the name under which a computed gradient is recorded among the calls
+
+# Of one step: whether each gradient is the mean is judged from these.
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's gradients after each step, and what was recorded in it: gradients and calls."""
+
+    gradients: list[Gradients]
+    recorded: list[list[Call]]
+
+
+def own_gradients(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [numbers_of(rank, torch.Size([size]), generator) for size in SIZES]
+
+
+def observe(function: Callable[[list[nn.Parameter], int], Callable[[], None]]) -> Seen:
+    rank = dist.get_rank()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+    recorder = RecordedCalls()
+    for parameter in parameters:  # before the learner's hooks, so that a gradient is recorded before its all-reduce
+        parameter.register_post_accumulate_grad_hook(partial(_record, recorder))
+    finish = function(parameters, BUCKET_BYTES)
+    seen = Seen([], [])
+    for step in range(STEPS):
+        # The backward pass goes through this sum from its end, so the first parameters must come last in it.
+        loss = torch.zeros(())
+        for parameter, gradient in reversed(list(zip(parameters, own_gradients(rank, step), strict=True))):
+            loss = loss + (parameter * gradient).sum()
+        if rank > 0:
+            store.wait([f"backward pass {step}"])
+            time.sleep(LATE_SECONDS)
+        recorder.calls.clear()
+        with recorder:
+            loss.backward()
+            if rank == 0:
+                store.set(f"backward pass {step}", "has ended")
+            finish()
+        # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+        seen.gradients.append([None if one.grad is None else one.grad.detach().clone() for one in parameters])
+        seen.recorded.append(list(recorder.calls))
+        for parameter in parameters:
+            parameter.grad = None
+    return seen
+
+
+def _record(recorder: RecordedCalls, parameter: torch.Tensor) -> None:
+    recorder.calls.append(Call(GRADIENT))
+
+
+def judge(seen: Sequence[Seen]) -> Finding | None:
+    for step in range(STEPS):
+        own = [own_gradients(rank, step) for rank in range(len(seen))]
+        held = [one.gradients[step] for one in seen]
+        wrong = [place for place in range(len(SIZES)) if not _is_mean(place, held, own)]
+        if wrong and step > 0:
+            hint = f"What have the hooks counted or collected in the first step, and who sets it back? {WAIT}"
+            return Finding(f"right in step 1, wrong in step {step + 1}", hint, _example(wrong[0], held, own))
+        if wrong:
+            return _wrong_values(wrong, held, own)
+    for step in range(STEPS):
+        for rank, one in enumerate(seen):
+            if finding := _wrong_launches(one.recorded[step]):
+                problem, hint, detail = finding
+                return Finding(problem, hint, f"step {step + 1}, rank {rank}: {detail}")
+    return None
+
+
+def _is_mean(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> bool:
+    mean = torch.stack([gradients[place] for gradients in own]).mean(0)
+    return all(same(gradients[place], mean) for gradients in held)
+
+
+def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence[Gradients]) -> Finding:
+    num_ranks, detail = len(own), _example(wrong[0], held, own)
+    total = [torch.stack(parts).sum(0) for parts in zip(*own, strict=True)]
+    left = [place for place in wrong if all(same(a[place], b[place]) for a, b in zip(held, own, strict=True))]
+    if len(left) == len(SIZES):
+        hint = f"Does what the all-reduce computes get into each .grad? {WAIT}"
+        return Finding("each rank still has its own gradients", hint, detail)
+    if left:
+        hint = f"When is a bucket that never becomes full launched, and one whose last gradient comes last? {WAIT}"
+        names = ", ".join(map(str, left))
+        return Finding(f"only some gradients are averaged, those of parameters {names} are not", hint, detail)
+    if all(same(gradients[place], total[place]) for gradients in held for place in wrong):
+        hint = f"The sum over {num_ranks} ranks makes a step {num_ranks} times too long. What makes it a mean?"
+        return Finding("forgot to divide", hint, detail)
+    if all(same(a[place], b[place] / num_ranks) for a, b in zip(held, own, strict=True) for place in wrong):
+        hint = f"Each rank has its own gradient divided by the number of ranks. {WAIT}"
+        return Finding("divides, but does not sum over the ranks", hint, detail)
+    if all(same(held[0][place], own[0][place] / num_ranks) for place in wrong):  # rank 0 is the first to call finish()
+        return Finding("finish returns before the all-reduces are done", WAIT.removeprefix("And: "), detail)
+    hint = f"Is each gradient computed when its bucket is launched, and written back to where it came from? {WAIT}"
+    return Finding("the gradients are not the mean over the ranks", hint, detail)
+
+
+def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
+    """Compare the all-reduces of one step, each with the gradients computed by then, with the buckets asked for."""
+    launches, num_computed = [], 0
+    for call in recorded:
+        num_computed += call.name == GRADIENT
+        if call.name == "allreduce":
+            launches.append((num_computed, call.num_bytes))
+    ends = [sum(BUCKETS[: place + 1]) for place in range(len(BUCKETS))]
+    sizes = [4 * sum(SIZES[end - length : end]) for end, length in zip(ends, BUCKETS, strict=True)]
+    counts = [num_bytes for _, num_bytes in launches]
+    detail = f"{len(SIZES)} gradients, all-reduces of {counts} bytes; asked for: {sizes}"
+    if len(launches) == len(SIZES):
+        return "makes one all-reduce per gradient", "Each call has a fixed cost. What can be sent together?", detail
+    if len(launches) == 1:
+        return "makes one all-reduce for all gradients", "It cannot begin before the last gradient is computed.", detail
+    if sorted(counts) != sorted(sizes):
+        hint = "When does the next gradient still fit, and when does a new bucket begin?"
+        large = [count for count in counts if count > BUCKET_BYTES and count not in sizes]
+        return ("a bucket is too large" if large else "the buckets are not those asked for"), hint, detail
+    when = [computed for computed, _ in launches]
+    detail = f"the buckets are complete after {ends} of {len(SIZES)} gradients, and launched after {when}"
+    if min(when) == len(SIZES):
+        hint = (
+            "While a bucket travels, the backward pass could compute the next gradients. Who knows that one is ready?"
+        )
+        return "no all-reduce is launched before the backward pass has ended", hint, detail
+    if launches != list(zip(ends, sizes, strict=True)):
+        hint = "At which gradient do you know that a bucket is complete: its last one, or the next bucket's first one?"
+        order = "launched too late" if counts == sizes else "not filled in the order of the parameters"
+        return f"a bucket is {order}", hint, detail
+    return None
+
+
+def _example(place: int, held: Sequence[Gradients], own: Sequence[Gradients]) -> str:
+    """The first element of a gradient, on the first rank that has it wrong."""
+    mean = torch.stack([gradients[place] for gradients in own]).mean(0)
+    rank = next(rank for rank, gradients in enumerate(held) if not same(gradients[place], mean))
+    found = held[rank][place]
+    element = 0 if found is None or found.shape != mean.shape else (found != mean).nonzero()[0].item()
+    terms = " + ".join(f"{gradients[place][element].item():g}" for gradients in own)
+    now = "None" if found is None else f"{found.flatten()[element].item():g}"
+    where = f"parameter {place}, element {element} of its gradient"
+    return f"{where}: ({terms}) / {len(own)} = {mean[element].item():g}; rank {rank} has {now}"

@@ -1,0 +1,252 @@
+"""``training_rows`` and ``evaluation_rows``: called on each rank, and which rows are missing, repeated or misplaced."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from learn.checking.calls import RecordedCalls
+from learn.checking.finding import Finding
+
+TRAINING_PROMISE = "each row once per epoch, in the same global batches on any number of ranks"
+EVALUATION_PROMISE = "every row counts once, and all ranks have the same number of rows"
+
+EPOCH, SEED, BATCH = 3, 7, 10
+NUM_ROWS = 47  # four full batches and one of 7 rows; few numbers of ranks divide any of them
+ENOUGH = "Which of the arguments may the order of the rows depend on, and which may it not?"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One rank's answers, and whether it drew global random numbers or communicated for them.
+
+    Args:
+        answers: by what was asked; None if an answer is not of the type that was asked for.
+        collective: the first call that was made, or none.
+        reseeded: the global generators are not as they were.
+    """
+
+    answers: dict[str, Any]
+    collective: str
+    reseeded: bool
+
+
+def _ask(function: Callable[..., Any], questions: dict[str, tuple[int, ...]]) -> Asked:
+    """Ask on a rank whose global random numbers differ from those of the others."""
+    rank = dist.get_rank()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    with RecordedCalls() as recorded:
+        answers = {name: function(*arguments) for name, arguments in questions.items()}
+    states = _next_numbers()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    collective = recorded.calls[0].name if recorded.calls else ""
+    return Asked(answers, collective, states != _next_numbers())
+
+
+def _next_numbers() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), torch.rand(()).item()
+
+
+def observe_training(function: Callable[..., list[list[int]]]) -> Asked:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    asked = _ask(
+        function,
+        {
+            "own": (EPOCH, rank, size, NUM_ROWS, BATCH, SEED),
+            "again": (EPOCH, rank, size, NUM_ROWS, BATCH, SEED),
+            "first rank's": (EPOCH, 0, size, NUM_ROWS, BATCH, SEED),
+            "one rank": (EPOCH, 0, 1, NUM_ROWS, BATCH, SEED),
+            "next epoch": (EPOCH + 1, 0, 1, NUM_ROWS, BATCH, SEED),
+            "other seed": (EPOCH, 0, 1, NUM_ROWS, BATCH, SEED + 100),
+        },
+    )
+    return Asked({name: _steps(answer) for name, answer in asked.answers.items()}, asked.collective, asked.reseeded)
+
+
+def _steps(answer: Any) -> list[list[int]] | None:
+    try:
+        return [[_whole(row) for row in step] for step in answer]
+    except (TypeError, ValueError):
+        return None
+
+
+def _whole(row: Any) -> int:
+    if int(row) != row:
+        raise ValueError
+    return int(row)
+
+
+def judge_training(asked: Sequence[Asked]) -> Finding | None:
+    if any(steps is None for one in asked for steps in one.answers.values()):
+        return Finding("does not return a list of lists of rows", "One list per step: [[4, 1], [0, 5], ...].")
+    own = [one.answers["own"] for one in asked]
+    single = asked[0].answers["one rank"]
+    wrong = _not_a_function(asked) or _wrong_epoch(own) or _wrong_steps(own, single) or _wrong_order(asked[0])
+    return wrong or _side_effect(asked)
+
+
+def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
+    """Equal arguments must give equal rows, today and on each rank."""
+    for rank, one in enumerate(asked):
+        if one.answers["own"] != one.answers["again"]:
+            first, second = (one.answers[name][:1] for name in ("own", "again"))
+            hint = "A run that is resumed asks again and must get the same rows. What gives random numbers a start?"
+            return Finding(
+                "the same arguments give other rows", hint, f"rank {rank}, first step: {first}, then {second}"
+            )
+    for rank, one in enumerate(asked):
+        if one.answers["first rank's"] != asked[0].answers["first rank's"]:
+            theirs, ours = (answers["first rank's"][:1] for answers in (asked[0].answers, one.answers))
+            detail = f"rank 0's first step: {theirs}; rank {rank}, asked for rank 0's rows, returns {ours}"
+            return Finding("the ranks do not agree on one rank's rows", f"Nobody tells them. {ENOUGH}", detail)
+    return None
+
+
+def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
+    """The rows of all ranks and steps must be all rows, once."""
+    rows = [list(chain.from_iterable(steps)) for steps in own]
+    counts = Counter(chain.from_iterable(rows))
+    strange = sorted(row for row in counts if not 0 <= row < NUM_ROWS)
+    missing = [row for row in range(NUM_ROWS) if row not in counts]
+    repeated = sorted(row for row, times in counts.items() if times > 1)
+    detail = f"{NUM_ROWS} rows on {len(own)} ranks: {len(missing)} are missing, {len(repeated)} are there repeatedly"
+    if strange:
+        return Finding(f"there is no row {strange[0]}", f"The rows are 0 to {NUM_ROWS - 1}.", detail)
+    if all(len(set(one)) == NUM_ROWS for one in rows):
+        hint = "All ranks compute the same gradients, and more of them are no faster. What does each rank leave out?"
+        return Finding("every rank sees all rows", hint, detail)
+    if repeated and not missing:
+        ranks = [rank for rank, one in enumerate(rows) if repeated[0] in one]
+        detail += f", for example row {repeated[0]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return Finding("rows are trained on more than once", "The last batch may be smaller than the others.", detail)
+    if missing and not repeated:
+        hint = "The last batch may be smaller than the others, and its rows need not be equally many on all ranks."
+        return Finding("rows are left out", hint, f"{detail}, for example row {missing[0]}")
+    if missing:
+        detail += f", for example row {missing[0]} on no rank, and row {repeated[0]} on several, or repeatedly on one"
+        return Finding("the ranks' shares overlap", f"Do all ranks shuffle in the same way? {ENOUGH}", detail)
+    return None
+
+
+def _wrong_steps(own: Sequence[list[list[int]]], single: list[list[int]]) -> Finding | None:
+    lengths = [len(steps) for steps in own]
+    if len(set(lengths)) > 1:
+        hint = "A rank that is still training waits for the others' gradients forever. What may a step's list be?"
+        return Finding("the ranks have different numbers of steps", hint, f"steps per rank: {lengths}")
+    sizes = [len(step) for step in single]
+    expected = [BATCH] * (NUM_ROWS // BATCH) + [NUM_ROWS % BATCH]
+    together = [list(map(len, step)) for step in zip(*own, strict=True)]
+    if sizes == expected and [sum(step) for step in together] != expected:
+        detail = f"batch_size {BATCH}: step 0 has {sum(together[0])} rows on {len(own)} ranks together"
+        return Finding("a global batch has another size", "Is batch_size the rows of one rank, or of all?", detail)
+    if sizes != expected:
+        detail = f"{NUM_ROWS} rows, batch_size {BATCH}: on one rank the steps have {sizes} rows"
+        return Finding("the steps have the wrong numbers of rows", "Only the last batch may be smaller.", detail)
+    for number, step in enumerate(zip(*own, strict=True)):
+        batch = sorted(chain.from_iterable(step))
+        if batch != sorted(single[number]):
+            detail = f"step {number} on {len(own)} ranks: rows {batch}; on one rank: {sorted(single[number])}"
+            hint = (
+                "Which is cut first, the order of the whole epoch into batches, or the rows into shares of the ranks?"
+            )
+            return Finding("another number of ranks sees other global batches", hint, detail)
+    for number, counts in enumerate(together):
+        if max(counts) - min(counts) > 1:
+            detail = f"step {number}: {counts} rows, by rank"
+            return Finding("a step is not shared out evenly", "The slowest rank sets the pace of all.", detail)
+    return None
+
+
+def _wrong_order(asked: Asked) -> Finding | None:
+    single, later, other = (
+        list(chain.from_iterable(asked.answers[name])) for name in ("one rank", "next epoch", "other seed")
+    )
+    if single == list(range(NUM_ROWS)):
+        return Finding("the rows are not shuffled", "Rows of one kind are often neighbours in a data set.")
+    if single == later:
+        hint = "A model that sees the same batches in each epoch learns less. DistributedSampler has set_epoch for it."
+        return Finding("every epoch has the same order", hint, f"epochs {EPOCH} and {EPOCH + 1} begin {single[:6]}")
+    if single == other:
+        detail = f"seeds {SEED} and {SEED + 100} begin {single[:6]}"
+        return Finding("the seed does not change the order", "Two runs should be able to differ.", detail)
+    return None
+
+
+def _side_effect(asked: Sequence[Asked]) -> Finding | None:
+    if used := [one.collective for one in asked if one.collective]:
+        hint = "All ranks can compute the same order on their own. What do they need to have in common?"
+        return Finding(f"the rows are right, but the ranks communicate ({used[0]})", hint)
+    if any(one.reseeded for one in asked):
+        hint = "From then on, dropout draws the same numbers in every epoch. Can a generator be a variable of its own?"
+        return Finding("the rows are right, but a global random generator is changed", hint)
+    return None
+
+
+def observe_evaluation(function: Callable[..., list[tuple[int, bool]]]) -> Asked:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    asked = _ask(function, {str(num_rows): (rank, size, num_rows) for num_rows in _nums_of_rows(size)})
+    return Asked({name: _pairs(answer) for name, answer in asked.answers.items()}, asked.collective, asked.reseeded)
+
+
+def _nums_of_rows(world_size: int) -> list[int]:
+    return [4 * world_size, 4 * world_size + 1, 1]
+
+
+def _pairs(answer: Any) -> list[tuple[int, bool]] | None:
+    try:
+        return [(_whole(row), bool(counts)) for row, counts in answer]
+    except (TypeError, ValueError):
+        return None
+
+
+def judge_evaluation(asked: Sequence[Asked]) -> Finding | None:
+    for num_rows in _nums_of_rows(len(asked)):
+        answers = [one.answers[str(num_rows)] for one in asked]
+        if any(answer is None for answer in answers):
+            return Finding("does not return a list of pairs", "For example [(0, True), (2, True), (0, False)].")
+        if finding := _wrong_evaluation(num_rows, answers):
+            return finding
+    return _side_effect(asked)
+
+
+def _wrong_evaluation(num_rows: int, answers: Sequence[list[tuple[int, bool]]]) -> Finding | None:
+    num_ranks = len(answers)
+    detail = "\n".join(f"{num_rows} rows on {num_ranks} ranks, rank {rank}: {one}" for rank, one in enumerate(answers))
+    if strange := [row for one in answers for row, _ in one if not 0 <= row < num_rows]:
+        return Finding(
+            f"there is no row {strange[0]}", "Fill up with rows that exist: the model must read them.", detail
+        )
+    counted = Counter(row for one in answers for row, counts in one if counts)
+    seen = {row for one in answers for row, _ in one}
+    lengths, needed = [len(one) for one in answers], -(-num_rows // num_ranks)
+    if len(seen) < num_rows:
+        missing = min(set(range(num_rows)) - seen)
+        return Finding(f"row {missing} is on no rank", "The ranks need not divide the rows.", detail)
+    if num_ranks > 1 and num_rows > 1 and all(len({row for row, _ in one}) == num_rows for one in answers):
+        return Finding("every rank evaluates all rows", "What does each rank leave out?", detail)
+    if len(set(lengths)) > 1:
+        hint = "A rank with one batch more waits for the others in each collective of its forward pass, as in FSDP."
+        return Finding("the ranks have different numbers of rows", hint, detail)
+    if lengths[0] > needed:
+        return Finding(f"{lengths[0]} rows per rank, {needed} would do", "Fill up only what is missing.", detail)
+    if twice := [row for row, times in counted.items() if times > 1]:
+        hint = "The accuracy would be that of another test set. Which of the rows are there only to fill up?"
+        return Finding(f"row {twice[0]} counts {counted[twice[0]]} times", hint, detail)
+    if len(counted) < num_rows:
+        missing = min(set(range(num_rows)) - counted.keys())
+        return Finding(
+            f"row {missing} does not count", "One of its places has to count, only the repeats do not.", detail
+        )
+    return None
