@@ -22,6 +22,7 @@ MAX_LINES = 5  # of what a rank printed
 # What you have built once all functions of a lesson are right.
 ENDS = {
     "data_parallel": "This is data parallelism. DDP does the same thing, only faster.",
+    "zero1": "This is ZeRO stage 1: plain Adam's weights for 1/N of its moments. FSDP also shards the rest.",
 }
 
 

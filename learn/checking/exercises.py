@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from learn.checking import accuracy, broadcast, gradients
+from learn.checking import accuracy, broadcast, gradients, zero1
 from learn.checking.finding import Exercise
 
 EXERCISES: dict[str, Exercise] = {
     "broadcast_parameters": Exercise("data_parallel", broadcast.PROMISE, broadcast.observe, broadcast.judge),
     "average_gradients": Exercise("data_parallel", gradients.PROMISE, gradients.observe, gradients.judge),
     "global_accuracy": Exercise("data_parallel", accuracy.PROMISE, accuracy.observe, accuracy.judge),
+    **zero1.EXERCISES,
 }
 
 

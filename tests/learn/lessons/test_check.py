@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import TrainingFailure, run_command
 from learn import check
-from learn.by_hand import data_parallel
+from learn.by_hand import data_parallel, zero1
 from learn.check import describe
 from learn.checking import supervision
 from learn.checking.exercises import EXERCISES, functions_of
@@ -23,11 +23,11 @@ from tests.learn.lessons.wrong_solutions import wrong_solutions
 
 HERE = Path(__file__).parent
 TRUTH = Path(data_parallel.__file__)
-TRUTHS = {"data_parallel": TRUTH}
+TRUTHS = {"data_parallel": TRUTH, "zero1": Path(zero1.__file__)}
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
-FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged")
+FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged", "adam_of_all_weights")
 RIGHT = [
     (path, name)
     for lesson in LESSONS
