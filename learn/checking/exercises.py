@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learn.checking import accuracy, broadcast, gradients, zero1
+from learn.checking import accuracy, broadcast, gradients, tensor_parallel, zero1
 from learn.checking.finding import Exercise
 
 EXERCISES: dict[str, Exercise] = {
@@ -10,6 +10,7 @@ EXERCISES: dict[str, Exercise] = {
     "average_gradients": Exercise("data_parallel", gradients.PROMISE, gradients.observe, gradients.judge),
     "global_accuracy": Exercise("data_parallel", accuracy.PROMISE, accuracy.observe, accuracy.judge),
     **zero1.EXERCISES,
+    **tensor_parallel.EXERCISES,
 }
 
 

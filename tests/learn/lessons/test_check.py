@@ -23,11 +23,21 @@ from tests.learn.lessons.wrong_solutions import wrong_solutions
 
 HERE = Path(__file__).parent
 TRUTH = Path(data_parallel.__file__)
-TRUTHS = {"data_parallel": TRUTH, "zero1": Path(zero1.__file__)}
+TRUTHS = {
+    "data_parallel": TRUTH,
+    "zero1": Path(zero1.__file__),
+    "tensor_parallel": HERE / "right" / "tensor_parallel" / "from_by_hand.py",
+}
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
 # The others take half a minute together.
-FAST = ("broadcast_makes_new_parameters", "gradients_divided_by_two", "accuracy_averaged", "adam_of_all_weights")
+FAST = (
+    "broadcast_makes_new_parameters",
+    "gradients_divided_by_two",
+    "accuracy_averaged",
+    "adam_of_all_weights",
+    "copy_without_a_sum",
+)
 RIGHT = [
     (path, name)
     for lesson in LESSONS
