@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learn.checking import accuracy, broadcast, gradients, tensor_parallel, zero1
+from learn.checking import accuracy, broadcast, gradients, pipeline, tensor_parallel, zero1
 from learn.checking.finding import Exercise
 
 EXERCISES: dict[str, Exercise] = {
@@ -11,6 +11,7 @@ EXERCISES: dict[str, Exercise] = {
     "global_accuracy": Exercise("data_parallel", accuracy.PROMISE, accuracy.observe, accuracy.judge),
     **zero1.EXERCISES,
     **tensor_parallel.EXERCISES,
+    **pipeline.EXERCISES,
 }
 
 

@@ -27,6 +27,7 @@ TRUTHS = {
     "data_parallel": TRUTH,
     "zero1": Path(zero1.__file__),
     "tensor_parallel": HERE / "right" / "tensor_parallel" / "from_by_hand.py",
+    "pipeline": HERE / "right" / "pipeline" / "from_by_hand.py",
 }
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
