@@ -91,7 +91,7 @@ WRONG = {
 {_LISTS}return phases(num_stages - 1 - stage)[: 2 * num_micro_batches - (num_stages - 1 - stage)]
 
 # order_for_enough_micro_batches_only
-# F1 | is not an action of stage 0 | with 1 micro-batch
+# ('F', 1) is not an action of stage 0 | with 1 micro-batch
 {_LISTS}num_first = num_stages - stage
 pairs = [action for i in range(num_first, num_micro_batches) for action in (("B", i - num_first), ("F", i))]
 return [("F", i) for i in range(num_first)] + pairs + backwards[max(0, num_micro_batches - num_first) :]
@@ -120,14 +120,14 @@ return phases(num_stages - 1 - stage)
 """,
     "run_stage": """
 # run_with_blocking_sends
-# hangs | rank 0 is at line 49: dist.send(tensor, to) | rank 1 is at line 49: dist.send(tensor, to)
+# hangs | rank 0 is at line 53: dist.send(tensor, to) | rank 1 is at line 53: dist.send(tensor, to)
 class Blocking(Stage):
     def send(self, tensor, to):
         dist.send(tensor, to)
 Blocking(module, inputs, targets).run(order)
 
 # run_with_sends_that_are_waited_for_at_once
-# hangs | rank 0 is at line 49: dist.isend(tensor, to).wait()
+# hangs | rank 0 is at line 53: dist.isend(tensor, to).wait()
 class Waiting(Stage):
     def send(self, tensor, to):
         dist.isend(tensor, to).wait()
@@ -214,7 +214,7 @@ class Ones(Stage):
 Ones(module, inputs, targets).run(order)
 
 # run_on_rank_0_alone
-# hangs | rank 0 is at line 44: dist.recv(gradient, self.rank + 1) | rank 1 has returned
+# hangs | rank 0 is at line 42: dist.recv(gradient, self.rank + 1) | rank 1 has returned
 if dist.get_rank() == 0:
     Stage(module, inputs, targets).run(order)
 """,
