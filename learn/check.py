@@ -25,6 +25,9 @@ ENDS = {
     "data_parallel": "This is data parallelism. DDP does the same thing, only faster.",
     "rows": "Training sees the same batches on any number of ranks now, and no test row counts twice.",
     "buckets": "This is what DDP adds to data parallelism: few calls, hidden behind the backward pass.",
+    "zero1": "This is ZeRO stage 1: plain Adam's weights for 1/N of its moments. FSDP also shards the rest.",
+    "tensor_parallel": "This is tensor parallelism as in Megatron-LM: two all-reduces per pair of layers.",
+    "pipeline": "This is a pipeline in the order that Megatron-LM and torch.distributed.pipelining call 1F1B.",
 }
 
 

@@ -43,6 +43,14 @@ class _SumOverRanks(torch.autograd.Function):
         return gradient, None
 
 
+def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return _CopyToRanks.apply(x, group)
+
+
+def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return _SumOverRanks.apply(x, group)
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes its share of the outputs: ``y_r = x A_r + b_r``.
 
@@ -67,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features), the same on every rank -> (..., out_features / ranks)."""
-        return F.linear(_CopyToRanks.apply(x, self.group), self.weight, self.bias)
+        return F.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -95,7 +103,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features / ranks) -> (..., out_features), the same on every rank."""
-        total = _SumOverRanks.apply(F.linear(x, self.weight), self.group)
+        total = sum_over_ranks(F.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
 
 

@@ -19,7 +19,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1 (P_os) and 7.2
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # started by path: the imports below need the folder above this one
@@ -34,32 +34,37 @@ from learn.by_hand.demonstration import demonstrate, largest_gap
 from training.parallelism.distributed import Ranks
 
 
-class Zero1Adam:
-    """Adam over all ranks' gradients, with its state sharded over the ranks."""
+def create_sharded_adam(parameters: Sequence[nn.Parameter], learning_rate: float) -> torch.optim.Adam:
+    weights = _flatten([parameter.detach() for parameter in parameters])
+    share = weights.chunk(dist.get_world_size())[dist.get_rank()]
+    return torch.optim.Adam([nn.Parameter(share.clone())], lr=learning_rate)  # a view would keep all weights in memory
 
-    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float) -> None:
-        self.parameters = list(parameters)
-        weights = self._flatten([parameter.detach() for parameter in self.parameters])
-        self.share = nn.Parameter(weights.chunk(dist.get_world_size())[dist.get_rank()].clone())
-        self.optimizer = torch.optim.Adam([self.share], lr=learning_rate)
 
-    def step(self) -> None:
-        gradients = self._flatten([parameter.grad for parameter in self.parameters])
-        self.share.grad = torch.empty_like(self.share)
-        dist.reduce_scatter(self.share.grad, list(gradients.chunk(dist.get_world_size())))
-        self.share.grad /= dist.get_world_size()
-        self.optimizer.step()
+def reduce_scatter_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The mean over the ranks of this rank's share of the gradients."""
+    gradients = _flatten([parameter.grad for parameter in parameters])
+    shares = list(gradients.chunk(dist.get_world_size()))
+    mean = torch.empty_like(shares[0])
+    dist.reduce_scatter(mean, shares)
+    return mean / dist.get_world_size()
 
-        weights = torch.empty_like(gradients)
-        dist.all_gather(list(weights.chunk(dist.get_world_size())), self.share.detach())
-        sizes = [parameter.numel() for parameter in self.parameters]
-        for parameter, values in zip(self.parameters, weights[: sum(sizes)].split(sizes), strict=True):
-            parameter.detach().copy_(values.view_as(parameter))
 
-    def _flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """One flat vector, padded with zeros to a multiple of the number of ranks."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+def zero1_step(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Adam) -> None:
+    (share,) = optimizer.param_groups[0]["params"]
+    share.grad = reduce_scatter_gradients(parameters)
+    optimizer.step()
+
+    weights = share.new_empty(share.numel() * dist.get_world_size())
+    dist.all_gather(list(weights.chunk(dist.get_world_size())), share.detach())
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, values in zip(parameters, weights[: sum(sizes)].split(sizes), strict=True):
+        parameter.detach().copy_(values.view_as(parameter))
+
+
+def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat vector, padded with zeros to a multiple of the number of ranks."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
 
 
 def moment_bytes(optimizer: torch.optim.Adam) -> int:
@@ -71,22 +76,25 @@ def show(ranks: Ranks, num_steps: int = 5) -> None:
     torch.manual_seed(0)
     model, plain_model = (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)) for _ in range(2))
     plain_model.load_state_dict(model.state_dict())
-    zero1, plain = Zero1Adam(model.parameters(), 0.01), torch.optim.Adam(plain_model.parameters(), lr=0.01)
+    parameters = list(model.parameters())
+    sharded, plain = create_sharded_adam(parameters, 0.01), torch.optim.Adam(plain_model.parameters(), lr=0.01)
     print_once = print if ranks.is_first else lambda *_: None
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    print_once(f"{num_weights} weights; each of {ranks.world_size} ranks owns {zero1.share.numel()}, padding included")
+    num_own = sharded.param_groups[0]["params"][0].numel()
+    print_once(f"{num_weights} weights; each of {ranks.world_size} ranks owns {num_own}, padding included")
     for step in range(1, num_steps + 1):
         inputs, labels = torch.randn(16 * ranks.world_size, 8), torch.randint(3, (16 * ranks.world_size,))
         own = slice(16 * ranks.rank, 16 * (ranks.rank + 1))
-        for optimizer, trained, rows in ((zero1, model, own), (plain, plain_model, slice(None))):
+        for trained, rows in ((model, own), (plain_model, slice(None))):
             trained.zero_grad()
             loss = F.cross_entropy(trained(inputs[rows]), labels[rows])
             loss.backward()
-            optimizer.step()
-        gap = max(ranks.gather(largest_gap(model.parameters(), plain_model.parameters())))
+        zero1_step(parameters, sharded)
+        plain.step()
+        gap = max(ranks.gather(largest_gap(parameters, plain_model.parameters())))
         print_once(f"step {step}: loss {loss.item():.4f}, largest difference to the weights of plain Adam {gap:.1e}")
-    sharded, whole = ranks.gather(moment_bytes(zero1.optimizer)), moment_bytes(plain)
-    print_once(f"bytes of moments on each rank: ZeRO-1 {sharded}, plain Adam {whole}")
+    of_shares = ranks.gather(moment_bytes(sharded))
+    print_once(f"bytes of moments on each rank: ZeRO-1 {of_shares}, plain Adam {moment_bytes(plain)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from learn.checking import accumulation, accuracy, broadcast, buckets, gradients, ring, rows
+from learn.checking import (
+    accumulation,
+    accuracy,
+    broadcast,
+    buckets,
+    gradients,
+    pipeline,
+    ring,
+    rows,
+    tensor_parallel,
+    zero1,
+)
 from learn.checking.finding import Exercise
 
 EXERCISES: dict[str, Exercise] = {
@@ -14,6 +25,9 @@ EXERCISES: dict[str, Exercise] = {
     "evaluation_rows": Exercise("rows", rows.EVALUATION_PROMISE, rows.observe_evaluation, rows.judge_evaluation),
     "average_in_buckets": Exercise("buckets", buckets.PROMISE, buckets.observe, buckets.judge, buckets.HANG_HINT),
     "accumulate": Exercise("buckets", accumulation.PROMISE, accumulation.observe, accumulation.judge),
+    **zero1.EXERCISES,
+    **tensor_parallel.EXERCISES,
+    **pipeline.EXERCISES,
 }
 
 

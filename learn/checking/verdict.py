@@ -17,7 +17,8 @@ SECONDS = 20.0  # for a call that takes milliseconds
 
 # The most frequent errors (patterns of their messages), and their causes.
 _HINTS = {
-    "NoneType": "A parameter that took no part in the loss has no gradient: its .grad is None, on every rank.",
+    "NoneType": "A tensor has no gradient, its .grad is None, if it took no part in the loss, or if nothing has set "
+    "its requires_grad: parameters have it, received tensors do not.",
     "leaf Variable that requires grad": "Autograd records a write into a weight as part of the loss. Change values "
     "where it does not record: under torch.no_grad(), or in .detach().",
     "result type|dtype|scalar type": "Buffers may be whole numbers (BatchNorm counts its batches), and not every "

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import TrainingFailure, run_command
 from learn import check
-from learn.by_hand import data_parallel, ring_all_reduce
+from learn.by_hand import data_parallel, ring_all_reduce, zero1
 from learn.check import describe
 from learn.checking import supervision
 from learn.checking.exercises import EXERCISES, functions_of
@@ -28,6 +28,9 @@ TRUTHS = {
     "data_parallel": TRUTH,
     "rows": HERE / "right" / "rows" / "dealt_like_cards.py",
     "buckets": HERE / "right" / "buckets" / "counted_down.py",
+    "zero1": Path(zero1.__file__),
+    "tensor_parallel": HERE / "right" / "tensor_parallel" / "from_by_hand.py",
+    "pipeline": HERE / "right" / "pipeline" / "from_by_hand.py",
 }
 HANG_SECONDS = 5.0
 DEADLINE = 60.0  # seconds
@@ -39,6 +42,8 @@ FAST = (
     "accuracy_averaged",
     "rows_without_the_epoch",
     "accumulated_too_small",
+    "adam_of_all_weights",
+    "copy_without_a_sum",
 )
 RIGHT = [
     (path, name)

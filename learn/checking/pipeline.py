@@ -1,0 +1,300 @@
+"""The functions of the pipeline: orders are played through, stages run on real ranks, and what is wrong with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from learn.by_hand.pipeline import one_forward_one_backward
+from learn.checking.finding import Exercise, Finding
+
+Order = list[tuple[str, int]]
+BACKWARD_TIME = 2  # of a forward pass; the bubble is the same for any ratio
+ROWS, WIDTH = 3, 4
+
+
+def numbers_of_micro_batches(num_stages: int) -> tuple[int, ...]:
+    return 4, 1, 2 * num_stages + 2  # the shortest order that shows all phases comes first
+
+
+def words(order: Sequence[tuple[str, int]]) -> str:
+    return " ".join(f"{kind}{index}" for kind, index in order)
+
+
+def observe_order(function: Callable[[int, int, int], Order]) -> list[list[Any] | str]:
+    """The order for each number of micro-batches, or the name of its type if it is no list."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    orders = [function(rank, size, number) for number in numbers_of_micro_batches(size)]
+    return [list(map(_plain, order)) if isinstance(order, list) else type(order).__name__ for order in orders]
+
+
+def _plain(action: Any) -> tuple[Any, ...] | str:
+    """What can be sent to another process: a tuple, or anything else in words."""
+    return tuple(action) if isinstance(action, tuple) else repr(action)
+
+
+def judge_order(seen: Sequence[Sequence[list[Any] | str]]) -> Finding | None:
+    for number, orders in zip(numbers_of_micro_batches(len(seen)), zip(*seen, strict=True), strict=True):
+        finding = _malformed(orders, number) or _wrong_order(orders, number)
+        if finding:
+            return finding
+    return None
+
+
+def _malformed(orders: Sequence[Any], number: int) -> Finding | None:
+    """What keeps the orders of all stages from being played through."""
+    if others := [order for order in orders if isinstance(order, str)]:
+        return Finding(f"returns {others[0]}, not a list", "Does every path end in a return?")
+    expected = [(kind, index) for kind in "FB" for index in range(number)]
+    for stage, order in enumerate(orders):
+        place = f"stage {stage} of {len(orders)} with {number} micro-batch{'es' * (number > 1)}"
+        if strange := [action for action in order if action not in expected]:
+            hint = f'("F", i) and ("B", i) are the actions, with i from 0 to {number - 1}.'
+            return Finding(f"{strange[0]} is not an action of {place}", hint)
+        detail = f"stage {stage}: {words(order)}"
+        if missing := [action for action in expected if action not in order]:
+            hint = "Every micro-batch passes each stage forward and backward. Which of its phases ends too early?"
+            return Finding(f"{words(missing[:1])} is missing on {place}", hint, detail)
+        if len(order) > len(expected):
+            twice = next(action for action in expected if order.count(action) > 1)
+            hint = "How many forward passes are left when forward and backward begin to alternate?"
+            return Finding(f"{words([twice])} comes twice on {place}", hint, detail)
+    return None
+
+
+def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
+    num_stages = len(orders)
+    detail = "\n".join(f"stage {stage}: {words(order)}" for stage, order in enumerate(orders))
+    for stage, order in enumerate(orders):
+        early = [index for index in range(number) if order.index(("B", index)) < order.index(("F", index))]
+        if early:
+            hint = "A backward pass needs the activations of its own forward pass."
+            return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
+    if any(_of_kind(order, kind) != _of_kind(orders[0], kind) for order in orders for kind in "FB"):
+        hint = "Messages arrive in the order in which they were sent: two neighbours must agree about it."
+        return Finding("the stages take the micro-batches in different orders", hint, detail)
+    ends, waits = play(orders)
+    if waits:
+        hint = (
+            "Follow the first actions of each stage on paper: who can begin, and what does it need from its neighbours?"
+        )
+        return Finding("the stages wait for each other forever", hint, "\n".join([detail, *waits]))
+    kept = [most_kept(order) for order in orders]
+    limits = [min(num_stages - stage, number) for stage in range(num_stages)]
+    for stage, (most, limit) in enumerate(zip(kept, limits, strict=True)):
+        if most > limit:
+            problem = f"stage {stage} keeps the activations of {most} micro-batches, not of {limit} at most"
+            if all(order[:number] == _of_kind(order, "F") for order in orders):
+                hint = "This is the order of GPipe. When is the first gradient there that a stage could work on?"
+                return Finding(f"all forward passes come first: {problem}", hint, detail)
+            hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
+            return Finding(problem, hint, detail)
+    least = (num_stages - 1) / (number + num_stages - 1)
+    bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
+    if bubble > least + 1e-9:
+        problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
+        hint = (
+            "A stage that waits could start another forward pass. How many fit before the first gradient can be there?"
+        )
+        return Finding(problem, hint, detail)
+    return None
+
+
+def _of_kind(order: Sequence[tuple[str, int]], kind: str) -> Order:
+    return [action for action in order if action[0] == kind]
+
+
+def most_kept(order: Sequence[tuple[str, int]]) -> int:
+    kept = most = 0
+    for kind, _ in order:
+        kept += 1 if kind == "F" else -1
+        most = max(most, kept)
+    return most
+
+
+def play(orders: Sequence[Order]) -> tuple[list[float], list[str]]:
+    """When each stage has finished; and, if that never happens, what each stage waits for."""
+    done: dict[tuple[int, str, int], float] = {}
+    position, free = [0] * len(orders), [0.0] * len(orders)
+
+    def need(stage: int) -> tuple[int, str, int] | None:
+        kind, index = orders[stage][position[stage]]
+        neighbour = stage - 1 if kind == "F" else stage + 1
+        return (neighbour, kind, index) if 0 <= neighbour < len(orders) else None
+
+    while True:
+        unfinished = [stage for stage, order in enumerate(orders) if position[stage] < len(order)]
+        able = [stage for stage in unfinished if need(stage) is None or need(stage) in done]
+        for stage in able:
+            kind, index = orders[stage][position[stage]]
+            free[stage] = max(free[stage], done.get(need(stage), 0.0)) + (1 if kind == "F" else BACKWARD_TIME)
+            done[stage, kind, index] = free[stage]
+            position[stage] += 1
+        if not able:
+            waits = [(stage, words([orders[stage][position[stage]]]), need(stage)) for stage in unfinished]
+            return free, [
+                f"stage {stage} cannot begin {name}: stage {of[0]} has not done it" for stage, name, of in waits
+            ]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One rank's stage after the call.
+
+    Args:
+        gradients: of its parameters; None if there is none.
+        actions: in the order in which autograd saw them.
+        outputs_alive: outputs of its module that still exist at the last forward pass.
+    """
+
+    gradients: list[torch.Tensor | None]
+    actions: Order = field(default_factory=list)
+    outputs_alive: int = 0
+
+
+def create_stages(num_stages: int) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(0)
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages))).double()
+    for parameter in stages.parameters():
+        parameter.detach().normal_(generator=generator)
+    return stages
+
+
+def create_batch(num_stages: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The micro-batches, and their targets."""
+    number = numbers_of_micro_batches(num_stages)[-1]
+    both = torch.randn(2, number, ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs, targets = both.unbind(0)
+    return list(inputs.unbind(0)), list(targets.unbind(0))
+
+
+def observe_run(function: Callable[[nn.Module, list[torch.Tensor], list[torch.Tensor], Order], None]) -> Ran:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module, (inputs, targets) = create_stages(size)[rank], create_batch(size)
+    actions, alive, outputs = [], [], []
+
+    def record(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        index = len(outputs)
+        outputs.append(weakref.ref(output))
+        actions.append(("F", index))
+        alive.append(sum(one() is not None for one in outputs))
+        if output.requires_grad:
+            output.register_hook(lambda _: actions.append(("B", index)))
+
+    module.register_forward_hook(record)
+    function(module, inputs, targets, one_forward_one_backward(rank, size, len(inputs)))
+    return Ran([parameter.grad for parameter in module.parameters()], actions, alive[-1] if alive else 0)
+
+
+def judge_run(seen: Sequence[Ran]) -> Finding | None:
+    num_stages = len(seen)
+    inputs, targets = create_batch(num_stages)
+    number = len(inputs)
+    for stage, one in enumerate(seen):
+        if any(gradient is None for gradient in one.gradients):
+            hint = "A backward pass leaves its gradients in the parameters. Who calls it, and on what?"
+            return Finding(f"stage {stage} has no gradients", hint)
+    per_micro_batch = _gradients_by_stage(num_stages, inputs, targets)
+    right = [[sum(parts) / number for parts in zip(*of_stage, strict=True)] for of_stage in per_micro_batch]
+    wrong = [stage for stage, one in enumerate(seen) if not _close(one.gradients, right[stage])]
+    if wrong:
+        problem, hint = _suspect_gradients([one.gradients for one in seen], right, per_micro_batch)
+        held, expected = seen[wrong[0]].gradients[0][0, 0], right[wrong[0]][0][0, 0]
+        detail = f"stage {wrong[0]}, first weight: its gradient must be {expected:.4g} and is {held:.4g}"
+        return Finding(problem, hint, detail)
+    for stage, one in enumerate(seen):
+        order = one_forward_one_backward(stage, num_stages, number)
+        if one.actions and one.actions != order:
+            detail = f"stage {stage} was given: {words(order)}\nstage {stage} ran:       {words(one.actions)}"
+            hint = "The gradients are right, but the order decides how much memory it takes."
+            return Finding("runs in another order than it was given", hint, detail)
+        if one.outputs_alive == number:
+            detail = f"at its last forward pass stage {stage} still holds the outputs of all {number} micro-batches"
+            hint = "After a backward pass nobody needs the activations of its micro-batch. Who still holds them?"
+            return Finding("the activations are never freed", hint, detail)
+    return None
+
+
+def _gradients_by_stage(
+    num_stages: int, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> list[list[list[torch.Tensor]]]:
+    """By stage and micro-batch, computed in one process."""
+    found: list[list[list[torch.Tensor]]] = [[] for _ in range(num_stages)]
+    for x, target in zip(inputs, targets, strict=True):
+        stages = create_stages(num_stages)
+        F.mse_loss(stages(x), target).backward()
+        for of_stage, stage in zip(found, stages, strict=True):
+            of_stage.append([parameter.grad for parameter in stage.parameters()])
+    return found
+
+
+def _suspect_gradients(
+    held: Sequence[Sequence[torch.Tensor]],
+    right: Sequence[Sequence[torch.Tensor]],
+    per_micro_batch: Sequence[Sequence[Sequence[torch.Tensor]]],
+) -> tuple[str, str]:
+    """The mistake that explains these gradients, and a hint."""
+    num_stages, number = len(held), len(per_micro_batch[0])
+    for factor, problem, hint in (
+        (
+            number,
+            "the loss is not divided by the number of micro-batches",
+            "The batch's loss is a mean of theirs.",
+        ),
+        (
+            1 / number,
+            "divides by the number of micro-batches twice",
+            "mse_loss is a mean over rows already.",
+        ),
+    ):
+        if all(
+            _close(one, [factor * tensor for tensor in expected]) for one, expected in zip(held, right, strict=True)
+        ):
+            return problem, hint
+    for index, which in ((number - 1, "last"), (0, "first")):
+        for factor in (1, 1 / number):
+            expected = [[factor * tensor for tensor in of_stage[index]] for of_stage in per_micro_batch]
+            if all(map(_close, held, expected)):
+                hint = "backward() adds to .grad. What becomes of the other micro-batches' gradients?"
+                return f"has the gradients of the {which} micro-batch only", hint
+    inputs, targets = create_batch(num_stages)
+    whole_inputs, whole_targets = torch.cat(inputs), torch.cat(targets)
+    last = create_stages(num_stages)[-1]
+    F.mse_loss(last(whole_inputs), whole_targets).backward()
+    if _close(held[-1], [parameter.grad for parameter in last.parameters()]):
+        return "the last stage computes with the inputs", "Its input is what the stage before it has sent."
+    stages, x = create_stages(num_stages), whole_inputs
+    for stage, module in enumerate(stages[:-1]):
+        x = module(x.detach())
+        x.sum().backward()
+        of_sum = [parameter.grad for parameter in module.parameters()]
+        if any(
+            _close(held[stage], [tensor * factor for tensor in of_sum]) for factor in (1, 1 / number, 1 / x.numel())
+        ):
+            hint = "The loss depends on its output through the later stages: y.backward() takes the gradient of y."
+            return f"stage {stage} does not use the gradient that the next stage sends", hint
+    if _close(held[-1], right[-1]):
+        hint = "The last stage is right. Does each gradient belong to the micro-batch whose backward pass it starts?"
+        return "a stage before the last has wrong gradients", hint
+    hint = "Try it with one micro-batch. Does every received micro-batch have a tensor of its own?"
+    return "the gradients are not those of one process", hint
+
+
+def _close(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(held, expected, strict=True)
+    return all(one is not None and torch.allclose(one, other) for one, other in pairs)
+
+
+EXERCISES = {
+    "one_forward_one_backward": Exercise(
+        "pipeline", "no stage waits or keeps more than it has to", observe_order, judge_order
+    ),
+    "run_stage": Exercise("pipeline", "every stage has the gradients of one process", observe_run, judge_run),
+}

@@ -1,0 +1,341 @@
+"""The functions of tensor parallelism: called forward and backward on every rank, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.probe import numbers_of, same
+
+ROWS, OUT_FEATURES = 5, 4
+SHAPE = torch.Size([2, 3])
+GRAPH = "autograd saw no way from the result back to x: was x detached, or written to under torch.no_grad()?"
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One rank's result of f or g, and the gradient that came back for x; ``wrote`` names what was overwritten."""
+
+    type_name: str
+    result: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    wrote: list[str] = field(default_factory=list)
+
+
+def value_of(rank: int) -> torch.Tensor:
+    return numbers_of(rank, SHAPE, torch.Generator().manual_seed(rank))
+
+
+def gradient_of(rank: int) -> torch.Tensor:
+    return numbers_of(rank, SHAPE, torch.Generator().manual_seed(50 + rank))
+
+
+def observe_passed(function: Callable[[torch.Tensor], torch.Tensor], *, summed: bool) -> Passed:
+    """As in a model: what is the same on every rank there is the same here, x of f and the gradient of g."""
+    rank = dist.get_rank()
+    x, arriving = value_of(rank if summed else 0), gradient_of(0 if summed else rank)
+    leaf, given = x.clone().requires_grad_(), arriving.clone()
+    y = function(leaf)
+    if not isinstance(y, torch.Tensor):
+        return Passed(type(y).__name__)
+    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    result = y.detach().clone()
+    if y.requires_grad and y.shape == given.shape:
+        y.backward(given)
+    gradient = None if leaf.grad is None else leaf.grad.clone()
+    pairs = {"x": (leaf.detach(), x), "the arriving gradient": (given, arriving)}
+    return Passed("Tensor", result, gradient, [name for name, (now, before) in pairs.items() if not same(now, before)])
+
+
+def judge_copied(seen: Sequence[Passed]) -> Finding | None:
+    num_ranks, x, own = len(seen), value_of(0), [gradient_of(rank) for rank in range(len(seen))]
+    if finding := _wrong_type(seen):
+        return finding
+    if not _all_same([one.result for one in seen], [x] * num_ranks):
+        detail = _example("the result", [one.result for one in seen], [x] * num_ranks)
+        if _all_same([one.result for one in seen], [num_ranks * x] * num_ranks):
+            hint = "All ranks have the same x already. In which direction do they have different things?"
+            return Finding("sums x in the forward pass", hint, detail)
+        return Finding("the result is not x", "Forward, f changes nothing and sends nothing.", detail)
+    total = torch.stack(own).sum(0)
+    held, right = [one.gradient for one in seen], [total] * num_ranks
+    if _all_same(held, right):
+        return _overwritten(seen)
+    mistakes = [
+        (own, "the backward pass does not sum over the ranks", f"Which ranks' parts does x feed into? {WAIT}"),
+        ([total / num_ranks] * num_ranks, "averages the gradients", _PARTS),
+        ([num_ranks * total] * num_ranks, "sums the gradients twice", "How often is the collective called?"),
+        ([own[0]] * num_ranks, "every rank has rank 0's gradient", "A broadcast throws away what the others found."),
+    ]
+    return _explained(held, right, mistakes, own)
+
+
+def judge_summed(seen: Sequence[Passed]) -> Finding | None:
+    num_ranks, arriving, own = len(seen), gradient_of(0), [value_of(rank) for rank in range(len(seen))]
+    if finding := _wrong_type(seen):
+        return finding
+    total, held = torch.stack(own).sum(0), [one.result for one in seen]
+    if not _all_same(held, [total] * num_ranks):
+        detail = _example("the sum", held, [total] * num_ranks, own)
+        if held[0].shape != SHAPE:
+            hint = "Every rank holds a summand of the whole size, not a piece of the result."
+            return Finding(f"the result has the shape {tuple(held[0].shape)}, not that of x", hint, detail)
+        if _all_same(held, own):
+            hint = f"Does the call work in place, or return what you have to keep? {WAIT}"
+            return Finding("the result is this rank's x, not the sum", hint, detail)
+        if _all_same(held, [total / num_ranks] * num_ranks):
+            return Finding("averages instead of summing", _PARTS, detail)
+        if same(held[0], total):
+            hint = f"Some collectives give their result to one rank, others to all. {WAIT}"
+            return Finding("only rank 0 has the sum", hint, detail)
+        return Finding("the result is not the sum over the ranks", f"Print x and the result. {WAIT}", detail)
+    gradients, right = [one.gradient for one in seen], [arriving] * num_ranks
+    if _all_same(gradients, right):
+        return _overwritten(seen)
+    mistakes = [
+        (
+            [num_ranks * arriving] * num_ranks,
+            "the backward pass sums over the ranks too",
+            f"The same gradient arrives on each of the {num_ranks} ranks. If x on one rank grows by 1, by how much "
+            "does the sum grow?",
+        ),
+        ([arriving / num_ranks] * num_ranks, "the backward pass divides by the number of ranks", _PARTS),
+    ]
+    return _explained(gradients, right, mistakes)
+
+
+_PARTS = "The parts of a model that is cut are summands: nothing was computed N times, so nothing is averaged."
+
+
+def _wrong_type(seen: Sequence[Passed]) -> Finding | None:
+    others = [one.type_name for one in seen if one.result is None]
+    hint = "Does every path end in a return? Is it .apply(x) that you return?"
+    return Finding(f"returns {others[0]}, not a tensor", hint) if others else None
+
+
+def _explained(
+    held: Sequence[torch.Tensor | None],
+    right: Sequence[torch.Tensor],
+    mistakes: Sequence[tuple[Sequence[torch.Tensor], str, str]],
+    terms: Sequence[torch.Tensor] = (),
+) -> Finding:
+    detail = _example("the gradient of x", held, right, terms)
+    if any(gradient is None for gradient in held):
+        return Finding("x gets no gradient", GRAPH, detail)
+    for expected, problem, hint in mistakes:
+        if _all_same(held, expected):
+            return Finding(problem, hint, detail)
+    if same(held[0], right[0]):
+        return Finding(
+            "only rank 0 has the right gradient", f"Which ranks go on with the backward pass? {WAIT}", detail
+        )
+    return Finding("the gradient of x is wrong", f"Print what arrives in backward and what you return. {WAIT}", detail)
+
+
+def _overwritten(seen: Sequence[Passed]) -> Finding | None:
+    wrote = [name for one in seen for name in one.wrote]
+    hint = "A collective works in place, but others may still need that tensor: autograd keeps it. What makes a copy?"
+    return Finding(f"overwrites {wrote[0]}", hint) if wrote else None
+
+
+def _all_same(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
+    return all(map(same, held, expected))
+
+
+def _example(
+    what: str,
+    held: Sequence[torch.Tensor | None],
+    right: Sequence[torch.Tensor],
+    terms: Sequence[torch.Tensor] = (),
+) -> str:
+    """The first element that is wrong, on the first rank that has it wrong."""
+    rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, right[rank]))
+    tensor, expected = held[rank], right[rank]
+    if tensor is None or tensor.shape != expected.shape:
+        now = "None" if tensor is None else f"of shape {tuple(tensor.shape)}"
+        return f"{what} must be of shape {tuple(expected.shape)}; on rank {rank} it is {now}"
+    at = (~torch.isclose(tensor, expected, rtol=1e-4, atol=0)).flatten().nonzero()[0].item()
+    sum_of = " + ".join(f"{term.flatten()[at]:g}" for term in terms)
+    value = f"{sum_of} = {expected.flatten()[at]:.4g}" if terms else f"{expected.flatten()[at]:.4g}"
+    return f"{what}, element {at}, must be {value}; on rank {rank} it is {tensor.flatten()[at]:.4g}"
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One rank's output, and the gradients by name: of ``x`` and of the layers' parameters; None if there is none."""
+
+    type_name: str
+    output: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+def create_layers(num_ranks: int) -> tuple[torch.Tensor, nn.Linear, nn.Linear, torch.Tensor]:
+    """x, the two layers, and the gradient of the output, the same on every rank, in fp64."""
+    hidden, generator = 2 * num_ranks, torch.Generator().manual_seed(0)
+    first, second = nn.Linear(hidden, hidden).double(), nn.Linear(hidden, OUT_FEATURES).double()
+    x, arriving = torch.empty(ROWS, hidden).double(), torch.empty(ROWS, OUT_FEATURES).double()
+    for tensor in (x, arriving, *first.parameters(), *second.parameters()):
+        tensor.detach().normal_(generator=generator)
+    return x.requires_grad_(), first, second, arriving
+
+
+def observe_fed(function: Callable[[torch.Tensor, nn.Linear, nn.Linear], torch.Tensor]) -> Fed:
+    x, first, second, arriving = create_layers(dist.get_world_size())
+    output = function(x, first, second)
+    if not isinstance(output, torch.Tensor):
+        return Fed(type(output).__name__)
+    result = output.detach().clone()
+    if output.requires_grad and output.shape == arriving.shape:
+        output.backward(arriving)
+    return Fed("Tensor", result, _gradients(x, first, second))
+
+
+def judge_fed(seen: Sequence[Fed]) -> Finding | None:
+    if others := [one.type_name for one in seen if one.output is None]:
+        return Finding(f"returns {others[0]}, not a tensor", "Does every path end in a return?")
+    x, first, second, arriving = create_layers(len(seen))
+    output = second(torch.relu(first(x)))
+    output.backward(arriving)
+    held, right = [one.output for one in seen], [output.detach()] * len(seen)
+    if not _all_same(held, right):
+        with torch.no_grad():
+            problem, hint = _suspect_output(held, x, first, second)
+        return Finding(problem, hint, _example("the output", held, right))
+    return _wrong_gradients(seen, _gradients(x, first, second))
+
+
+def _gradients(x: torch.Tensor, first: nn.Linear, second: nn.Linear) -> dict[str, torch.Tensor | None]:
+    layers = {"first": first, "second": second}
+    named = {f"{layer}.{name}": p for layer, module in layers.items() for name, p in module.named_parameters()}
+    return {name: tensor.grad for name, tensor in {"x": x, **named}.items()}
+
+
+def _suspect_output(
+    held: Sequence[torch.Tensor], x: torch.Tensor, first: nn.Linear, second: nn.Linear
+) -> tuple[str, str]:
+    """The mistake that explains these outputs, and a hint."""
+    num_ranks, bias = len(held), second.bias
+    hidden = torch.relu(first(x))
+    pieces = list(zip(hidden.chunk(num_ranks, 1), second.weight.chunk(num_ranks, 1), strict=True))
+    parts = [piece @ weight.T for piece, weight in pieces]
+    total = torch.stack(parts).sum(0)
+    crossed = sum(piece @ weight.T for (piece, _), (_, weight) in zip(pieces, pieces[::-1], strict=True))
+    unbiased = torch.relu(x @ first.weight.T) @ second.weight.T
+    halves = zip(x.chunk(num_ranks, 1), first.weight.chunk(num_ranks, 1), strict=True)
+    sums = [part @ weight.T for part, weight in halves]
+    early = sum(torch.relu(part + first.bias) @ second.weight.T for part in sums)
+    early_bias_later = sum(torch.relu(part) @ second.weight.T for part in sums)
+    everywhere = {
+        "adds the second bias on every rank": [total + num_ranks * bias],
+        "forgets the second bias": [total],
+        "averages the parts": [total / num_ranks + bias, total / num_ranks],
+        "forgets the activation": [second(first(x))],
+        "applies the activation to the output": [torch.relu(total + bias), torch.relu(second(first(x)))],
+        "forgets the first bias": [unbiased + bias],
+        "every rank computes rank 0's part": [num_ranks * parts[0] + bias],
+        "the parts of the two layers do not fit together": [crossed + bias],
+        "sums whole outputs": [num_ranks * (total + bias), num_ranks * total + bias],
+        "applies the activation to parts of a sum": [early + bias, early + num_ranks * bias, early_bias_later + bias],
+    }
+    for problem, outputs in everywhere.items():
+        if any(_all_same(held, [output] * num_ranks) for output in outputs):
+            return problem, _OF_OUTPUT[problem]
+    if _all_same(held, [part + bias for part in parts]) or _all_same(held, parts):
+        return "each rank returns only its own part", f"The output is the sum of all ranks' parts. {WAIT}"
+    if held[0].shape != total.shape:
+        return f"the output has the shape {tuple(held[0].shape)}", f"It must be {tuple(total.shape)}, on every rank."
+    if same(held[0], total + bias):
+        return "only rank 0 has the right output", f"Every rank goes on with the whole output. {WAIT}"
+    return "the output is not that of one process", f"Try it without biases, or without the activation, first. {WAIT}"
+
+
+_OF_OUTPUT = {
+    "adds the second bias on every rank": "What is in the sum is added once per rank. Where must the bias be added?",
+    "forgets the second bias": "Every rank has the whole bias of the second layer. Where in the sum does it belong?",
+    "averages the parts": _PARTS,
+    "forgets the activation": "What lies between the two layers?",
+    "applies the activation to the output": "relu belongs between the layers, to the hidden features.",
+    "forgets the first bias": "Each hidden feature has a bias of its own; which of them are this rank's?",
+    "every rank computes rank 0's part": "Which call tells a rank who it is?",
+    "the parts of the two layers do not fit together": "Which columns of the second weight read the hidden "
+    "features that this rank computed?",
+    "sums whole outputs": "Each rank must compute with its own part of both weights, and only then sum.",
+    "applies the activation to parts of a sum": "relu(a) + relu(b) is not relu(a + b). Along which dimension must the "
+    "first weight be cut, so that a rank has whole hidden features?",
+}
+
+
+def _wrong_gradients(seen: Sequence[Fed], whole: dict[str, torch.Tensor]) -> Finding | None:
+    num_ranks = len(seen)
+    by_name = {name: [one.gradients.get(name) for one in seen] for name in whole}
+    right = {
+        name: [_own_part(name, tensor, rank, num_ranks) for rank in range(num_ranks)] for name, tensor in whole.items()
+    }
+    wrong = [name for name in whole if not _all_close(by_name[name], right[name])]
+    if not wrong:
+        return None
+    detail = _example(f"the gradient of {wrong[0]}", by_name[wrong[0]], right[wrong[0]])
+    if missing := [name for name in wrong if any(gradient is None for gradient in by_name[name])]:
+        hint = "The output is right, but autograd saw no way back to it. Was it detached, or copied by hand?"
+        return Finding(f"{missing[0]} gets no gradient", hint, detail)
+    uncut = [name for name in wrong if name in _CUT_ALONG and _all_close(by_name[name], [whole[name]] * num_ranks)]
+    if uncut:
+        hint = "The output is right, but each rank must use only its 1/N of this tensor, or it needs all its memory."
+        name = "both layers" if {"first.weight", "second.weight"} <= set(uncut) else uncut[0]
+        return Finding(f"every rank computes with all of {name}", hint, detail)
+    if wrong == ["x"]:
+        problem = "the gradient of x is not whole"
+        return Finding(
+            problem, "Each rank finds only what its own hidden features contribute. Who adds that up?", detail
+        )
+    for factor, times in (
+        (num_ranks, f"{num_ranks} times too large"),
+        (1 / num_ranks, f"1/{num_ranks} of what it must be"),
+    ):
+        if all(_all_close(by_name[name], [factor * tensor for tensor in right[name]]) for name in wrong):
+            hint = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
+            return Finding(f"the gradient of {wrong[0]} is {times}", hint, detail)
+    hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they stand?"
+    return Finding(f"the gradient of {' and '.join(wrong[:2])} is wrong", hint, detail)
+
+
+_CUT_ALONG = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
+
+
+def _own_part(name: str, whole: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """The gradient that a rank may have: zero outside of its part of a tensor that is cut."""
+    if name not in _CUT_ALONG:
+        return whole
+    parts = [part if owner == rank else 0 * part for owner, part in enumerate(whole.chunk(num_ranks, _CUT_ALONG[name]))]
+    return torch.cat(parts, _CUT_ALONG[name])
+
+
+def _all_close(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
+    """As ``same``, but for sums of fp64 that may cancel each other."""
+    pairs = zip(held, expected, strict=True)
+    return all(one is not None and one.shape == other.shape and torch.allclose(one, other) for one, other in pairs)
+
+
+EXERCISES = {
+    "copy_to_ranks": Exercise(
+        "tensor_parallel",
+        "x forward, the sum of the ranks' gradients backward",
+        partial(observe_passed, summed=False),
+        judge_copied,
+    ),
+    "sum_over_ranks": Exercise(
+        "tensor_parallel",
+        "the sum forward, the gradient as it is backward",
+        partial(observe_passed, summed=True),
+        judge_summed,
+    ),
+    "parallel_feed_forward": Exercise(
+        "tensor_parallel", "output and gradients of one process, with 1/N of the weights", observe_fed, judge_fed
+    ),
+}

@@ -1,0 +1,319 @@
+"""The functions of ZeRO-1: called on gradients that differ from rank to rank, and what is wrong with the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from learn.checking.finding import WAIT, Exercise, Finding
+from learn.checking.probe import numbers_of, same
+
+SHAPES = ((4, 3), (3,), (2, 3), (2,))
+NUM_WEIGHTS = 23  # 2, 3, 4 and 5 ranks all need padding
+LEARNING_RATE = 0.25  # so small that no weight comes near zero, where rounding shows
+NUM_STEPS = 2  # two show what a step leaves behind: an old gradient, or moments that start from zero again
+UNEVEN = "A collective needs shares of one size, but 23 weights cannot be divided evenly. What can you append to them?"
+
+
+def weights() -> torch.Tensor:
+    """1 to 23, so that a number tells its place."""
+    return torch.arange(1.0, NUM_WEIGHTS + 1)
+
+
+def gradients(rank: int, step: int) -> torch.Tensor:
+    return numbers_of(rank, torch.Size([NUM_WEIGHTS]), torch.Generator().manual_seed(10 * step + rank))
+
+
+def padded(flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    return F.pad(flat, (0, -len(flat) % num_ranks))
+
+
+def shares_of(flat: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
+    return list(padded(flat, num_ranks).chunk(num_ranks))
+
+
+def create_parameters() -> list[nn.Parameter]:
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    return [nn.Parameter(part.view(shape).clone()) for part, shape in zip(weights().split(sizes), SHAPES, strict=True)]
+
+
+def set_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+
+
+def flatten(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def same_on_all(held: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> bool:
+    return all(map(same, held, expected))
+
+
+def show(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else "[" + ", ".join(f"{value:.4g}" for value in tensor.flatten().tolist()) + "]"
+
+
+@dataclass(frozen=True)
+class Created:
+    """One rank's optimizer: the tensors it steps, and how many bytes of memory they keep alive."""
+
+    type_name: str
+    held: list[torch.Tensor] = field(default_factory=list)
+    bytes_alive: int = 0
+    learning_rate: float = 0.0
+    own_settings: list[str] = field(default_factory=list)
+
+
+def observe_created(function: Callable[[Sequence[nn.Parameter], float], torch.optim.Adam]) -> Created:
+    optimizer = function(create_parameters(), LEARNING_RATE)
+    if type(optimizer) is not torch.optim.Adam:
+        return Created(type(optimizer).__name__)
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    (settings, *_), usual = optimizer.param_groups, torch.optim.Adam([torch.zeros(1)]).defaults
+    changed = [
+        name for name in ("betas", "eps", "weight_decay", "amsgrad", "maximize") if settings[name] != usual[name]
+    ]
+    copies = [tensor.detach().clone() for tensor in held]
+    return Created("Adam", copies, sum(alive.values()), float(settings["lr"]), changed)
+
+
+def judge_created(seen: Sequence[Created]) -> Finding | None:
+    num_ranks, expected = len(seen), shares_of(weights(), len(seen))
+    if others := [one.type_name for one in seen if one.type_name != "Adam"]:
+        return Finding(f"returns {others[0]}, not a torch.optim.Adam", "Does every path end in a return?")
+    if all(sum(tensor.numel() for tensor in one.held) >= NUM_WEIGHTS for one in seen):
+        hint = "Adam keeps two moments for whatever it holds. Which weights does this rank have to step?"
+        return Finding("the optimizer of each rank holds all weights", hint)
+    if several := [len(one.held) for one in seen if len(one.held) != 1]:
+        hint = "Whole parameters make uneven shares. Think of them as one flat vector, and cut that."
+        return Finding(f"the optimizer holds {several[0]} tensors, not one share", hint)
+    held = [one.held[0] for one in seen]
+    if not same_on_all(held, expected):
+        rank = next(rank for rank, (one, other) in enumerate(zip(held, expected, strict=True)) if not same(one, other))
+        detail = f"the share of rank {rank} is {show(expected[rank])}; its optimizer holds {show(held[rank])}"
+        return Finding(*_suspect_share(held, expected, num_ranks), detail)
+    if wrong := [one.learning_rate for one in seen if one.learning_rate != LEARNING_RATE]:
+        return Finding(f"the learning rate is {wrong[0]:g}, not {LEARNING_RATE:g}", "It is the second argument.")
+    if changed := [name for one in seen for name in one.own_settings]:
+        return Finding(f"Adam's {changed[0]} is not its default", "Plain Adam on one process keeps its defaults.")
+    if seen[0].bytes_alive > held[0].nbytes:
+        detail = f"a share has {held[0].nbytes} bytes; what the optimizer holds keeps {seen[0].bytes_alive} alive"
+        hint = "A slice is a view: as long as it lives, so does the memory of the whole tensor. What makes it a copy?"
+        return Finding("the share is a view of all weights", hint, detail)
+    return None
+
+
+def _suspect_share(held: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], num_ranks: int) -> tuple[str, str]:
+    joined, whole = torch.cat([tensor.flatten() for tensor in held]), weights()
+    rest = NUM_WEIGHTS % num_ranks
+    if same_on_all(held, [expected[0]] * num_ranks):
+        return "every rank takes rank 0's share", "Which call tells a rank who it is?"
+    if same_on_all(held, expected[::-1]):
+        return "the shares are dealt out in the reverse order", "Rank r owns part r."
+    if same(joined, whole) and len({len(tensor) for tensor in held}) > 1:
+        return "the shares have different sizes", UNEVEN
+    if same(joined, whole[: NUM_WEIGHTS - rest]):
+        return f"the last {rest} of {NUM_WEIGHTS} weights are in no share", UNEVEN
+    if same_on_all(held, [padded(whole, num_ranks)[rank::num_ranks] for rank in range(num_ranks)]):
+        return f"takes every {num_ranks}th weight", "A share is one piece of the flat vector, without gaps."
+    if same(joined, F.pad(whole, (len(joined) - NUM_WEIGHTS, 0))):
+        return "pads at the front", "Zeros at the end leave every weight at its place."
+    return "an optimizer does not hold its rank's share", "Print the flat vector, its length, and what you cut from it."
+
+
+def observe_reduced(function: Callable[[Sequence[nn.Parameter]], torch.Tensor]) -> torch.Tensor | str:
+    parameters = create_parameters()
+    set_gradients(parameters, gradients(dist.get_rank(), 0))
+    result = function(parameters)
+    # Copied at once: a collective that the solution did not wait for must not get the time to finish.
+    return result.detach().clone() if isinstance(result, torch.Tensor) else type(result).__name__
+
+
+def judge_reduced(seen: Sequence[torch.Tensor | str]) -> Finding | None:
+    if names := [one for one in seen if isinstance(one, str)]:
+        return Finding(f"returns {names[0]}, not a tensor", "Does every path end in a return?")
+    own = [gradients(rank, 0) for rank in range(len(seen))]
+    if same_on_all(seen, shares_of(torch.stack(own).mean(0), len(own))):
+        return None
+    return Finding(*suspect_gradient(seen, own), _example_of_gradient(seen, own))
+
+
+def suspect_gradient(held: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> tuple[str, str]:
+    """The mistake that explains these shares of the gradients, and a hint."""
+    num_ranks, total = len(own), torch.stack(list(own)).sum(0)
+    mean, sums = shares_of(total / num_ranks, num_ranks), shares_of(total, num_ranks)
+    local = [shares_of(gradient, num_ranks)[rank] for rank, gradient in enumerate(own)]
+    no_sum = f"A share is this rank's, but its gradient comes from the rows of all ranks. {WAIT}"
+    mistakes = [
+        (
+            sums,
+            "sums the gradients instead of averaging them",
+            "Adam hides it, because it divides by the gradient's size; clipping and weight decay would not. "
+            "What makes a sum a mean?",
+        ),
+        ([part / num_ranks for part in mean], "divides twice", "Does each rank divide before the sum, too?"),
+        (local, "takes only its own gradients", no_sum),
+        ([part / num_ranks for part in local], "divides, but does not sum over the ranks", no_sum),
+        ([mean[0]] * num_ranks, "every rank takes the gradient of rank 0's share", "Which part is this rank's?"),
+        (mean[::-1], "takes the gradient of another rank's share", "Rank r owns part r."),
+        (
+            [torch.cat(mean)] * num_ranks,
+            "returns the whole gradient",
+            "A rank steps only its share. Which part of the vector is that?",
+        ),
+        (
+            [torch.cat(mean)[:NUM_WEIGHTS]] * num_ranks,
+            "returns the whole gradient",
+            "A rank steps only its share. Which part of the vector is that?",
+        ),
+        ([part[: NUM_WEIGHTS // num_ranks] for part in mean], "the padding is missing", UNEVEN),
+        (list((total / num_ranks).chunk(num_ranks)), "the padding is missing", UNEVEN),
+    ]
+    for expected, problem, hint in mistakes:
+        if same_on_all(held, expected):
+            return problem, hint
+    if same(held[0], mean[0]):
+        return "only rank 0 has the right gradient", f"Each rank needs its own part of the mean. {WAIT}"
+    if held[0].shape != mean[0].shape:
+        return "the gradient has the wrong shape", "It is as long as the share, and flat."
+    return "the gradient is not the mean over the ranks", f"Print the flat vector before and after the call. {WAIT}"
+
+
+def _example_of_gradient(held: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> str:
+    """The first element of the share, on the first rank that has it wrong."""
+    mean = shares_of(torch.stack(list(own)).mean(0), len(own))
+    rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, mean[rank]))
+    first = rank * len(mean[0])
+    terms = " + ".join(f"{gradient[first]:g}" for gradient in own)
+    return (
+        f"rank {rank}'s share begins with ({terms}) / {len(own)} = {mean[rank][0]:.4g} and has {len(mean[rank])} "
+        f"elements; it is {show(held[rank])}"
+    )
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one rank's optimizer was given, and the weights after each step.
+
+    Args:
+        num_calls: of ``optimizer.step()``, in each step.
+        used: the share's gradient at each of them.
+        weights: of the whole model, flat, after each step.
+        num_moments: elements of Adam's first moments at the end.
+    """
+
+    num_calls: list[int]
+    used: list[torch.Tensor | None]
+    weights: list[torch.Tensor]
+    num_moments: int
+
+
+def observe_stepped(function: Callable[[Sequence[nn.Parameter], torch.optim.Adam], None]) -> Stepped:
+    rank, parameters = dist.get_rank(), create_parameters()
+    share = nn.Parameter(shares_of(weights(), dist.get_world_size())[rank].clone())
+    optimizer = torch.optim.Adam([share], lr=LEARNING_RATE)
+    used: list[torch.Tensor | None] = []
+    optimizer.register_step_pre_hook(lambda *_: used.append(None if share.grad is None else share.grad.clone()))
+    num_calls, after = [], []
+    for step in range(NUM_STEPS):
+        set_gradients(parameters, gradients(rank, step))
+        before = len(used)
+        function(list(parameters), optimizer)
+        num_calls.append(len(used) - before)
+        after.append(flatten(parameters))
+    states = optimizer.state.values()
+    return Stepped(num_calls, used, after, sum(state["exp_avg"].numel() for state in states if "exp_avg" in state))
+
+
+def judge_stepped(seen: Sequence[Stepped]) -> Finding | None:
+    if wrong := [calls for one in seen for calls in one.num_calls if calls != 1]:
+        hint = "Plain Adam steps once, with the share's gradient in share.grad: optimizer.step() does it."
+        return Finding(f"the given optimizer stepped {wrong[0]} times, not once", hint)
+    if any(gradient is None for one in seen for gradient in one.used):
+        return Finding("the share has no gradient", "optimizer.step() skips a tensor whose .grad is None.")
+    own = [[gradients(rank, step) for rank in range(len(seen))] for step in range(NUM_STEPS)]
+    for step in range(NUM_STEPS):
+        held = [one.used[step] for one in seen]
+        mean = torch.stack(own[step]).mean(0)
+        if same_on_all(held, shares_of(mean, len(seen))):
+            continue
+        so_far = shares_of(torch.stack([torch.stack(of_step).mean(0) for of_step in own[: step + 1]]).sum(0), len(seen))
+        if step > 0 and same_on_all(held, so_far):
+            hint = "The share's .grad still holds the last step's gradient. Do you set it, or add to it?"
+            return Finding("adds the new gradient to the old one", hint)
+        problem, hint = suspect_gradient(held, own[step])
+        return Finding(f"the share's gradient is wrong: {problem}", hint, _example_of_gradient(held, own[step]))
+    size = len(shares_of(weights(), len(seen))[0])
+    if too_many := [one.num_moments for one in seen if one.num_moments > size]:
+        hint = "Something added more than the share to the optimizer: the memory that ZeRO-1 saves is gone."
+        return Finding(f"the optimizer keeps moments of {too_many[0]} weights, not of {size}", hint)
+    return _wrong_weights(seen, [torch.stack(of_step).mean(0) for of_step in own])
+
+
+def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Finding | None:
+    trained = nn.Parameter(weights())
+    plain, adam = [weights()], torch.optim.Adam([trained], lr=LEARNING_RATE)
+    for mean in means:
+        trained.grad = mean
+        adam.step()
+        plain.append(trained.detach().clone())
+    for step in range(1, NUM_STEPS + 1):
+        held = [one.weights[step - 1] for one in seen]
+        if not same_on_all(held, [plain[step]] * len(seen)):
+            rank = next(rank for rank, tensor in enumerate(held) if not same(tensor, plain[step]))
+            at = (~torch.isclose(held[rank], plain[step], rtol=1e-4)).nonzero()[0].item()
+            detail = (
+                f"after step {step}, weight {at} of {NUM_WEIGHTS} was {plain[step - 1][at]:.4g} and is "
+                f"{plain[step][at]:.4g} by plain Adam; rank {rank} has {held[rank][at]:.4g}"
+            )
+            return Finding(*_suspect_weights(seen, held, plain), detail)
+    return None
+
+
+def _suspect_weights(
+    seen: Sequence[Stepped], held: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
+) -> tuple[str, str]:
+    num_ranks, (old, new, *_) = len(seen), plain
+    news, olds = shares_of(new, num_ranks), shares_of(old, num_ranks)
+    own_only = [
+        torch.cat([(news if owner == rank else olds)[owner] for owner in range(num_ranks)])[:NUM_WEIGHTS]
+        for rank in range(num_ranks)
+    ]
+    if same_on_all([one.weights[1] for one in seen], [new] * num_ranks):
+        return "the weights are one step behind", "Do you collect the shares before or after the optimizer's step?"
+    if same_on_all(held, [old] * num_ranks):
+        hint = "The share is a copy. The model computes with its parameters: how do the new values get into them?"
+        return "the parameters keep their old weights", f"{hint} {WAIT}"
+    if same_on_all(held, own_only):
+        return (
+            "each rank has new weights for its own share only",
+            f"How do the others' get here? {WAIT}",
+        )
+    if same_on_all(held, [torch.cat([news[rank]] * num_ranks)[:NUM_WEIGHTS] for rank in range(num_ranks)]):
+        return "each rank writes its own share everywhere", "Which rank's result belongs to which part?"
+    if same_on_all(held, [torch.cat(news[::-1])[:NUM_WEIGHTS]] * num_ranks):
+        return "the shares are put together in the reverse order", "Part r comes from rank r."
+    if same(held[0], new):
+        return "only rank 0 has the new weights", f"Every rank computes the next gradients with them. {WAIT}"
+    if all(torch.allclose(tensor.sort().values, new.sort().values, rtol=1e-4) for tensor in held):
+        return "the new weights are in the wrong places", "Flatten and unflatten in the same order of parameters."
+    return "the weights are not those of plain Adam", f"Print the flat vector that you collect, and its length. {WAIT}"
+
+
+EXERCISES = {
+    "create_sharded_adam": Exercise(
+        "zero1", "each rank's Adam keeps the moments of its own share only", observe_created, judge_created
+    ),
+    "reduce_scatter_gradients": Exercise(
+        "zero1", "each rank has the mean gradient of its own share", observe_reduced, judge_reduced
+    ),
+    "zero1_step": Exercise("zero1", "every rank has the weights of plain Adam", observe_stepped, judge_stepped),
+}
