@@ -66,9 +66,8 @@ def notebook_of(path: Path, setup: str) -> str:
 
 def _cells_of(block: re.Match[str], lesson_name: str) -> list[Cell]:
     kind, text = block["kind"], block["text"]
-    if kind == "python" and block["mark"] == "ranks":
-        start = f"!OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node={block['value']} idea.py"
-        return [code(f"%%writefile idea.py\n{text}"), code(start)]
+    if kind == "python" and block["mark"] == "script":
+        return [code(f"%%writefile {block['value']}\n{text}")]
     if kind == "python":
         return [code(text)]
     if kind == "bash" and f"cp learn/lessons/{lesson_name}.py" in text:

@@ -14,7 +14,14 @@ from training.config import TrainConfig
 
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "deployment/*.md", "common/sample_news/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/lessons/*.md",
+        "benchmarks/*.md",
+        "deployment/*.md",
+        "common/sample_news/*.md",
+    )
     for path in REPOSITORY.glob(pattern)
 )
 _ROOMS = ("common", "training", "inference", "learn", "deployment")
