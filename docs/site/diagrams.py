@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -385,7 +387,30 @@ def cuts() -> Drawing:
     return drawing
 
 
+def check() -> str:
+    """A terminal with what the checker says in the guide, wrapped as a terminal would."""
+    guide = (DOCS / "DISTRIBUTED_TRAINING_GUIDE.md").read_text()
+    (printed,) = re.findall(r"^```text\n(faulty_solution\.py: each .*?)^```$", guide, re.M | re.S)
+    lines = [("$ python -m learn.check data_parallel my_solution.py", "#9cdcfe")]
+    for line in printed.replace("faulty_solution", "my_solution").splitlines():
+        colours = {"wrong": "#ff7b72", "right": "#7ee787", "       hint": "#79c0ff"}
+        colour = next((colour for start, colour in colours.items() if line.startswith(start)), "#e6edf3")
+        lines += [(part, colour) for part in textwrap.wrap(line, 96, subsequent_indent=" " * 7) or [""]]
+    width, height = 800, 22 * len(lines) + 32
+    texts = "".join(
+        f'<text x="16" y="{30 + 22 * number}" fill="{colour}" xml:space="preserve">{escape(line)}</text>'
+        for number, (line, colour) in enumerate(lines)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="13">'
+        "<title>The checker says that a solution forgot the buffers and forgot to divide</title>"
+        f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>{texts}</svg>\n'
+    )
+
+
 DIAGRAMS = {
+    "check.svg": check,
     "system.svg": system,
     "request.svg": request,
     "mlops.svg": mlops,
