@@ -90,7 +90,7 @@
     if (schedule !== "gpipe" && microBatches < ranks) return `${what} needs at least ${ranks} micro-batches.`;
     const rounds = Math.max(1, Math.floor(microBatches / ranks));
     if (SCHEDULES[schedule].stagesPerRank > 1 && microBatches % rounds) {
-      return `${what} runs in ${rounds} rounds of equal size; take a multiple of ${ranks}.`;
+      return `${what} runs in ${rounds} rounds of equal size; use a multiple of ${ranks}.`;
     }
     return null;
   }

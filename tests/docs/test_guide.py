@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deployment.documented import documented
 from tests.docs.pages import REPOSITORY, blocks_of_python, diffs
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
@@ -71,6 +72,8 @@ def _losses_shown() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", _losses_shown())
 def test_one_script_on_any_number_of_ranks_has_the_losses_that_the_guide_shows(name: str, tmp_path: Path) -> None:
     script, ranks = re.fullmatch(r"`(\w+\.py)`(?:, (\d) ranks)?", name).groups()
+    starts = f"--nproc_per_node={ranks} learn/one_script/{script}" if ranks else f"python learn/one_script/{script}"
+    assert starts in documented(GUIDE, "one-script")
 
     printed = run_script(ONE_SCRIPT / script, int(ranks or 0), tmp_path)
 
