@@ -160,7 +160,7 @@ for _ in range(dist.get_world_size() - 1):
     tensor += own
 
 # ring_written_into_the_wrong_chunk
-# on 3 ranks: | which chunk does a rank send in each?
+# some ranks' numbers are missing from the sum | which chunk does a rank send in each?
 rank, size = dist.get_rank(), dist.get_world_size()
 chunks = tensor.view(-1).tensor_split(size)
 for step in range(size - 1):
