@@ -245,6 +245,7 @@ class TrainConfig(BaseModel):
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
     export: bool = _field(False, "output", "when the model is written, also export it for serving, as python -m inference.export OUTPUT_DIR does: in int8, if that loses at most half a point", on_resume="any")
+    model_version: str = _field("", "output", "a version of your own for the model, such as 2026-11 or v3: letters, digits, . _ + and -; it is in the model card, in metrics.json and in the server's /model", on_resume="any")
     resume: str = _field("auto", "output", "auto = resume from the run folder's newest complete checkpoint, if it has one; none = start from scratch (an older run is moved aside, not deleted); or the path of a checkpoint", on_resume="any")
     log_every: int = _field(10, "output", "optimizer steps between lines in metrics.jsonl and TensorBoard", ge=1, on_resume="any")
     metrics_port: int = _field(0, "output", "port for Prometheus metrics; each rank adds its local rank; 0 = off", ge=0, le=65_000, on_resume="any")
@@ -319,6 +320,13 @@ class TrainConfig(BaseModel):
     def _check_profile_ranks(cls, value: str) -> str:
         if not re.fullmatch(r"all|\d+(,\d+)*", value):
             raise ValueError("must be all, or numbers such as 0,3")
+        return value
+
+    @field_validator("model_version")
+    @classmethod
+    def _check_model_version(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}", value):
+            raise ValueError("must be 1 to 64 letters, digits, . _ + or -, and begin with a letter or digit")
         return value
 
     @field_validator("output_dir")

@@ -193,6 +193,7 @@ class ModelResponse(BaseModel):
 
     name: str
     revision: str = Field(description="The first 12 hexadecimal digits of the SHA-256 of the trained weights.")
+    version: str | None = Field(default=None, description="The version that its trainer gave it (--model_version).")
     problem_type: str = Field(
         description="single_label_classification, multi_label_classification or regression: what /predict answers."
     )
@@ -218,6 +219,7 @@ class ModelResponse(BaseModel):
         return cls(
             name=model.info["name"],
             revision=model.info["revision"],
+            version=version if isinstance(version := model.metadata.get("version"), str) else None,
             problem_type=kind.name,
             labels=model.labels,
             thresholds=thresholds,

@@ -30,6 +30,7 @@ from common.errors import UserError
 from common.model_folder import read_saved_model
 from common.text import TextTokenizer
 from inference.engines.model_loader import ModelLoader
+from inference.http.schemas import ModelResponse
 from training.checkpointing.export import check_output, write_model
 from training.data.dataset import AG_NEWS_LABELS, load_news
 from training.data.tokenized import load_tokenizer
@@ -68,6 +69,7 @@ def write_tiny(
         "max_length": MAX_LENGTH,
         "best_epoch": 2,
         "created": "2025-01-01",
+        "version": "v3",
         "train_rows": 200,
         "test": figures,
         "validation": figures,
@@ -111,6 +113,13 @@ def test_the_folder_holds_what_is_documented_and_nothing_else(written: tuple[Pat
     assert {path.name for path in folder.iterdir()} == FOLDER_FILES
     assert {path.name for path in folder.parent.iterdir()} == {"model", "model.pt"}
     assert json.loads((folder / "metrics.json").read_text())["best_epoch"] == 2
+
+
+def test_a_model_carries_the_version_that_its_trainer_gave_it(written: tuple[Path, NewsClassifier]) -> None:
+    folder, _ = written
+
+    assert "Version v3. Labels: " in (folder / "README.md").read_text()
+    assert ModelResponse.of(ModelLoader(folder)).version == "v3"
 
 
 def test_a_transformers_pipeline_gives_the_same_answers_by_label_name(

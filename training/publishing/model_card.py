@@ -47,6 +47,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
         tested = f"after the best epoch ({metrics['best_epoch']}) was chosen on a validation split"
     else:
         tested = f"after the last epoch ({metrics['best_epoch']}); no validation split chose between the epochs"
+    version = f"Version {metrics['version']}. " if metrics.get("version") else ""
     figures = ", ".join(f"{_NAMES.get(key, one.title)} {test[key]:.4f}" for key, one in metrics_of(test).items())
     kind = _KINDS[metrics.get("task", "classification")]
     reads = f"Labels: {', '.join(test['labels'])}. Texts are cut at {metrics['max_length']} tokens."
@@ -60,7 +61,7 @@ def model_card(metrics: dict[str, Any], name: str, cleaning: str) -> str:
 
 {kind}: `{base}` fine-tuned on `{dataset}` with DistriNews{_teacher(metrics)}.
 
-{reads}
+{version}{reads}
 
 {_use(name, cleaning, _hub_task(metrics))}
 

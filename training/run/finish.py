@@ -88,6 +88,7 @@ def _test_and_write(context: RunContext, best: EpochMetrics, suspects: Suspects 
             "max_length": config.max_length,
             "best_epoch": best.epoch,
             "created": datetime.now(UTC).date().isoformat(),
+            **({"version": config.model_version} if config.model_version else {}),
             "train_rows": len(context.news.train_index),
             **_distilled_from(context),
             "rows_left_out": context.news.texts.left_out + len(context.state.bad.excluded_rows),
