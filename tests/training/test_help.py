@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,9 +65,10 @@ def test_flags_are_checked_before_pytorch_is_imported(without_torch: str) -> Non
 
 
 def test_the_example_in_the_planners_help_can_be_run() -> None:
-    command = build_parser().description.rpartition("python -m training.planning ")[2].split()
+    plan, largest = re.findall(r"python -m training\.planning (.*)", build_parser().description)
 
-    assert ask(command).plans
+    assert ask(plan.split()).plans
+    assert build_parser().parse_args(largest.split()).largest
 
 
 @pytest.mark.parametrize("package", ["training", "inference"])
