@@ -134,7 +134,7 @@ return lambda: finish_all(started)
 average(parameters, fill(parameters, bucket_bytes))
 
 # buckets_not_waited_for
-# finish returns before the all-reduces are done | done only after wait()
+# not in .grad when finish returns | done only after wait()
 return average(parameters, fill(parameters, bucket_bytes), wait=False)
 
 # buckets_not_written_back
