@@ -26,6 +26,8 @@ _LINK = re.compile(r"\]\((?!\w+://)[^)]*\)")
 LESSON_NEEDS = "numpy pillow prometheus-client pydantic pyyaml rich tokenizers"
 CLONE = """import os
 
+os.environ["TERM"] = "dumb"  # no progress bars that move
+
 if not os.path.exists("learn"):
     address = os.environ.get("DISTRINEWS_REPOSITORY", "https://github.com/OWNER/distrinews")  # put yours here
     !git clone --quiet --depth 1 $address distrinews

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable
 from contextlib import suppress
@@ -53,7 +54,12 @@ def main() -> None:
         functions = data_parallel
         if options.solution:
             functions = ranks.run_on_all_ranks(lambda: load_solution(options.solution))
-        train(data, options, ranks, functions)
+        try:
+            train(data, options, ranks, functions)
+        except NotImplementedError as error:
+            name = traceback.extract_tb(error.__traceback__)[-1].name
+            message = f"--solution {options.solution}: {name} is not written yet"
+            raise UserError(message, quiet=not ranks.is_first, code="exercise-file") from error
 
 
 def load_solution(path: Path) -> SimpleNamespace:

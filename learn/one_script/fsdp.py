@@ -14,6 +14,8 @@ BATCH_SIZE = 32
 
 local_rank = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.deployment.documented import documented
-from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, scripts, shown_after
+from tests.docs.pages import REPOSITORY, blocks_of_python, inline_commands, shown_after
 
 GUIDE = "docs/DISTRIBUTED_TRAINING_GUIDE.md"
 CARDS = "docs/CARDS.md"
@@ -142,33 +141,12 @@ def test_a_plan_is_written_as_json(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_scripts_to_start_from_train_alike_on_one_rank_and_on_two(run: Run, tmp_path: Path) -> None:
-    shown = scripts(REFERENCE)
-    for name, text in shown.items():
-        (tmp_path / name).write_text(text)
-    commands = documented(REFERENCE, "skeletons")
-    of_each = {}
-    for ranks in (2, 1):
-        for command in commands.splitlines():
-            result = run(command.replace("--nproc_per_node=2", f"--nproc_per_node={ranks}"))
-            of_each[command, ranks] = result.stdout, torch.load(tmp_path / "model.pt")
-
-    assert set(shown) == {"ddp.py", "fsdp.py"}
-    printed = [text for (_, ranks), (text, _) in of_each.items() if ranks == 2]
-    assert "".join(printed) == shown_after(REFERENCE, commands)
-    assert {text for text, _ in of_each.values()} == set(printed)
-    (_, expected), *others = of_each.values()
-    for _, weights in others:
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_the_checks_before_a_long_run_find_nothing_wrong_with_a_small_one(run: Run, tmp_path: Path) -> None:
     result = run(documented(REFERENCE, "before-a-long-run"))
 
     assert result.returncode == 0, result.stdout
     losses = [_losses(tmp_path / "checkpoints" / f"{name}.run") for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # in bf16, if the processor has it
 
 
 def _losses(run: Path) -> list[float]:

@@ -188,3 +188,12 @@ def test_a_solution_that_lacks_a_function_is_named(run_on_ranks: RunOnRanks, tmp
 
     assert code == 2
     assert said.endswith("my_solution.py: there is no function average_gradients in my_solution.py [exercise-file]\n")
+
+
+def test_a_solution_that_is_not_written_yet_is_said_in_one_line(run_on_ranks: RunOnRanks) -> None:
+    exercise = SCRIPT.parents[1] / "lessons" / "data_parallel.py"
+
+    (code, said), silent = run_on_ranks(2, _command, "--data", "shapes", "--solution", str(exercise))
+
+    assert (code, silent) == (2, (2, ""))
+    assert said == f"error: --solution {exercise}: broadcast_parameters is not written yet [exercise-file]\n"
