@@ -50,6 +50,8 @@ class Rank:
         self.outcome = ""  # of the script, once it has returned or raised
         self.num_forwards = self.num_steps = self.num_compared = 0
         self.repeated = ""
+        self.script_globals: dict[str, Any] = {}
+        self.heard: dict[int, tuple[bytes, float]] = {}  # by rank, what it wrote last, and when rank 0 saw it first
         self.model: torch.nn.Module | None = None
         self.batches: dict[int, int] = {}  # checksum -> number of the forward pass
         self.reported: set[str] = set()  # kinds of findings
@@ -74,6 +76,14 @@ class Rank:
 
     def watch(self) -> None:
         """Write where the main thread is until rank 0 ends the run; on rank 0, compare."""
+        try:
+            self._watch()
+        except Exception:  # of this file: whatever it is, the other ranks must not wait for this one
+            traceback.print_exc()
+            self.store.set("over", "")
+        os._exit(self.outcome.startswith(RAISED))  # the main thread may wait forever
+
+    def _watch(self) -> None:
         before, moved = None, time.monotonic()
         while not self.store.check(["over"]):
             frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]))
@@ -87,7 +97,6 @@ class Rank:
             if self.rank == 0 and self.store.check([f"rank {rank}" for rank in range(self.world_size)]):
                 self.compare()
             time.sleep(LOOK_SECONDS)
-        os._exit(self.outcome.startswith(RAISED))  # the main thread may wait forever
 
     def place(self, frames: traceback.StackSummary) -> str:
         """The innermost line of the script, or of a file below its folder."""
@@ -100,10 +109,14 @@ class Rank:
 
     def compare(self) -> None:
         """Report what differs between the ranks, and end the run if it is over or stuck."""
-        ranks = range(self.world_size)
-        wheres, counts, stills, repeated = zip(
-            *(json.loads(self.store.get(f"rank {rank}")) for rank in ranks), strict=True
-        )
+        ranks, now = range(self.world_size), time.monotonic()
+        for rank in ranks:
+            written = self.store.get(f"rank {rank}")
+            if written != self.heard.get(rank, (b"", 0.0))[0]:
+                self.heard[rank] = written, now
+        wheres, counts, stills, repeated = zip(*(json.loads(self.heard[rank][0]) for rank in ranks), strict=True)
+        # A rank whose second thread writes nothing any more does not move either.
+        stills = [max(still, now - self.heard[rank][1]) for rank, still in enumerate(stills)]
         while self.store.check(keys := [self._step_key(self.num_compared + 1, rank) for rank in ranks]):
             self.num_compared += 1
             self._compare_step([json.loads(self.store.get(key)) for key in keys])
@@ -161,7 +174,8 @@ def main() -> None:
     watcher.start()
     sys.argv, sys.path[0] = [str(given.script), *given.flags], str(given.script.parent)
     try:
-        runpy.run_path(str(given.script), run_name="__main__")
+        # Kept: what is freed behind a process group that is already destroyed can wait for ever, in this thread.
+        rank.script_globals = runpy.run_path(str(given.script), run_name="__main__")
         rank.outcome = ENDED
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:

@@ -179,7 +179,7 @@ def test_a_worker_that_keeps_dying_is_replaced_later_and_later(model_folder: Pat
             os.kill(max(before), signal.SIGKILL)  # the newest
             wait_until(lambda before=before: len(_pids(server) - before) == 1)
         lines = [line for line in server.log().splitlines() if "another one replaces it in" in line]
-    pauses = [float(line.partition("place in ")[2].split()[0]) for line in lines]
+    pauses = [float(line.partition("replaces it in ")[2].split()[0]) for line in lines]
     assert pauses[2:] == [2 * pauses[1], 4 * pauses[1]]
 
 

@@ -37,7 +37,9 @@ def diagnose(start: Diagnose) -> Diagnose:
     return diagnose
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "uneven_batches" else pytest.mark.slow) for name in HANGS]
+)
 def test_a_hang_ends_with_the_line_at_which_each_rank_waits(name: str, diagnose: Diagnose) -> None:
     run = diagnose(FOLDER / f"{name}.py")
 
@@ -50,6 +52,7 @@ def test_a_hang_ends_with_the_line_at_which_each_rank_waits(name: str, diagnose:
         assert (REPOSITORY / FOLDER / f"{name}.py").read_text().splitlines()[int(number) - 1].strip() == code
 
 
+@pytest.mark.slow
 def test_the_rank_that_skipped_a_batch_is_named_before_the_run_hangs(diagnose: Diagnose) -> None:
     run = diagnose(FOLDER / "skip_on_one_rank.py")
 
@@ -58,6 +61,7 @@ def test_the_rank_that_skipped_a_batch_is_named_before_the_run_hangs(diagnose: D
     assert hangs.startswith("no rank has moved")
 
 
+@pytest.mark.slow
 def test_without_set_epoch_each_epoch_has_the_same_order(diagnose: Diagnose) -> None:
     broken, fixed = (diagnose(FOLDER / "forgotten_set_epoch.py", *flags).out for flags in ((), ("--fixed",)))
 
@@ -66,6 +70,7 @@ def test_without_set_epoch_each_epoch_has_the_same_order(diagnose: Diagnose) -> 
     assert NOTHING in fixed
 
 
+@pytest.mark.slow
 def test_batch_norm_fails_on_the_rows_of_the_other_rank(diagnose: Diagnose) -> None:
     broken, fixed = (diagnose(FOLDER / "batch_norm.py", *flags).out for flags in ((), ("--fixed",)))
     first, second = ([float(share) for share in re.findall(r"source \d: (.*)%", out)] for out in (broken, fixed))
@@ -76,6 +81,7 @@ def test_batch_norm_fails_on_the_rows_of_the_other_rank(diagnose: Diagnose) -> N
     assert NOTHING in fixed
 
 
+@pytest.mark.slow
 def test_replicas_drift_apart_if_no_sync_is_left_on(diagnose: Diagnose) -> None:
     broken, fixed = (diagnose(FOLDER / "no_sync_left_on.py", *flags).out for flags in ((), ("--fixed",)))
     first, second = (float(re.search(r"between the ranks' weights: (\S+)", out)[1]) for out in (broken, fixed))
@@ -86,6 +92,7 @@ def test_replicas_drift_apart_if_no_sync_is_left_on(diagnose: Diagnose) -> None:
     assert NOTHING in fixed
 
 
+@pytest.mark.slow
 def test_with_the_fix_every_rank_calls_the_reduction(diagnose: Diagnose) -> None:
     out = diagnose(FOLDER / "rank0_collective.py", "--fixed").out
 
@@ -93,6 +100,7 @@ def test_with_the_fix_every_rank_calls_the_reduction(diagnose: Diagnose) -> None
     assert NOTHING in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["uneven_batches", "skip_on_one_rank"])
 def test_a_fixed_script_ends_with_the_same_weights_on_all_ranks(name: str, diagnose: Diagnose) -> None:
     out = diagnose(FOLDER / f"{name}.py", "--fixed").out
@@ -102,6 +110,7 @@ def test_a_fixed_script_ends_with_the_same_weights_on_all_ranks(name: str, diagn
     assert NOTHING in out
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_line_in_another_file(diagnose: Diagnose, tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("def half(rank):\n    return 1 / (1 - rank)\n")
     (tmp_path / "script.py").write_text(
@@ -117,6 +126,7 @@ def test_a_rank_that_raises_is_named_with_its_line_in_another_file(diagnose: Dia
     assert re.search(r"rank 1 raised ZeroDivisionError at \S*half.py:2: return 1 / \(1 - rank\)", second)
 
 
+@pytest.mark.slow
 def test_monitored_barrier_names_the_rank_that_does_not_come(run_on_ranks: Callable[..., list[Any]]) -> None:
     assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in run_on_ranks(3, _wait_for_rank_1)[0]
 
@@ -129,6 +139,7 @@ def _wait_for_rank_1() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*HANGS, *SILENT, "skip_on_one_rank", "diagnose"])
 def test_a_script_needs_only_pytorch_so_that_it_can_be_copied(name: str) -> None:
     source = (REPOSITORY / FOLDER / f"{name}.py").read_text()
