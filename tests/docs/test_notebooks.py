@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(
     told = {"DATASET": "sample", "MODEL": "starter", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for key, value in told.items():
         monkeypatch.setenv(key, value)
-    path = f"{REPOSITORY / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", sys.executable)
     notebook = nbformat.reads(ALL_NOTEBOOKS()[name], as_version=4)
     for cell in notebook.cells:
         cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%pip"))
@@ -50,7 +51,8 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "Traceback" not in printed, printed
+    # torchrun ends with a traceback of its own if the last cell of data_parallel trains with what is not written yet.
+    assert "Traceback" not in printed or "is not written yet [exercise-file]" in printed, printed
     assert "command not found" not in printed, printed
     expected = "probabilities" if name == "train_and_serve.ipynb" else "to do  "
     assert expected in printed, printed
