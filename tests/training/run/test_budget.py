@@ -106,7 +106,7 @@ def test_a_run_ends_with_a_rate_near_zero_and_goes_on_with_more_time(
         assert train_here(*flags, "--budget", budget) == 0
         steps = metrics_of(run_dir)
         last.append(steps[-1]["step"])
-        assert steps[-1]["learning_rate"] < 0.1 * max(step["learning_rate"] for step in steps)
+        assert steps[-1]["learning_rate"] < 0.3 * max(step["learning_rate"] for step in steps)
         assert {epoch["step"] for epoch in metrics_of(run_dir, "epoch")} == set(last), "only last steps are validated"
         state = json.loads((run_dir / "checkpoints" / f"step_{last[-1]:08d}" / STATE_FILE).read_text())
         spent.append(state["budget"]["spent"])
