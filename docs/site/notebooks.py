@@ -56,11 +56,14 @@ def notebook(cells: list[Cell]) -> str:
 def notebook_of(path: Path, setup: str) -> str:
     """The notebook of a page; ``setup`` is the cell behind its first words."""
     page = path.read_text(encoding="utf-8")
-    cells, end = [], 0
+    cells, end, was_run = [], 0, False
     for block in _BLOCK.finditer(page):
-        cells.append(markdown(_plain(page[end : block.start()])))
+        between = page[end : block.start()]
+        cells.append(markdown(_plain(between)))
+        if block["kind"] == "text" and not (was_run and not between.strip()):
+            cells.append(markdown(block[0]))  # a drawing; what a command prints, its cell prints here
         cells += _cells_of(block, path.stem)
-        end = block.end()
+        end, was_run = block.end(), block["kind"] in ("bash", "python")
     cells.append(markdown(_plain(page[end:])))
     title, *rest = [cell for cell in cells if cell["source"]]
     return notebook([title, code(setup), *rest])
@@ -78,7 +81,7 @@ def _cells_of(block: re.Match[str], lesson_name: str) -> list[Cell]:
         return [code(f"%%writefile my_solution.py\n{exercise}"), code("\n".join(f"!{line}" for line in lines))]
     if kind == "bash":
         return [code(f"%%bash --no-raise-error\n{text}")]
-    return []  # what is printed there, the cells print here
+    return []
 
 
 def _plain(text: str) -> str:
