@@ -31,6 +31,9 @@ from inference.http.telemetry import TraceMiddleware, Tracing
 from inference.http.workers import SupervisorLine
 from inference.settings import Settings, keep_tokenizer_on_one_thread
 
+# Seconds between two looks at whether the model is dead.
+_DEAD_CHECK_S = 0.5
+
 _GROUPS = (predict, explain, hub, open_inference, operations, documentation, pages)
 
 
@@ -56,20 +59,34 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         load()  # the port opens immediately: /health reports honestly while the model loads in the background
     # A reload is for all workers or none, so one that is asked for it passes that on.
     parts.lifecycle.take_signals(reload=load if parts.line is None else partial(os.kill, os.getppid(), signal.SIGHUP))
-    keeper = ConnectionKeeper(parts.settings.max_connections, parts.settings.request_timeout_s)
+    settings = parts.settings
+    keeper = ConnectionKeeper(settings.max_connections, settings.request_timeout_s, settings.max_connection_age_s)
     if parts.line is not None:
         leave = partial(parts.lifecycle.leave, server)
         follow = parts.line.follow(parts.metrics.snapshot, parts.limits.take_elsewhere, leave)
         following = asyncio.create_task(follow)
+    ending = asyncio.create_task(_end_once_dead(server, parts)) if server is not None else None
     async with keeper.watching(server):
         yield
     parts.lifecycle.is_draining = True
+    if ending is not None:
+        ending.cancel()
     if tasks:
         await asyncio.wait(tasks)
     await parts.served_model.close()
     if parts.line is not None:
         following.cancel()
         parts.line.say_counts(parts.metrics.snapshot())
+    parts.lifecycle.end()
+
+
+async def _end_once_dead(server: Any, parts: Parts) -> None:
+    # An orchestrator may ask /livez and act. A composition, a plain container, or a worker among several has only its
+    # exit code.
+    while (reason := parts.dead) is None:
+        await asyncio.sleep(_DEAD_CHECK_S)
+    if not parts.lifecycle.is_draining:
+        parts.lifecycle.die(server, reason)
 
 
 async def _load_once_started(server: Any, parts: Parts) -> None:

@@ -118,12 +118,25 @@ class Settings(BaseModel):
         "ends in 408, and until a connection is closed whose headers do not arrive or whose answer is not read. "
         "Shorter gives up sooner under overload.",
     )
+    restart_after_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds without an answer, from a forward pass that hangs or a model that fails even on a known good "
+        "text, until the process is considered dead: `/livez` fails, and the process ends with exit code 70 so that "
+        "whatever started it starts another. More than the slowest batch takes.",
+    )
     max_connections: int = Field(
         default=1000,
         ge=1,
         description="Most connections at a time; fewer if the process may not open so many files (`ulimit -n`). "
         "Beyond it, a new one ends the one that has been idle longest; if none has been idle for a second, it is "
         "refused with 503.",
+    )
+    max_connection_age_s: float = Field(
+        default=300,
+        ge=0,
+        description="Seconds, give or take a tenth, after which a connection is closed with its next answer, so that "
+        "clients that keep connections spread over servers that have joined. 0 keeps them.",
     )
     cache_entries: int = Field(
         default=0,
@@ -155,6 +168,11 @@ class Settings(BaseModel):
         description="A file of more keys, one on each line, each with a rate limit of its own if `KEY "
         "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced without a restart. If "
         "it becomes missing, damaged or empty, none of its keys is valid.",
+    )
+    require_api_key: bool = Field(
+        default=False,
+        description="1: do not start unless API_KEY or API_KEYS_FILE is set, so that a missing secret never opens the "
+        "server to everybody.",
     )
     cors_origins: str = Field(
         default="",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import numpy as np
 
@@ -36,8 +37,14 @@ class EngineHealth:
         self._batch = TokenBatch.of([good_ids])
         self._lock = threading.Lock()
         self._num_failed = 0
+        self._broken_since = 0.0
         self.failure: str | None = None
         self.needs_restart = False
+
+    @property
+    def broken_s(self) -> float:
+        """Seconds for which the engine has been considered broken; 0 while it is not."""
+        return 0.0 if self.failure is None else time.monotonic() - self._broken_since
 
     def pass_answered(self) -> None:
         """Record a pass that answered at least one of its texts."""
@@ -67,6 +74,8 @@ class EngineHealth:
         self.needs_restart = "CUDA error" in problem
         remedy = "only a restart of the server helps" if self.needs_restart else "it is tried again every few seconds"
         is_news = self.failure is None
+        if is_news:
+            self._broken_since = time.monotonic()
         self.failure = f"the model fails on every text, a known good one included ({problem}); {remedy}"
         if is_news:
             logger.error("not ready: %s", self.failure)

@@ -43,6 +43,7 @@ class ServedModel:
         self._load_model = load_model
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
+        self._dead_after_s = settings.restart_after_s
         self._limits = QueueLimits(
             max_batch_tokens=settings.max_batch_tokens,
             # Nobody waits for an answer beyond the request's own time limit.
@@ -75,13 +76,24 @@ class ServedModel:
         if not classifier.is_alive:
             return "the worker that runs the model is down and is being restarted; see the log"
         if classifier.heartbeat_age_s > self._stuck_after_s:
-            return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s; restart the server"
+            return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s"
         return classifier.health.failure
 
     @property
-    def needs_restart(self) -> bool:
-        """Whether the model cannot answer until the process is restarted."""
-        return self._current is not None and self._current.classifier.health.needs_restart
+    def dead(self) -> str | None:
+        """Why only a new process helps: an error that stays with this one, or RESTART_AFTER_S without an answer.
+
+        A model that was never loaded is not dead: it may be put right and loaded by a signal.
+        """
+        if self._current is None:
+            return None
+        classifier = self._current.classifier
+        if classifier.health.needs_restart:
+            return classifier.health.failure
+        silent_s = max(classifier.heartbeat_age_s, classifier.health.broken_s)
+        if silent_s <= self._dead_after_s:
+            return None
+        return f"the model has answered nothing for {silent_s:.0f} s ({self.error or 'one batch takes all this time'})"
 
     @property
     def current(self) -> Served | None:

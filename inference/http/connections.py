@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import resource
 import time
 from collections.abc import AsyncIterator
@@ -31,6 +32,7 @@ _GRACE_S = 1.0
 _REFUSAL_S = 1.0
 # Files that the process opens for other things: loading a model, the log, DNS; half of them for refused clients.
 _SPARE_FILES = 64
+_CLOSE = (b"connection", b"close")
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
     b"Content-Length: 46\r\n\r\nall connections are in use; try again in 5 s.\n"
@@ -38,16 +40,18 @@ _FULL = (
 
 
 class ConnectionKeeper:
-    def __init__(self, max_connections: int, timeout_s: float) -> None:
+    def __init__(self, max_connections: int, timeout_s: float, max_age_s: float) -> None:
         """Create the keeper; `watching` starts it.
 
         Args:
             max_connections: a new connection beyond this ends the one that has been idle longest; if none has been idle
                 for a second, the new one gets 503.
             timeout_s: seconds within which headers must be complete, and within which part of an answer must be read.
+            max_age_s: seconds after which a connection ends with its next answer; 0 for never.
         """
         self._max_connections = max_connections
         self._timeout_s = timeout_s
+        self._max_age_s = max_age_s or float("inf")
         self._open: set[Any] = set()
         self._refused: set[asyncio.Transport] = set()
         self._full_until = 0.0  # until then no connection can have been idle for long enough to be ended
@@ -78,6 +82,8 @@ class ConnectionKeeper:
                     return
                 super().connection_made(_OneWrite(transport))
                 self.idle_since = self.headers_since = time.monotonic()
+                # A tenth more or less, or the clients of a server that was full would all come back at once.
+                self.given_back_at = self.idle_since + keeper._max_age_s * random.uniform(0.9, 1.1)
                 self.header_bytes = 0
                 self.unread_bytes = 0
                 self.unread_since = 0.0
@@ -93,6 +99,11 @@ class ConnectionKeeper:
                     self.header_bytes = 0
                     if _is_at_work(self):  # often over before the next check
                         self.idle_since = time.monotonic()
+                        if self.idle_since > self.given_back_at:
+                            # As if the client had asked for it: uvicorn answers with the same header, then closes.
+                            self.given_back_at = float("inf")
+                            self.cycle.keep_alive = False  # read by its httptools protocol
+                            self.cycle.scope["headers"].append(_CLOSE)  # by its h11 protocol
                     return
                 if not self.header_bytes and self.cycle is not None:
                     self.headers_since = time.monotonic()

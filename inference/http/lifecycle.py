@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from typing import Any
 from inference.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+# Of a process that ended because only a new one helps: an internal software error, in sysexits.h.
+DEAD_EXIT_CODE = 70
+# Seconds beyond grace until a process that does not end by itself is made to.
+_LAST_SECONDS = 5.0
 
 
 def server_of_process() -> Any:
@@ -40,6 +46,7 @@ class Lifecycle:
     def __init__(self, settings: Settings) -> None:
         self.is_draining = False
         self.is_leaving = False
+        self.exit_code: int | None = None
         self._drain_seconds = settings.drain_seconds
         self._grace_seconds = settings.grace_seconds
 
@@ -73,6 +80,22 @@ class Lifecycle:
         for listening in server.servers:
             listening.close()
         asyncio.get_running_loop().call_later(self._drain_seconds, self._exit, server)
+
+    def die(self, server: Any, reason: str) -> None:
+        """End the process with `DEAD_EXIT_CODE`, even if its threads hang; `end` is the last step of that."""
+        logger.critical("the process ends with exit code %d, so that a new one starts: %s", DEAD_EXIT_CODE, reason)
+        self.is_draining = True
+        self.exit_code = DEAD_EXIT_CODE
+        last_resort = threading.Timer(self._grace_seconds + _LAST_SECONDS, os._exit, (DEAD_EXIT_CODE,))
+        last_resort.daemon = True
+        last_resort.start()
+        self._exit(server)
+
+    def end(self) -> None:
+        """Exit at once if the process is to end with a code: uvicorn would end it with 0."""
+        if self.exit_code is not None:
+            logging.shutdown()
+            os._exit(self.exit_code)
 
     def _stop_later(self, stop: Callable[[int, FrameType | None], Any], number: int) -> None:
         logger.info("SIGTERM: not ready; the port closes in %g s", self._drain_seconds)

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from common.text import Text, texts_in
 from inference.batching.served_model import LoadModel, ServedModel
+from inference.errors import SettingsError
 from inference.http.api_keys import ApiKeys
 from inference.http.lifecycle import Lifecycle
 from inference.http.request_limits import RequestLimits
@@ -70,7 +71,11 @@ class Parts:
     @classmethod
     def of(cls, settings: Settings, load_model: LoadModel, line: SupervisorLine | None) -> Parts:
         api_keys = ApiKeys(settings.api_key.get_secret_value() if settings.api_key else None, settings.api_keys_file)
+        if settings.require_api_key and not api_keys.is_set:
+            problem = "REQUIRE_API_KEY is set, but neither API_KEY nor API_KEYS_FILE is; set one of them"
+            raise SettingsError(problem, code="api-key-missing")
         metrics = ServerMetrics()
+        metrics.watch("api_key_required", "1 if requests need an API key.", lambda: float(api_keys.is_set))
         body_budget = BodyBudget(int(settings.max_pending_mb * 2**20))
         metrics.watch("pending_body_bytes", "Bodies of requests in progress.", lambda: body_budget.held_bytes)
         return cls(
@@ -87,7 +92,7 @@ class Parts:
     @property
     def dead(self) -> str | None:
         """Why the process has to be restarted, or None."""
-        return self.served_model.error if self.served_model.needs_restart else None
+        return self.served_model.dead
 
     @property
     def unready(self) -> str | None:

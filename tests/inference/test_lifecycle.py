@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -343,6 +344,46 @@ def test_a_sticky_cuda_error_makes_the_process_look_dead_so_that_it_is_restarted
         assert dead.status_code == 503
         assert dead.json()["reason"].endswith("only a restart of the server helps")
         assert client.get("/v2/health/live").json() == {"live": False}
+
+
+def test_a_model_that_keeps_failing_looks_dead_after_the_time_that_is_set_and_no_longer_once_it_answers(
+    model_folder: Path,
+) -> None:
+    server = ThreadedServer(create_app(Settings(model_checkpoint=model_folder, restart_after_s=1), stand_in()))
+    with server.running() as client:
+        _break(server, "out of order")
+        for i in range(3):
+            client.post("/predict", json={"text": text_of(i)})
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/livez").status_code == 200
+        wait_until(lambda: client.get("/livez").status_code == 503)
+        assert "out of order" in client.get("/livez").json()["reason"]
+        _break(server, None)
+        wait_until(lambda: client.get("/livez").status_code == 200)
+
+
+def _ask_and_wait_in_vain(server: Server) -> None:
+    with suppress(httpx.TransportError):
+        server.new_client().post("/predict", json={"text": text_of(1)})
+
+
+@pytest.mark.parametrize("command", [(), ("uvicorn", "tests.inference.stand_in_server:app")])
+def test_a_process_whose_model_hangs_ends_with_a_code_of_its_own(
+    model_folder: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    settings = {"RESTART_AFTER_S": "0.3", "GRACE_SECONDS": "0.5"}
+    with stand_in_server(model_folder, tmp_path, 1000, command, **settings) as server:
+        threading.Thread(target=_ask_and_wait_in_vain, args=[server], daemon=True).start()
+        assert server.process.wait(timeout=30) == 70
+        assert "so that a new one starts: the model has answered nothing for" in server.log()
+
+
+def test_a_worker_whose_model_hangs_is_replaced_while_the_others_answer(model_folder: Path, tmp_path: Path) -> None:
+    settings = {"RESTART_AFTER_S": "0.3", "GRACE_SECONDS": "0.5", "WORKERS": "2"}
+    with stand_in_server(model_folder, tmp_path, 1000, **settings) as server:
+        threading.Thread(target=_ask_and_wait_in_vain, args=[server], daemon=True).start()
+        wait_until(lambda: "ended with exit code 70; another one replaces it" in server.log())
+        wait_until(server.is_ready)
 
 
 def test_a_client_with_a_text_that_the_model_cannot_take_takes_no_server_down(model_folder: Path) -> None:

@@ -48,6 +48,20 @@ def _is_closed_by_server(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_connection_is_given_back_with_an_answer_once_it_is_old_enough(
+    model_folder: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    with (
+        stand_in_server(model_folder, tmp_path, 0, command, MAX_CONNECTION_AGE_S="1") as server,
+        server.new_client() as client,
+    ):
+        assert "connection" not in client.get("/livez").headers
+        wait_until(lambda: client.get("/livez").headers.get("connection") == "close")
+        after = client.get("/livez")  # on a new connection
+        assert (after.status_code, after.headers.get("connection")) == (200, None)
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_a_connection_whose_headers_do_not_come_is_ended(hasty_server: Server, sent: bytes) -> None:
     with _connected(hasty_server, sent) as connection:
