@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,16 +77,15 @@ def ask(address: str, token: str | None, expected: Expected) -> str:
     Raises:
         PublishFailure: it does not answer as ``expected``.
     """
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    _wait_until_healthy(f"{address}/health", headers)
-    revision = _get(Request(f"{address}/model", headers=headers)).get("revision")
+    _wait_until_healthy(f"{address}/health", token)
+    revision = _get(_request(f"{address}/model", token)).get("revision")
     if revision != expected.revision:
         raise PublishFailure(
             f"{address}: serves the model {revision}, not {expected.revision}; start again", code="space-not-up"
         )
-    body = json.dumps({"text": TEXT}).encode()
+    question = _request(f"{address}/predict", token, json.dumps({"text": TEXT}).encode())
     try:
-        answer = _get(Request(f"{address}/predict", body, {**headers, "Content-Type": "application/json"}))
+        answer = _get(question)
     except AnswerError as error:
         if error.code == 401:  # a secret of the Space that only its owner knows
             return "healthy; /predict wants the Space's API_KEY and was not tried"
@@ -106,7 +106,7 @@ def wait_until_shown(address: str, token: str | None, name: str, content: bytes)
     Raises:
         PublishFailure: it does not within `START_SECONDS`.
     """
-    request = Request(f"{address}/{name}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    request = _request(f"{address}/{name}", token)
     deadline, reason = time.monotonic() + START_SECONDS, "no answer"
     while time.monotonic() < deadline:
         try:
@@ -149,11 +149,11 @@ def _log_page(api: HfApi, name: str, stage: str) -> str:
     return f"{api.endpoint}/spaces/{name}?logs={'container' if stage == 'RUNTIME_ERROR' else 'build'}"
 
 
-def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
+def _wait_until_healthy(url: str, token: str | None) -> None:
     deadline, reason = time.monotonic() + START_SECONDS, "no answer"
     while time.monotonic() < deadline:
         try:
-            _get(Request(url, headers=headers))
+            _get(_request(url, token))
             return
         except (OSError, ValueError) as error:
             reason = str(error)
@@ -161,6 +161,16 @@ def _wait_until_healthy(url: str, headers: dict[str, str]) -> None:
     raise PublishFailure(
         f"{url}: not healthy after {START_SECONDS} s ({reason}); see the Space's log", code="space-not-up"
     )
+
+
+def _request(url: str, token: str | None, body: bytes | None = None) -> Request:
+    request = Request(url, body, {"Content-Type": "application/json"} if body else {})
+    if token:
+        if not url.startswith("https://") and "HF_ENDPOINT" not in os.environ:
+            raise PublishFailure(f"{url}: is not https, so the token is not sent there", code="space-not-up")
+        # The token may write to the account. urllib would send an ordinary header to any host that it is redirected to.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    return request
 
 
 def _get(request: Request) -> dict[str, Any]:

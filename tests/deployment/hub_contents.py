@@ -67,6 +67,8 @@ class Hub:
     build_log: list[str] = field(default_factory=list)
     # Where the Space's own server is.
     app: str = ""
+    # What another publisher does between the first look at a repository and the commit.
+    meanwhile: Callable[[Repository], None] = lambda repository: None
     # Changes what is stored, to be found when it is read back.
     corrupt: Callable[[Repository], None] = lambda repository: None
 

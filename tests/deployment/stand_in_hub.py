@@ -110,6 +110,7 @@ class _Handler(JsonHandler):
     def preupload(self, body: bytes, kind: str, name: str) -> dict[str, Any]:
         self._may_write(name)
         oids = {entry["path"]: entry.get("lfs", entry)["oid"] for entry in self._repository(kind, name).tree()}
+        self.hub.meanwhile(self._repository(kind, name))
         files = [file["path"] for file in json.loads(body)["files"]]
         modes = {path: "lfs" if path.endswith(LARGE_FILES) else "regular" for path in files}
         described = [
@@ -161,6 +162,8 @@ class _Handler(JsonHandler):
         self._may_write(name)
         repository = self._repository(kind, name)
         operations = [json.loads(line) for line in body.splitlines()]
+        if operations[0]["value"].get("parentCommit", repository.head) != repository.head:
+            raise _Refusal(412, "A commit has happened since. Please refresh and try again.")
         repository.commits.append([f"{line['key']} {line['value'].get('path', '')}".strip() for line in operations])
         for line in operations:
             self._apply(repository, line["key"], line["value"])

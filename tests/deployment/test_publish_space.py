@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from email.message import Message
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from deployment.running_space import Expected, ask
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
+from tests.deployment.json_handler import JsonHandler
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.deployment.test_image import BASE, build_flags
@@ -214,6 +219,17 @@ def test_what_the_hub_does_not_allow_is_one_line(
     assert hub.count("POST .*/commit/") == 0
 
 
+def test_what_another_publisher_committed_meanwhile_is_not_overwritten(
+    hub: Hub, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    hub.meanwhile = lambda repository: repository.commits.append(["file theirs"])
+
+    line = error_line(run_against(hub.address, tmp_path, *command))
+
+    assert line.startswith(f"error: space {NAME}: it was changed meanwhile; start again")
+    assert hub.repository("spaces", NAME).commits == [["file theirs"]]
+
+
 def test_a_folder_without_an_artefact_is_refused_before_anything_is_asked(
     hub: Hub, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -235,3 +251,47 @@ def test_a_space_with_an_api_key_is_not_asked_for_a_prediction(model_folder: Pat
         answer = ask(str(client.base_url).rstrip("/"), None, Expected(["World"], revision))
 
     assert answer == "healthy; /predict wants the Space's API_KEY and was not tried"
+
+
+class _Recording(JsonHandler):
+    """Redirects each question to the server whose address it is given, and keeps the headers; without one, answers."""
+
+    headers_seen: list[Message]
+    elsewhere = ""
+
+    def do_GET(self) -> None:
+        self.headers_seen.append(self.headers)
+        if self.elsewhere:
+            self.send(302, b"", {"Location": self.elsewhere + self.path})
+        else:
+            self.send(200, {"revision": "of a thief"})
+
+
+@contextmanager
+def _recording_server(elsewhere: str = "") -> Iterator[tuple[str, list[Message]]]:
+    seen: list[Message] = []
+    handler = type("ThisHandler", (_Recording,), {"headers_seen": seen, "elsewhere": elsewhere})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+        thread.join()
+
+
+def test_the_token_does_not_follow_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _recording_server() as (thief, stolen), _recording_server(elsewhere=thief) as (space, seen):
+        monkeypatch.setenv("HF_ENDPOINT", space)
+        with pytest.raises(PublishFailure, match="serves the model of a thief"):
+            ask(space, WRITER, Expected(["World"], "0123456789ab"))
+    assert {headers["Authorization"] for headers in seen} == {f"Bearer {WRITER}"}
+    assert stolen
+    assert not any(headers["Authorization"] for headers in stolen)
+
+
+def test_the_token_is_not_sent_without_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    with _recording_server() as (space, seen):
+        with pytest.raises(PublishFailure, match="is not https, so the token is not sent there"):
+            ask(space, WRITER, Expected(["World"], "0123456789ab"))
+    assert not seen

@@ -154,7 +154,10 @@ def upload(
         stale = sorted(name for name in names if name.partition("/")[0] in folders and "/" in name)
         operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
         message = f"Publish {target.name.rpartition('/')[2]}"
-        commit = api.create_commit(target.name, operations, commit_message=message, repo_type=target.kind).oid
+        # On top of what was looked at: without the parent, two publishers would delete each other's files unseen.
+        commit = api.create_commit(
+            target.name, operations, commit_message=message, repo_type=target.kind, parent_commit=there.sha
+        ).oid
         _verify(api, target, additions, commit)
     return commit
 
