@@ -25,9 +25,11 @@ _MOST_ONGOING_REQUESTS = 1000
 _MOST_REQUESTS_WAITING_IN_THE_PROXY = 1000
 # A few forward passes' worth: more wait longer than they would on another replica.
 _ONGOING_REQUESTS_TO_SCALE_AT = 16
-# Serve asks after three failures in a row for another replica; a process that is gone it sees at the next question.
+# After three failures in a row Serve starts another replica; a process that is gone it sees at the next check. One that
+# does not respond is so replaced after about half a minute. The first check, which waits for the model, belongs to the
+# start and has no limit.
 _SECONDS_BETWEEN_HEALTH_CHECKS = 2
-_SECONDS_TO_LOAD_A_MODEL = 120
+_SECONDS_FOR_A_HEALTH_CHECK = 10
 _ATTEMPTS_TO_START = 3
 
 # What log files have is one line a request from the server itself; Serve's would repeat it, with paths in full.
@@ -97,7 +99,7 @@ def build(fields: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=settings.grace_seconds,
         graceful_shutdown_wait_loop_s=settings.drain_seconds,
         health_check_period_s=_SECONDS_BETWEEN_HEALTH_CHECKS,
-        health_check_timeout_s=_SECONDS_TO_LOAD_A_MODEL,
+        health_check_timeout_s=_SECONDS_FOR_A_HEALTH_CHECK,
         max_constructor_retry_count=_ATTEMPTS_TO_START,
         logging_config=QUIET,
     )

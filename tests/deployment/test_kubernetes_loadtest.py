@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.deployment.manifests import KUBERNETES, pod_templates
-from tests.inference.servers import free_port, serving
+from tests.inference.servers import free_port, serving, stand_in_server
 
 SCRIPT = KUBERNETES / "loadtest" / "drive_load.py"
 
@@ -33,6 +33,19 @@ def test_answers_are_counted_and_timed(model_folder: Path) -> None:
     assert summary["answered"] > 4
     assert summary["texts_per_second"] > 0
     assert 0 < summary["p50_ms"] <= summary["p95_ms"] <= summary["p99_ms"]
+
+
+def test_the_answers_of_each_server_and_the_connections_are_counted(model_folder: Path, tmp_path: Path) -> None:
+    with stand_in_server(model_folder, tmp_path, 0, WORKERS="2", MAX_CONNECTION_AGE_S="0.2") as server:
+        _, summary = _drive(server.address, CLIENTS="8", LOAD_SECONDS="2")
+    assert len(summary["servers"]) == 2
+    assert sum(summary["servers"].values()) == summary["answered"]
+    assert summary["connections"] > 16
+
+    with stand_in_server(model_folder, tmp_path, 0, MAX_CONNECTION_AGE_S="0") as server:
+        _, summary = _drive(server.address)
+    assert len(summary["servers"]) == 1
+    assert summary["connections"] == 4
 
 
 def test_the_key_is_sent_and_a_refusal_fails_the_job(model_folder: Path) -> None:

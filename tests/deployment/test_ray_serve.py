@@ -237,6 +237,18 @@ def test_a_replica_killed_under_load_costs_nobody_an_answer_and_comes_back(serve
     wait_until(lambda: len(_start_times(served.client)) == 2, SECONDS_TO_START)
 
 
+@pytest.mark.slow
+@needs_ray
+def test_a_replica_that_does_not_respond_is_replaced_within_a_minute(exported_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--model", str(exported_folder)]
+    with _on_ray(command, tmp_path / "log") as server:
+        [frozen] = _replicas(server)
+        os.kill(frozen, signal.SIGSTOP)
+        wait_until(lambda: _replicas(server) - {frozen}, 60)
+        wait_until(server.is_ready, SECONDS_TO_START)
+        assert _labels(server.client)
+
+
 def _start_times(client: httpx.Client) -> set[str]:
     """When the replicas that answer were started: /metrics is that of whichever the request went to."""
     pages = [client.get("/metrics").text for _ in range(16)]

@@ -134,6 +134,8 @@ def test_uvicorn_itself_drains_too_and_ends_with_exit_code_0(model_folder: Path,
             "error: PORT: must be at most 65535",
         ),
         (["inference.serve"], {"ENGINE": "steam", "MAX_TEXT_CHARS": "0"}, "error: ENGINE: must be 'auto'"),
+        (["inference.serve"], {"REQUIRE_API_KEY": "1"}, "error: REQUIRE_API_KEY is set, but neither API_KEY nor"),
+        (["uvicorn", "inference.app:app"], {"REQUIRE_API_KEY": "1"}, "error: REQUIRE_API_KEY is set, but neither"),
         (["inference.serve", "--port", "x"], {}, "argument --port: invalid int value: 'x'"),
     ],
 )

@@ -1,7 +1,8 @@
 """Load for a server from inside the cluster: clients that each send their next text when the last is answered.
 
 Needs the standard library alone, so that the served image can run it. Prints one JSON line; exit code 1 when any
-request was not answered with 200.
+request was not answered with 200. `servers` counts the answers of each server process, so an uneven load shows, and a
+pod that joined gets a share only if `connections` are opened again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Client(Thread):
         super().__init__()
         self.outcomes: Counter[str] = Counter()
         self.seconds: list[float] = []
+        self.servers: Counter[str] = Counter()
+        self.num_connections = 0
         self._next = number
         self._end = end
         parts = urlsplit(address)
@@ -51,10 +54,13 @@ class Client(Thread):
                 time.sleep(0.1)  # a server that refuses at once is not to be flooded
 
     def _ask(self, text: str) -> str:
+        self.num_connections += self._connection.sock is None  # it was never opened, or the last answer closed it
         try:
             self._connection.request("POST", "/predict", json.dumps({"text": text}), self._headers)
             response = self._connection.getresponse()
             response.read()
+            # The server numbers its answers, after a name that each of its processes draws at its start.
+            self.servers[response.headers.get("X-Request-ID", "unknown").partition("-")[0]] += 1
         except (OSError, HTTPException) as error:
             self._connection.close()
             return type(error).__name__
@@ -73,6 +79,8 @@ def summary(clients: list[Client], seconds: float) -> dict[str, object]:
         "texts_per_second": round(len(ordered) / seconds, 1),
         **quantiles,
         "answered": len(ordered),
+        "servers": dict(sum((client.servers for client in clients), Counter()).most_common()),
+        "connections": sum(client.num_connections for client in clients),
         "errors": errors,
     }
 
