@@ -121,9 +121,9 @@ class Settings(BaseModel):
     restart_after_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds without an answer, from a forward pass that hangs or a model that fails even on a known good "
-        "text, until the process is considered dead: `/livez` fails, and the process ends with exit code 70 so that "
-        "whatever started it starts another. More than the slowest batch takes.",
+        description="Seconds without an answer, from a forward pass that hangs or a model that fails even on a known "
+        "good text, until the process is considered dead: `/livez` fails, and the process ends with exit code 70 so "
+        "that whatever started it starts another. More than the slowest batch takes.",
     )
     max_connections: int = Field(
         default=1000,

@@ -291,7 +291,7 @@ def test_the_token_does_not_follow_a_redirect(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_token_is_not_sent_without_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    with _recording_server() as (space, seen):
-        with pytest.raises(PublishFailure, match="is not https, so the token is not sent there"):
-            ask(space, WRITER, Expected(["World"], "0123456789ab"))
+    not_sent = pytest.raises(PublishFailure, match="is not https, so the token is not sent there")
+    with _recording_server() as (space, seen), not_sent:
+        ask(space, WRITER, Expected(["World"], "0123456789ab"))
     assert not seen
