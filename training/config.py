@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from common.errors import OneLineParser, UserError, invalid_value
 from common.rows import Columns
 from common.windows import MOST_WINDOWS
+from training.parallelism.deepspeed_file import flags_of_file
 
 ENVIRONMENT_PREFIX = "DISTRINEWS_"
 TINY = "tiny"
@@ -240,7 +241,7 @@ class TrainConfig(BaseModel):
     cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
     balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks from time to time, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
     deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
-    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here", on_resume="any")
+    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here; where it sets what a flag sets, such as the learning rate, it counts unless the flag is given", on_resume="any")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
@@ -594,6 +595,12 @@ def parse_config(
     ):
         values |= source
         origins |= dict.fromkeys(source, origin)
+    if values.get("deepspeed_config") and values.get("strategy") == "deepspeed":
+        # What such a file says of a flag's subject counts where the flag is not given.
+        file = Path(values["deepspeed_config"])
+        in_file = flags_of_file(file, int(environment.get("WORLD_SIZE", 1)))
+        values = in_file | values
+        origins = dict.fromkeys(in_file, f"--deepspeed_config {file}") | origins
     config = make_config(values, origins)
     if print_config:
         print(config.to_yaml(), end="")

@@ -6,25 +6,18 @@ Source: deepspeed.ai/docs/config-json.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
 from training.config import TrainConfig
-
-Settings = dict[str, Any]
+from training.parallelism.deepspeed_file import FLAGS, SCHEDULES, Settings, look_up, read_file
 
 # Elements reduced or gathered at once. DeepSpeed's default of 500,000,000 would cost a small model a 2 GB buffer.
 LARGEST_BUCKET = 50_000_000
 
-# What a file may repeat but not contradict, and the flag that sets it.
-FLAGS = {
+# Fields that follow from a flag, in addition to those that are one.
+FOLLOWING = {
     "train_batch_size": "batch_size",
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "gradient_clipping": "clip_norm",
-    "zero_optimization.stage": "deepspeed_stage",
+    "scheduler.type": "schedule",
     "zero_optimization.offload_optimizer.device": "cpu_offload",
     "zero_optimization.memory_efficient_linear": "activation_checkpointing",
     "fp16.enabled": "precision",
@@ -47,7 +40,6 @@ REFUSED = (
     "managed_gradient_accumulation",
     "pipeline",
     "progressive_layer_drop",
-    "scheduler",
     "sequence_parallel_size",
     "tensor_parallel",
 )
@@ -60,21 +52,43 @@ def deepspeed_settings(config: TrainConfig, precision: str, world_size: int, num
         UserError: the file cannot be read or contradicts a flag, or the stage does not support offload or fp16.
     """
     _check(config, precision)
-    given = _read(config, config.deepspeed_config) if config.deepspeed_config else {}
+    path = config.deepspeed_config
+    given = read_file(path) if path else {}
+    for name in sorted(given.keys() & set(REFUSED)):
+        raise UserError(
+            f"--deepspeed_config {path}: {name} cannot be set in a file: the trainer's flags decide it; remove it",
+            code="deepspeed-config",
+        )
     ours = _generated(config, precision, world_size, num_parameters)
     # In bf16 a file may ask for DeepSpeed's own mode, with bf16 weights, instead of autocast.
-    if precision == "bf16" and _look_up(given, "bf16.enabled"):
+    if precision == "bf16" and look_up(given, "bf16.enabled"):
         ours |= {"bf16": {"enabled": True, "check_grad_overflow": True}, "torch_autocast": {"enabled": False}}
-    for path, flag in FLAGS.items():
-        mine, theirs = _look_up(ours, path), _look_up(given, path)
+    for name, flag in (FLAGS | FOLLOWING).items():
+        mine, theirs = look_up(ours | _of_flags(config), name), look_up(given, name)
         if None not in (mine, theirs) and mine != theirs:
             raise UserError(
-                f"--deepspeed_config {config.deepspeed_config}: {path} is {json.dumps(theirs)}, and "
-                f"--{flag} {str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, "
-                "or leave it out of the file",
+                f"--deepspeed_config {path}: {name} is {json.dumps(theirs)}, and --{flag} "
+                f"{str(getattr(config, flag)).lower()} makes it {json.dumps(mine)}: make them equal, or leave one out",
                 code="deepspeed-config",
             )
+    # The trainer sets the learning rate before each step, and gives each group of parameters its weight decay.
+    given.pop("scheduler", None)
+    if "optimizer" in given:
+        flags = {"lr": 0.0, "betas": list(config.betas), "eps": config.epsilon}
+        kept = {name: value for name, value in given["optimizer"].get("params", {}).items() if name == "torch_adam"}
+        given["optimizer"] = {"type": "AdamW", "params": flags | kept}
     return _merge(ours, given)
+
+
+def _of_flags(config: TrainConfig) -> Settings:
+    """What a file's optimizer and scheduler would have to say if they were to say what the flags do."""
+    kinds = {schedule: kind for kind, schedule in SCHEDULES.items()}
+    steps = {"warmup_max_lr": config.peak_learning_rate, "warmup_num_steps": config.warmup}
+    numbers = {"betas": list(config.betas), "eps": config.epsilon, "weight_decay": config.weight_decay}
+    return {
+        "optimizer": {"params": {"lr": config.peak_learning_rate, **numbers}},
+        "scheduler": {"type": kinds.get(config.schedule, config.schedule), "params": steps},
+    }
 
 
 def _check(config: TrainConfig, precision: str) -> None:
@@ -120,68 +134,6 @@ def _generated(config: TrainConfig, precision: str, world_size: int, num_paramet
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-
-
-def _read(config: TrainConfig, path: Path) -> Settings:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--deepspeed_config {path}: {error.strerror}", code="deepspeed-config") from error
-    except ValueError as error:
-        raise UserError(f"--deepspeed_config {path}: not valid JSON: {error}", code="deepspeed-config") from error
-    if not isinstance(settings, dict):
-        raise UserError(
-            f'--deepspeed_config {path}: must hold fields, such as {{"zero_optimization": {{"stage": 2}}}}',
-            code="deepspeed-config",
-        )
-    settings = _without_auto(settings)
-    for name in sorted(settings.keys() & set(REFUSED)):
-        raise UserError(
-            f"--deepspeed_config {path}: {name} cannot be set in a file: the trainer's flags decide it; remove it",
-            code="deepspeed-config",
-        )
-    if "optimizer" in settings:
-        settings["optimizer"] = _adamw(config, path, settings["optimizer"])
-    return settings
-
-
-def _adamw(config: TrainConfig, path: Path, section: Any) -> Settings:
-    """The settings of one of DeepSpeed's own optimizers, with the same numbers as PyTorch's."""
-    if not isinstance(section, dict) or not isinstance(section.get("params", {}), dict):
-        raise UserError(
-            f"--deepspeed_config {path}: optimizer and its params: must be objects with fields", code="deepspeed-config"
-        )
-    kind = section.get("type")
-    if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(
-            f"--deepspeed_config {path}: optimizer.type is {kind}: only AdamW is trained with here",
-            code="deepspeed-config",
-        )
-    if set(section.get("params", {})) - {"torch_adam"}:
-        names = ", ".join(section["params"])
-        raise UserError(
-            f"--deepspeed_config {path}: optimizer.params ({names}): leave them out; --learning_rate, "
-            "--weight_decay, --betas and --epsilon set them",
-            code="deepspeed-config",
-        )
-    ours = {"lr": 0.0, "betas": list(config.betas), "eps": config.epsilon}
-    return {"type": "AdamW", "params": {**ours, **section.get("params", {})}}
-
-
-def _without_auto(settings: Settings) -> Settings:
-    """Drop ``auto``, with which files for other trainers say that a flag decides."""
-    return {
-        name: _without_auto(value) if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if value != "auto"
-    }
-
-
-def _look_up(settings: Mapping[str, Any], path: str) -> Any:
-    value: Any = settings
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def _merge(ours: Settings, given: Settings) -> Settings:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from training.config import TrainConfig
+from training.config import TrainConfig, parse_config
 from training.parallelism.deepspeed_settings import LARGEST_BUCKET, deepspeed_settings
 
 
@@ -71,9 +71,13 @@ def test_an_optimizer_of_deepspeed_gets_the_numbers_of_the_flags(file_of: Callab
         ({"gradient_clipping": 5}, ("gradient_clipping is 5", "--clip_norm 1.0 makes it 1.0")),
         ({"train_batch_size": 7}, ("train_batch_size is 7", "--batch_size 32 makes it 64")),
         ({"bf16": {"enabled": True}}, ("bf16.enabled is true", "--precision auto makes it false")),
-        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "remove it")),
+        ({"elasticity": {}}, ("elasticity cannot be set", "remove it")),
+        ({"scheduler": {"type": "OneCycle"}}, ("scheduler.type is OneCycle", "WarmupLR, WarmupDecayLR")),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}}, ("warmup_min_lr is 1e-05",)),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"steps": 1}}}, ("scheduler.params.steps: not known",)),
         ({"optimizer": {"type": "Lion"}}, ("optimizer.type is Lion", "only AdamW")),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, ("optimizer.params (lr)", "--learning_rate")),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, ("optimizer.params.amsgrad: not known",)),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, ("params.lr is 1e-05", "makes it 2e-05")),
         ("[1, 2]", ("must hold fields",)),
         ("{", ("not valid JSON",)),
     ],
@@ -101,3 +105,88 @@ def test_stage_0_knows_no_offload_and_no_fp16() -> None:
         _settings(deepspeed_stage=0, cpu_offload=True)
     with pytest.raises(UserError, match="--precision fp16 with --deepspeed_stage 0"):
         _settings("fp16", deepspeed_stage=0)
+
+
+# The first file of DeepSpeed's "Getting started", and the fields of its page on the configuration.
+FIRST_FILE = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+    "fp16": {"enabled": True},
+    "zero_optimization": True,
+}
+OPTIMIZER = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}
+MEMORY = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}
+
+
+def _parsed(file: Path, *flags: str, num_ranks: int = 2) -> TrainConfig:
+    arguments = ["--strategy", "deepspeed", "--deepspeed_config", str(file), *flags]
+    return parse_config(arguments, {"WORLD_SIZE": str(num_ranks)})
+
+
+def test_the_file_of_deepspeed_s_own_documentation_is_taken(file_of: Callable) -> None:
+    config = _parsed(file_of(FIRST_FILE))
+    assert (config.batch_size, config.gradient_accumulation, config.deepspeed_stage) == (4, 1, 1)
+    assert (config.learning_rate, config.precision) == (0.00015, "fp16")
+    settings = deepspeed_settings(config, "fp16", 2, 1000)
+    assert settings["train_batch_size"] == 8
+    assert settings["zero_optimization"]["stage"] == 1
+    assert settings["fp16"]["enabled"] is True
+    assert settings["optimizer"]["params"]["lr"] == 0.0  # the trainer sets it before each step
+
+
+def test_optimizer_and_scheduler_of_a_file_become_flags(file_of: Callable) -> None:
+    config = _parsed(file_of({"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "zero_optimization": MEMORY}))
+    assert (config.learning_rate, config.betas, config.weight_decay) == (0.001, (0.8, 0.999), 3e-7)
+    assert (config.schedule, config.warmup, config.deepspeed_stage) == ("constant", 1000, 3)
+    settings = deepspeed_settings(config, "fp32", 2, 1000)
+    assert "scheduler" not in settings
+    assert settings["optimizer"]["params"]["betas"] == [0.8, 0.999]
+    assert settings["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "schedule", "warmup", "learning_rate"),
+    [
+        ({"type": "WarmupLR"}, "constant", 1000, 0.001),
+        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": 5e-5, "total_num_steps": 9}}, "linear", 1000, 5e-5),
+        ({"type": "WarmupCosineLR", "params": {"warmup_num_steps": 7}}, "cosine", 7, None),
+    ],
+)
+def test_each_scheduler_is_the_schedule_that_means_it(
+    scheduler: dict, schedule: str, warmup: int, learning_rate: float | None, file_of: Callable
+) -> None:
+    config = _parsed(file_of({"scheduler": scheduler}))
+    assert (config.schedule, config.warmup, config.learning_rate) == (schedule, warmup, learning_rate)
+    deepspeed_settings(config, "fp32", 2, 1000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch_size", "accumulation"),
+    [
+        ({"train_batch_size": 32}, 8, 1),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, 2),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, 2, 4),
+    ],
+)
+def test_the_factors_of_the_global_batch_follow_as_in_deepspeed(
+    fields: dict, batch_size: int, accumulation: int, file_of: Callable
+) -> None:
+    config = _parsed(file_of(fields), num_ranks=4)
+    assert (config.batch_size, config.gradient_accumulation) == (batch_size, accumulation)
+
+
+def test_a_flag_that_is_given_counts_and_a_file_that_contradicts_it_is_refused(file_of: Callable) -> None:
+    file = file_of({"train_batch_size": 8, "optimizer": OPTIMIZER})
+    config = _parsed(file, "--learning_rate", "3e-5")
+    assert (config.learning_rate, config.batch_size) == (3e-5, 4)
+    with pytest.raises(UserError, match=r"optimizer.params.lr is 0.001, and --learning_rate 3e-05 makes it 3e-05"):
+        deepspeed_settings(config, "fp32", 2, 1000)
+
+
+def test_a_value_of_a_file_that_no_flag_can_have_names_the_file(file_of: Callable) -> None:
+    with pytest.raises(UserError, match=r"--deepspeed_config .*: clip_norm -1: must be at least 0"):
+        _parsed(file_of({"gradient_clipping": -1}))
+    with pytest.raises(UserError, match="train_batch_size 9 does not divide into 2 ranks"):
+        _parsed(file_of({"train_batch_size": 9}))
