@@ -19,7 +19,7 @@ if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from common.errors import EXIT_USER_ERROR, ForeseenError, OneLineParser, UserError, positive, run_command
-from deployment.ray.cluster import check_room, connect
+from common.ray_cluster import check_room, connect
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h

@@ -14,7 +14,7 @@ if not __package__:  # started by path: the imports below need the repository
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from common.errors import OneLineParser, UserError, positive, run_command
-from deployment.ray.cluster import check_room, connect
+from common.ray_cluster import check_room, connect
 from training.search.processes import start_process
 from training.search.space import read_space
 from training.search.trials import search

@@ -29,6 +29,8 @@ def build_parser() -> OneLineParser:
     for command in (run, serve):
         kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"
         command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
+        on_ray = "run the ranks on the machines of a Ray cluster; auto: this machine's, local: one for this command"
+        command.add_argument("--cluster", metavar="ADDRESS", help=on_ray)
     for command in (run, show, serve):
         command.add_argument("pipeline", type=Path, nargs="?", metavar="PIPELINE.yaml", help="default: iris")
         command.add_argument("--workers", type=positive, metavar="N", help="ranks (default: what the pipeline says)")
@@ -67,7 +69,7 @@ def run(flags: argparse.Namespace) -> None:
         history.record(event)
         progress.show(event)
 
-    runner = Runner(pipeline, flags.output, follow)
+    runner = Runner(pipeline, flags.output, follow, flags.cluster)
     try:
         with progress, runner:
             runner.run()
@@ -95,7 +97,7 @@ def show(flags: argparse.Namespace) -> None:
 def serve(flags: argparse.Namespace) -> None:
     from learn.cards.serve import serve_page
 
-    serve_page(configured(flags), flags.output, flags.port)
+    serve_page(configured(flags), flags.output, flags.port, flags.cluster)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from common.errors import ForeseenError, TrainingFailure, first_line
 from learn.cards.pipeline import Node, Pipeline
 from learn.cards.storage import Storage
-from learn.cards.workers import Job, Workers, keep_traceback
+from learn.cards.workers import Job, LocalWorkers, RayWorkers, Workers, keep_traceback
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,18 @@ class Runner:
     """One run of a pipeline; a context manager, after which no process is left.
 
     Values are kept in a subfolder of ``folder`` with the pipeline's name; the first step removes an earlier run's.
+    ``cluster``: the address of a Ray cluster whose machines run the ranks; None for this machine.
     """
 
     def __init__(
-        self, pipeline: Pipeline, folder: Path, on_event: Callable[[Event], None] = lambda event: None
+        self,
+        pipeline: Pipeline,
+        folder: Path,
+        on_event: Callable[[Event], None] = lambda event: None,
+        cluster: str | None = None,
     ) -> None:
         self.pipeline = pipeline
+        self._cluster = cluster
         self.storage = Storage(folder / pipeline.name)
         self.on_event = on_event
         # By node, one per rank; a local card has one.
@@ -147,7 +153,11 @@ class Runner:
             storage.save("outputs", outputs)
             return [outputs]
         if self._workers is None:
-            self._workers = Workers(self._num_workers, self.storage.folder)
+            self._workers = (
+                LocalWorkers(self._num_workers, self.storage.folder)
+                if self._cluster is None
+                else RayWorkers(self._num_workers, self.storage.folder, self._cluster)
+            )
         return self._workers.run(
             [
                 Job(node.card.card_type, node.id, node.config.model_dump(), self._inputs(node, rank), recording)

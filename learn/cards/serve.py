@@ -261,13 +261,13 @@ class _Server(uvicorn.Server):
         self.session.end()
 
 
-def serve_page(pipeline: Pipeline, folder: Path, port: int) -> None:
+def serve_page(pipeline: Pipeline, folder: Path, port: int, cluster: str | None = None) -> None:
     """Serve the page until SIGTERM or Ctrl-C."""
     try:
         listener = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) else "a port is 0 to 65535"
         raise UserError(f"--port {port}: cannot listen there ({reason}); choose another", code="port-in-use") from error
-    with listener, Session(pipeline, folder) as session:
+    with listener, Session(pipeline, folder, cluster) as session:
         print(f"The cards of {pipeline.path}: http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         _Server(session).run(sockets=[listener])

@@ -39,15 +39,17 @@ class _Run:
 class Session:
     """A pipeline that can be stepped, run, configured and reset; a context manager that ends all ranks."""
 
-    def __init__(self, pipeline: Pipeline, folder: Path) -> None:
+    def __init__(self, pipeline: Pipeline, folder: Path, cluster: str | None = None) -> None:
         self.folder = folder
+        self._cluster = cluster
         self.is_over = False
         self._lock = threading.Lock()
         self._followers: set[Callable[[], Any]] = set()
         self._begin(pipeline, number=1)
 
     def _begin(self, pipeline: Pipeline, number: int) -> None:
-        self._now = _Run(number, Runner(pipeline, self.folder, self._on_event), History(pipeline))
+        runner = Runner(pipeline, self.folder, self._on_event, self._cluster)
+        self._now = _Run(number, runner, History(pipeline))
         self.busy = self._stopping = False
         self._thread = threading.Thread()
 

@@ -1,12 +1,17 @@
-"""The ranks: long-lived processes that run one card after another, and keep their model in between."""
+"""The ranks: long-lived processes that run one card after another, and keep their model in between.
+
+They are processes of this machine, or actors on the machines of a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,13 +24,16 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainingFailure, UserError, first_line
+from common.ray_cluster import check_room, connect
 from learn.cards.model import record_held
 from learn.cards.registry import named_card
 from learn.cards.storage import Storage
-from training.parallelism.distributed import is_lost_rank, use_loopback
+from training.parallelism.distributed import interface_to, is_lost_rank, use_loopback
 
 # When a rank reports that it lost another, the other one's own error, which is the cause, may take this long to come.
 CAUSE_TIMEOUT = 5.0
+# A cluster that grows on demand has a new machine within this time.
+ROOM_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,67 @@ class Answer:
     code: str = ""
 
 
-class Workers:
-    """The processes of all ranks, until :meth:`close` ends them.
+class Workers(ABC):
+    """All ranks, until :meth:`close` ends them.
 
-    They find each other as under torchrun: by its environment variables, and a store in the parent.
+    They find each other as under torchrun: by its environment variables.
     """
 
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    @abstractmethod
+    def _send(self, jobs: Sequence[Job]) -> None:
+        """Give each rank its job. A rank that is gone is no error yet."""
+
+    @abstractmethod
+    def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
+        """The answers that are there of these ranks, waiting for the first one; none after ``seconds``."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Run a card on all ranks, one job each; returns their outputs in the order of ranks.
+
+        Raises:
+            UserError: of the card, on the first rank that raised one.
+            TrainingFailure: a rank died or its card failed; no process is left.
+        """
+        self._send(jobs)
+        answers = self._answers()
+        bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
+        if not bad:
+            return [dict(answers[rank].outputs) for rank in range(self.count)]
+        self.close()
+        rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
+        if answer.kind == "user error":
+            raise UserError(answer.message, code=answer.code)
+        raise TrainingFailure(
+            f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}", code="card-failed"
+        )
+
+    def _answers(self) -> dict[int, Answer]:
+        """Every rank's answer; fewer once one has failed, because the others may wait for it forever."""
+        answers: dict[int, Answer] = {}
+        deadline = None
+        while len(answers) < self.count:
+            waiting = [rank for rank in range(self.count) if rank not in answers]
+            found = self._answered(waiting, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            answers |= found
+            kinds = {answer.kind for answer in answers.values()}
+            if kinds & {"user error", "failed"} or (deadline and not found):
+                break
+            if "lost a rank" in kinds and deadline is None:
+                deadline = time.monotonic() + CAUSE_TIMEOUT
+        return answers
+
+
+class LocalWorkers(Workers):
+    """Processes of this machine, which find each other by a store in their parent."""
+
     def __init__(self, count: int, folder: Path) -> None:
+        super().__init__(count)
         # A fork of a server that has imported torch starts fast, and does not inherit this program's open files.
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__, "torch._dynamo"])  # which every optimizer would import
@@ -67,45 +129,14 @@ class Workers:
             self._processes.append(process)
             self._pipes.append(own_end)
 
-    def run(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Run a card on all ranks, one job each; returns their outputs in the order of ranks.
-
-        Raises:
-            UserError: of the card, on the first rank that raised one.
-            TrainingFailure: a rank died or its card failed; no process is left.
-        """
-        try:
-            for pipe, job in zip(self._pipes, jobs, strict=True):
+    def _send(self, jobs: Sequence[Job]) -> None:
+        for pipe, job in zip(self._pipes, jobs, strict=True):
+            with suppress(ConnectionError):  # its answer says how it ended
                 pipe.send(job)
-            answers = self._answers()
-        except ConnectionError:  # a rank ended; its answer says how
-            answers = self._answers()
-        bad = [(rank, answer) for rank, answer in answers.items() if answer.kind != "done"]
-        if not bad:
-            return [dict(answers[rank].outputs) for rank in range(len(self._pipes))]
-        self.close()
-        rank, answer = min(bad, key=lambda one: (one[1].kind == "lost a rank", one[0]))
-        if answer.kind == "user error":
-            raise UserError(answer.message, code=answer.code)
-        raise TrainingFailure(
-            f"rank {rank}, card {jobs[0].card_type} (node {jobs[0].node}): {answer.message}", code="card-failed"
-        )
 
-    def _answers(self) -> dict[int, Answer]:
-        """Every rank's answer; fewer once one has failed, because the others may wait for it forever."""
-        answers: dict[int, Answer] = {}
-        deadline = None
-        while len(answers) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for pipe in ready:
-                answers[waiting[pipe]] = self._answer(pipe, waiting[pipe])
-            kinds = {answer.kind for answer in answers.values()}
-            if kinds & {"user error", "failed"} or (deadline and not ready):
-                break
-            if "lost a rank" in kinds and deadline is None:
-                deadline = time.monotonic() + CAUSE_TIMEOUT
-        return answers
+    def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
+        ranks = {self._pipes[rank]: rank for rank in waiting}
+        return {ranks[pipe]: self._answer(pipe, ranks[pipe]) for pipe in wait(list(ranks), seconds)}
 
     def _answer(self, pipe: Connection, rank: int) -> Answer:
         try:
@@ -122,6 +153,99 @@ class Workers:
             process.kill()
         for process in self._processes:
             process.join()
+
+
+class RayWorkers(Workers):
+    """Actors on the machines of a Ray cluster, as evenly spread as it can; rank 0 holds the store.
+
+    Raises:
+        UserError: Ray is missing, no cluster answers, or it has fewer free cores than ranks.
+    """
+
+    def __init__(self, count: int, folder: Path, address: str) -> None:
+        super().__init__(count)
+        is_local = connect(address, flag="--cluster")
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._ray = ray
+        if not is_local and not folder.is_absolute():
+            raise UserError(
+                f"--output {folder}: give an absolute path on storage that all machines of the cluster share; the page "
+                "shows what the ranks write there",
+                code="folder-not-shared",
+            )
+        if is_local:  # others may grow
+            check_room(f"{count} ranks", {"CPU": count}, "--cluster")
+        self._group = placement_group([{"CPU": 1}] * count, strategy="SPREAD")
+        if not self._group.wait(ROOM_TIMEOUT):
+            self._ray.util.remove_placement_group(self._group)
+            raise UserError(
+                f"--cluster {address}: has no {count} free cores after {ROOM_TIMEOUT:.0f} s; give --workers a smaller "
+                "number, or wait until others are done",
+                code="ray-too-small",
+            )
+        on_bundle = [PlacementGroupSchedulingStrategy(self._group, index) for index in range(count)]
+        actor = ray.remote(num_cpus=1, max_restarts=0)(_RankOnRay)
+        self._actors = [actor.options(scheduling_strategy=place).remote(str(Path.cwd())) for place in on_bundle]
+        places = ray.get([one.place.remote() for one in self._actors])
+        master, port = places[0]
+        for rank, (host, _) in enumerate(places):
+            here = [other for other, (name, _) in enumerate(places) if name == host]
+            among = {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here), "RANK": rank, "WORLD_SIZE": count}
+            ray.get(self._actors[rank].join.remote(folder.absolute(), among, master, port))
+        self._answer_refs: list[Any] = []
+
+    def _send(self, jobs: Sequence[Job]) -> None:
+        self._answer_refs = [actor.run.remote(job) for actor, job in zip(self._actors, jobs, strict=True)]
+
+    def _answered(self, waiting: Sequence[int], seconds: float | None) -> dict[int, Answer]:
+        ranks = {self._answer_refs[rank]: rank for rank in waiting}
+        ready, _ = self._ray.wait(list(ranks), timeout=seconds)
+        answers = {}
+        for reference in ready:
+            try:
+                answers[ranks[reference]] = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:  # the process is gone
+                answers[ranks[reference]] = Answer("failed", {}, f"the process ended ({first_line(error)})")
+        return answers
+
+    def close(self) -> None:
+        with suppress(Exception):  # Ray itself may be gone, and its actors with it
+            for actor in self._actors:
+                self._ray.kill(actor)
+            self._ray.util.remove_placement_group(self._group)
+
+
+class _RankOnRay:
+    """One rank, in a process that Ray starts."""
+
+    def __init__(self, folder: str) -> None:
+        if Path(folder).is_dir():  # relative paths mean what they mean where the command was typed
+            os.chdir(folder)
+        self._live: dict[str, Any] = {}
+
+    def place(self) -> tuple[str, int]:
+        """This machine's address in the cluster, and a port that is free there."""
+        from ray.util import get_node_ip_address
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return get_node_ip_address(), free.getsockname()[1]
+
+    def join(self, folder: Path, among: Mapping[str, int], master: str, port: int) -> None:
+        self._folder, self._rank = folder, among["RANK"]
+        torch.set_num_threads(1)
+        os.environ |= {name: str(value) for name, value in among.items()}
+        os.environ |= {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+        if among["LOCAL_WORLD_SIZE"] == among["WORLD_SIZE"]:
+            use_loopback()
+        elif (interface := interface_to(master)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def run(self, job: Job) -> Answer:
+        return _answer_of(job, Storage(self._folder, job.node, self._rank, live=self._live, recording=job.recording))
 
 
 def _start_fork_server() -> None:

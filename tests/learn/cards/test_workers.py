@@ -18,7 +18,7 @@ import torch
 from common.errors import TrainingFailure, UserError
 from learn.cards.pipeline import DEFAULT_PIPELINE, read_pipeline
 from learn.cards.runner import Event, Runner
-from learn.cards.workers import Job, Workers
+from learn.cards.workers import Job, LocalWorkers
 
 WAIT_SECONDS = 60
 CARDS_RUN = [sys.executable, "-m", "learn.cards", "run"]
@@ -87,7 +87,7 @@ class Raises(dict[str, Any]):
 
 
 def test_a_collective_that_fails_says_what_the_library_says(tmp_path: Path) -> None:
-    workers = Workers(2, tmp_path)
+    workers = LocalWorkers(2, tmp_path)
     with pytest.raises(TrainingFailure) as raised:
         workers.run([Job("dist_forward", "forward", {}, Raises(), recording=True)] * 2)
 

@@ -14,9 +14,15 @@ _STORE_BYTES = 128 * 2**20
 _ATTEMPTS_TO_START = 3
 
 
-def connect(address: str | None, *, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> bool:
+def connect(
+    address: str | None,
+    *,
+    dashboard: bool = False,
+    environment: Mapping[str, str] | None = None,
+    flag: str = "--address",
+) -> bool:
     """Connect to the cluster at an address (``auto``: this machine's), or at RAY_ADDRESS; without either, start one
-    here.
+    here. ``flag``: what gave the address.
 
     Ray's usage statistics stay off unless RAY_USAGE_STATS_ENABLED says otherwise. A ``dashboard`` is for this machine
     only; Ray Train asks it for the state of its workers. Returns whether the cluster was started here.
@@ -42,13 +48,13 @@ def connect(address: str | None, *, dashboard: bool = False, environment: Mappin
             attempts_left -= 1
             if not attempts_left:
                 what = "does not start" if is_local else "does not answer"
-                what = f"--address {address}: Ray {what} ({first_line(error)})"
+                what = f"{flag} {address}: Ray {what} ({first_line(error)})"
                 raise UserError(f"{what}; ray start --head starts a cluster", code="ray-unreachable") from error
         else:
             return is_local
 
 
-def check_room(what: str, wanted: Mapping[str, float]) -> None:
+def check_room(what: str, wanted: Mapping[str, float], flag: str = "--address") -> None:
     """Refuse what a one-machine cluster would wait for forever; larger clusters may grow. ``wanted``: counts by Ray's
     names.
     """
@@ -59,6 +65,6 @@ def check_room(what: str, wanted: Mapping[str, float]) -> None:
         if has.get(kind, 0) < count:
             raise UserError(
                 f"{what}: takes {count:g} {kind}s and this machine has {has.get(kind, 0):g}; ask for less, or name a "
-                "larger cluster with --address",
+                f"larger cluster with {flag}",
                 code="ray-too-small",
             )
