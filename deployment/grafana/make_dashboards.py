@@ -21,8 +21,8 @@ Json = dict[str, Any]
 class Panel:
     """One panel, as a file in `panels/` describes it.
 
-    ``queries``: PromQL by legend, in which ``$here`` stands for the selected jobs and instances. ``limits``: the values
-    at which it turns yellow and red; falling ones mark a lower bound. ``width``: of 24 columns.
+    ``queries``: PromQL by legend, in which ``$here`` stands for what is selected. ``limits``: the values at which it
+    turns yellow and red; falling ones mark a lower bound. ``width``: of 24 columns.
     """
 
     title: str
@@ -38,23 +38,25 @@ class Panel:
 def make_dashboard(source: Path) -> str:
     described = yaml.safe_load(source.read_text(encoding="utf-8"))
     rows = {title: [Panel(**panel) for panel in panels] for title, panels in described["rows"].items()}
-    made = _dashboard(described["uid"], described["title"], described["instances_of"], rows)
+    made = _dashboard(described, rows)
     return json.dumps(made, indent=1) + "\n"
 
 
-def _dashboard(uid: str, title: str, instances_of: str, rows: dict[str, list[Panel]]) -> Json:
-    """``instances_of``: the metric whose jobs and instances can be selected."""
+def _dashboard(described: Json, rows: dict[str, list[Panel]]) -> Json:
+    """In ``described``, ``select`` names the labels of the metric ``instances_of`` by which a reader can select."""
+    labels = described["select"]
+    choices = [_choice(label, labels[:i], described["instances_of"]) for i, label in enumerate(labels)]
     return {
-        "uid": uid,
-        "title": title,
+        "uid": described["uid"],
+        "title": described["title"],
         "tags": ["distrinews"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,
         "graphTooltip": 1,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource(), _choice("job", instances_of), _choice("instance", instances_of)]},
-        "panels": _laid_out(rows),
+        "templating": {"list": [_datasource(), *choices]},
+        "panels": _laid_out(rows, _selected(labels)),
     }
 
 
@@ -62,8 +64,13 @@ def _datasource() -> Json:
     return {"name": "datasource", "label": "Source", "type": "datasource", "query": "prometheus"}
 
 
-def _choice(label: str, metric: str) -> Json:
-    within = '{job=~"$job"}' if label == "instance" else ""
+def _selected(labels: list[str]) -> str:
+    return ", ".join(f'{label}=~"${label}"' for label in labels)
+
+
+def _choice(label: str, before: list[str], metric: str) -> Json:
+    """A choice among the values that a label has within what is selected ``before`` it."""
+    within = f"{{{_selected(before)}}}" if before else ""
     return {
         "name": label,
         "type": "query",
@@ -77,7 +84,7 @@ def _choice(label: str, metric: str) -> Json:
     }
 
 
-def _laid_out(rows: dict[str, list[Panel]]) -> list[Json]:
+def _laid_out(rows: dict[str, list[Panel]], selected: str) -> list[Json]:
     """Rows of panels from top to bottom, each with a position and a number."""
     made: list[Json] = []
     y = 0
@@ -90,19 +97,22 @@ def _laid_out(rows: dict[str, list[Panel]]) -> list[Json]:
             width = STAT_COLUMNS if panel.kind == "stat" else panel.width
             if x + width > COLUMNS:
                 x, y = 0, y + height
-            made.append({**_panel(panel), "gridPos": {"x": x, "y": y, "w": width, "h": height}})
+            made.append({**_panel(panel, selected), "gridPos": {"x": x, "y": y, "w": width, "h": height}})
             x += width
         y += height
     return [{"id": number, **panel} for number, panel in enumerate(made, start=1)]
 
 
-def _panel(panel: Panel) -> Json:
+def _panel(panel: Panel, selected: str) -> Json:
     return {
         "type": panel.kind,
         "title": panel.title,
         "description": panel.description,
         "datasource": DATASOURCE,
-        "targets": [_target(panel, i, *query) for i, query in enumerate(panel.queries.items())],
+        "targets": [
+            _target(panel, i, legend, query.replace("$here", selected))
+            for i, (legend, query) in enumerate(panel.queries.items())
+        ],
         "fieldConfig": {"defaults": _field(panel), "overrides": []},
         "options": _options(panel.kind),
     }
@@ -113,7 +123,7 @@ def _target(panel: Panel, number: int, legend: str, query: str) -> Json:
     return {
         "refId": "ABCDEFGH"[number],
         "datasource": DATASOURCE,
-        "expr": query.replace("$here", 'job=~"$job", instance=~"$instance"'),
+        "expr": query,
         "legendFormat": legend,
         "instant": is_table,
         "range": not is_table,

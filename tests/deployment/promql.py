@@ -22,9 +22,10 @@ from training.parallelism.distributed import Ranks
 from training.run.phases import Phases
 
 ALERTS = REPOSITORY / "deployment" / "prometheus" / "alerts.yml"
+KUBERNETES_ALERTS = ALERTS.with_name("kubernetes.yml")
 DASHBOARDS = sorted((REPOSITORY / "deployment" / "grafana" / "dashboards").glob("*.json"))
-# What Prometheus itself adds to every series.
-OWN_LABELS = {"job", "instance"}
+# What Prometheus itself adds to every series, and its operator on Kubernetes.
+OWN_LABELS = {"job", "instance", "namespace", "service"}
 
 _SERIES = re.compile(r"(?<![\w$])((?:distrinews|process|python)_\w+)\s*(?:\{([^}]*)\})?")
 _MATCHED = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
@@ -35,9 +36,9 @@ _LONG_TEXTS = ["markets games chips peace talks " * 10 + end for end in ("rose",
 Shown = dict[str, set[str]]
 
 
-def alerts() -> list[dict[str, object]]:
-    """All rules of alerts.yml."""
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+def alerts(*files: Path) -> list[dict[str, object]]:
+    """All rules of these files."""
+    return [rule for file in files for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
 
 
 def unknown_in(expression: str, shown: Shown) -> list[str]:

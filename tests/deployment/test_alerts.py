@@ -12,9 +12,9 @@ import yaml
 
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
-from tests.deployment.promql import ALERTS, Shown, alerts, shown_by_all, unknown_in
+from tests.deployment.promql import ALERTS, KUBERNETES_ALERTS, Shown, alerts, shown_by_all, unknown_in
 
-RULES = alerts()
+RULES = alerts(ALERTS, KUBERNETES_ALERTS)
 NAMES = [rule["alert"] for rule in RULES]
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
 
@@ -24,7 +24,7 @@ def shown(model_folder: Path) -> Shown:
     return shown_by_all(model_folder)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+@pytest.mark.parametrize("rule", alerts(ALERTS), ids=lambda rule: rule["alert"])
 def test_an_alert_asks_for_metrics_and_labels_that_exist(rule: dict[str, str], shown: Shown) -> None:
     assert unknown_in(rule["expr"], shown) == []
 
@@ -51,6 +51,12 @@ def test_label_values_are_those_that_the_server_has(shown: Shown) -> None:
                 assert value in guide, f"{rule['alert']}: {label} {value}"
 
 
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_a_rule_never_adds_up_what_several_namespaces_have(rule: dict[str, str]) -> None:
+    grouped = re.findall(r"\b(?:by|on) \(([^)]+)\)", rule["expr"])
+    assert [labels for labels in grouped if "namespace" not in labels] == []
+
+
 def test_the_queue_is_near_the_bound_that_the_server_has() -> None:
     [rule] = [rule for rule in RULES if rule["alert"] == "ServerQueueNearBound"]
     assert f"0.7 * {Settings.model_fields['max_wait_seconds'].default} " in rule["expr"] + " "
@@ -58,7 +64,7 @@ def test_the_queue_is_near_the_bound_that_the_server_has() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 def test_an_alert_says_what_it_means_and_leads_to_what_to_do(rule: dict[str, dict[str, str]]) -> None:
-    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["labels"]["severity"] in (("none",) if rule["alert"] == "Watchdog" else ("warning", "critical"))
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     headings = re.findall(r"^#+ (\w+)$", (REPOSITORY / page).read_text(), re.MULTILINE)
@@ -69,7 +75,10 @@ def test_an_alert_says_what_it_means_and_leads_to_what_to_do(rule: dict[str, dic
 def test_each_alert_has_one_rule_and_a_test_in_which_it_fires() -> None:
     tests = yaml.safe_load(ALERTS.with_name("alerts_test.yml").read_text())["tests"]
     expected = [
-        sample["labels"] for test in tests for asked in test["promql_expr_test"] for sample in asked["exp_samples"]
+        sample["labels"]
+        for test in tests
+        for asked in test.get("promql_expr_test", ())
+        for sample in asked["exp_samples"]
     ]
     assert len(set(NAMES)) == len(NAMES)
     assert {re.search(r'alertname="(\w+)"', labels)[1] for labels in expected} == set(NAMES)

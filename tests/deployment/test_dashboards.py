@@ -86,10 +86,21 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(panel: dict[str, Any], s
 
 
 @pytest.mark.parametrize("panel", PANELS)
-def test_a_panel_follows_the_chosen_jobs_and_says_its_unit(panel: dict[str, Any]) -> None:
+def test_a_panel_follows_the_chosen_namespaces_and_jobs_and_says_its_unit(panel: dict[str, Any]) -> None:
     assert panel["fieldConfig"]["defaults"]["unit"]
     for target in panel["targets"]:
-        assert 'job=~"$job"' in target["expr"]
+        selected = re.findall(r"\{([^{}]*)\}", target["expr"])
+        assert all('namespace=~"$namespace", job=~"$job"' in labels for labels in selected), target["expr"]
+        assert selected
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_choice_offers_what_is_there_within_the_choices_before_it_and_all_also_without_the_label(name: str) -> None:
+    choices = [one for one in MADE[name]["templating"]["list"] if one["type"] == "query"]
+    assert [one["name"] for one in choices][:2] == ["namespace", "job"]
+    for number, choice in enumerate(choices):
+        assert re.findall(r"\$(\w+)", choice["query"]) == [before["name"] for before in choices[:number]]
+        assert choice["allValue"] == ".*"
 
 
 @pytest.mark.parametrize("name", MADE)
