@@ -17,7 +17,7 @@ KUBERNETES = REPOSITORY / "deployment" / "kubernetes"
 SERVERS = ("base", "overlays/gpu", "overlays/plain")
 TRAINING = ("training/indexed-job", "training/kubeflow")
 SCORING = "scoring/job"
-ALL = (*SERVERS, *TRAINING, "training/network", SCORING, "scoring/storage", "storage", "loadtest")
+ALL = (*SERVERS, *TRAINING, "training/network", "training/monitor", SCORING, "scoring/storage", "storage", "loadtest")
 
 
 def kubectl() -> str:
@@ -33,6 +33,23 @@ def rendered(folder: str) -> list[dict[str, Any]]:
     run = subprocess.run([kubectl(), "kustomize", str(KUBERNETES / folder)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     return list(yaml.safe_load_all(run.stdout))
+
+
+def selects(selector: dict[str, Any], labelled: dict[str, Any]) -> bool:
+    """Whether a selector takes an object, or the pods of a template."""
+    labels = selector.get("matchLabels", selector)
+    assert labels, "an empty selector takes everything"
+    return labels.items() <= labelled["metadata"]["labels"].items()
+
+
+def pod_selectors(server: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every selector of pods among the objects of a server, by what it belongs to."""
+    kinds = {manifest["kind"]: manifest["spec"] for manifest in server if "spec" in manifest}
+    found = {kind: kinds[kind]["selector"] for kind in ("Deployment", "Service", "PodDisruptionBudget")}
+    found["NetworkPolicy"] = kinds["NetworkPolicy"]["podSelector"]
+    for constraint in kinds["Deployment"]["template"]["spec"]["topologySpreadConstraints"]:
+        found[constraint["topologyKey"]] = constraint["labelSelector"]
+    return found
 
 
 def only(folder: str, kind: str) -> dict[str, Any]:

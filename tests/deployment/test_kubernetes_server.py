@@ -15,7 +15,18 @@ from inference.app import create_app
 from inference.engines.base import CPU_BATCH_TOKENS
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY
-from tests.deployment.manifests import ALL, KUBERNETES, SCORING, SERVERS, TRAINING, only, pod_templates, rendered
+from tests.deployment.manifests import (
+    ALL,
+    KUBERNETES,
+    SCORING,
+    SERVERS,
+    TRAINING,
+    only,
+    pod_selectors,
+    pod_templates,
+    rendered,
+    selects,
+)
 
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 
@@ -36,27 +47,12 @@ def _settings(folder: str) -> Settings:
     return Settings(**{name.lower(): value for name, value in values.items()})
 
 
-def _selects(selector: dict[str, Any], template: dict[str, Any]) -> bool:
-    labels = selector.get("matchLabels", selector)
-    assert labels, "an empty selector takes every pod"
-    return labels.items() <= template["metadata"]["labels"].items()
-
-
-def _selectors(folder: str) -> dict[str, dict[str, Any]]:
-    """Every selector of pods, by what it belongs to."""
-    found = {kind: only(folder, kind)["spec"]["selector"] for kind in ("Deployment", "Service", "PodDisruptionBudget")}
-    found["NetworkPolicy"] = only(folder, "NetworkPolicy")["spec"]["podSelector"]
-    for constraint in _server(folder)["spec"]["topologySpreadConstraints"]:
-        found[constraint["topologyKey"]] = constraint["labelSelector"]
-    return found
-
-
 @pytest.mark.parametrize("folder", SERVERS)
 def test_every_selector_takes_the_servers_pods_and_no_others(folder: str) -> None:
     others = [template for other in (*TRAINING, SCORING, "loadtest") for template in pod_templates(other)]
-    for owner, selector in _selectors(folder).items():
-        assert _selects(selector, _server(folder)), owner
-        assert not any(_selects(selector, template) for template in others), owner
+    for owner, selector in pod_selectors(rendered(folder)).items():
+        assert selects(selector, _server(folder)), owner
+        assert not any(selects(selector, template) for template in others), owner
 
 
 @pytest.mark.parametrize("folder", SERVERS)
@@ -131,8 +127,38 @@ def test_the_autoscaler_asks_for_the_queue_and_the_processor_as_far_as_the_clust
     asked = {folder: only(folder, "HorizontalPodAutoscaler")["spec"]["metrics"] for folder in SERVERS}
     kinds = {folder: [metric["type"] for metric in metrics] for folder, metrics in asked.items()}
     assert kinds == {"base": ["Pods", "Resource"], "overlays/gpu": ["Pods"], "overlays/plain": ["Resource"]}
-    target = int(asked["base"][0]["pods"]["target"]["averageValue"])
-    assert target == 4 * CPU_BATCH_TOKENS
+    for folder, batch_tokens in (("base", CPU_BATCH_TOKENS), ("overlays/gpu", 8192)):
+        assert int(asked[folder][0]["pods"]["target"]["averageValue"]) == 4 * batch_tokens
+
+
+def test_a_gpu_pod_refuses_to_serve_on_its_processor_goes_to_tainted_nodes_and_takes_few_of_them() -> None:
+    assert _settings("overlays/gpu").device == "cuda"
+    (toleration,) = _server("overlays/gpu")["spec"]["tolerations"]
+    assert toleration["key"] in _container("overlays/gpu")["resources"]["limits"]
+    assert only("overlays/gpu", "HorizontalPodAutoscaler")["spec"]["maxReplicas"] <= 3
+    waits = [only(folder, "Deployment")["spec"]["progressDeadlineSeconds"] for folder in ("base", "overlays/gpu")]
+    assert waits[1] >= 4 * waits[0]
+
+
+def test_what_was_not_measured_on_a_gpu_says_so_where_it_is_read() -> None:
+    page = (REPOSITORY / "docs" / "deployment.md").read_text()
+    assert "not measured on a gpu" in (KUBERNETES / "overlays/gpu/kustomization.yaml").read_text().lower()
+    assert "**measured on a GPU** yet" in page
+
+
+def test_the_page_names_the_driver_that_the_locked_cuda_needs() -> None:
+    lock = (REPOSITORY / "deployment" / "requirements-torch-cuda.txt").read_text()
+    cuda = re.search(r"^cuda-toolkit==(\d+)\.", lock, re.MULTILINE)[1]
+    least_driver = {"12": "525", "13": "580"}[cuda]  # NVIDIA's table of minor version compatibility
+    assert (
+        f"CUDA {cuda}, which needs [NVIDIA's driver {least_driver} or newer]"
+        in (REPOSITORY / "docs" / "deployment.md").read_text()
+    )
+
+
+def test_the_base_believes_no_client_about_its_address() -> None:
+    for folder in SERVERS:
+        assert _settings(folder).forwarded_allow_ips == "127.0.0.1"
 
 
 def test_the_metric_of_the_autoscaler_is_made_by_the_adapter_from_one_that_the_server_has(tmp_path: Path) -> None:
@@ -145,23 +171,28 @@ def test_the_metric_of_the_autoscaler_is_made_by_the_adapter_from_one_that_the_s
 
 def test_the_monitors_find_the_server_through_its_service_and_every_pod_of_training() -> None:
     service, found = only("base", "Service"), only("base", "ServiceMonitor")["spec"]
-    assert found["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert selects(found["selector"], service)
     assert found["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
-    pods = only("base", "PodMonitor")["spec"]
+    pods = only("training/monitor", "PodMonitor")["spec"]
+    keep, _ = pods["podMetricsEndpoints"][0]["relabelings"]
     for template in [template for folder in TRAINING for template in pod_templates(folder)]:
-        assert _selects(pods["selector"], template)
+        assert selects(pods["selector"], template)
         ports = [port["name"] for container in template["spec"]["containers"] for port in container["ports"]]
-        assert pods["podMetricsEndpoints"][0]["port"] in ports
-    assert not _selects(pods["selector"], _server("base"))
+        assert [port for port in ports if re.fullmatch(keep["regex"], port)] == ["metrics"]
+    assert not selects(pods["selector"], _server("base"))
 
 
-def test_what_is_scraped_bears_the_names_that_alerts_and_dashboards_know() -> None:
+def test_what_is_scraped_bears_the_names_that_alerts_and_dashboards_know_whatever_it_is_called_in_the_cluster() -> None:
     prometheus = yaml.safe_load((REPOSITORY / "deployment" / "prometheus" / "prometheus.yml").read_text())
-    (relabeling,) = only("base", "PodMonitor")["spec"]["podMetricsEndpoints"][0]["relabelings"]
-    assert relabeling["targetLabel"] == "job"
-    # Without a rule of its own the operator names the job after the Service.
-    names = [only("base", "Service")["metadata"]["name"], relabeling["replacement"]]
-    assert names == [job["job_name"] for job in prometheus["scrape_configs"]]
+    endpoints = [
+        only("base", "ServiceMonitor")["spec"]["endpoints"][0],
+        only("training/monitor", "PodMonitor")["spec"]["podMetricsEndpoints"][0],
+    ]
+    relabelings = [endpoint["relabelings"][-1] for endpoint in endpoints]
+    assert [relabeling["targetLabel"] for relabeling in relabelings] == ["job", "job"]
+    assert [relabeling["replacement"] for relabeling in relabelings] == [
+        job["job_name"] for job in prometheus["scrape_configs"]
+    ]
 
 
 def test_a_cluster_without_the_operator_is_asked_for_nothing_of_it() -> None:
