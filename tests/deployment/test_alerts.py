@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
+import threading
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from inference.settings import Settings
 from tests.deployment.documented import REPOSITORY, documented
+from tests.deployment.json_handler import JsonHandler
 from tests.deployment.promql import ALERTS, KUBERNETES_ALERTS, Shown, alerts, shown_by_all, unknown_in
+from tests.inference.servers import free_port
+from tests.processes import wait_until
+from tests.training.conftest import Run
 
 RULES = alerts(ALERTS, KUBERNETES_ALERTS)
 NAMES = [rule["alert"] for rule in RULES]
-needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+ALERTMANAGER = shutil.which("prometheus-alertmanager")
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("promtool") and ALERTMANAGER),
+    reason="no promtool or no Alertmanager: apt-get install prometheus prometheus-alertmanager",
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +100,52 @@ def test_each_alert_has_one_rule_and_a_test_in_which_it_fires() -> None:
     assert {re.search(r'alertname="(\w+)"', labels)[1] for labels in expected} == set(NAMES)
 
 
-@needs_promtool
+@needs_tools
 def test_configuration_and_rules_are_sound_and_each_alert_fires_where_it_should() -> None:
     commands = documented("docs/deployment.md", "alerts")
     ended = subprocess.run(["bash", "-ec", commands], cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_tools
+def test_the_alertmanager_sends_what_happened_and_what_to_do_to_the_address_in_its_secret(tmp_path: Path) -> None:
+    received: Queue[dict[str, Any]] = Queue()
+
+    class Webhook(JsonHandler):
+        def do_POST(self) -> None:
+            received.put(json.loads(self.body()))
+            self.send(200, b"ok")
+
+    webhook = ThreadingHTTPServer(("127.0.0.1", 0), Webhook)
+    threading.Thread(target=webhook.serve_forever, daemon=True).start()
+    (tmp_path / "secret").write_text(f"http://127.0.0.1:{webhook.server_port}/hook\n")
+    config = ALERTS.with_name("alertmanager.yml").read_text().replace("group_wait: 30s", "group_wait: 0s")
+    (tmp_path / "alertmanager.yml").write_text(config.replace("/run/secrets/alert_webhook", f"{tmp_path}/secret"))
+    composed = yaml.safe_load((REPOSITORY / "deployment" / "compose.yaml").read_text())["services"]["alertmanager"]
+    flags = [flag.replace("/etc/prometheus", str(tmp_path)) for flag in composed["command"]]
+    flags = [flag.replace("=/alertmanager", f"={tmp_path}/data") for flag in flags]
+    port = free_port()
+    run = Run([str(ALERTMANAGER), *flags, f"--web.listen-address=127.0.0.1:{port}"], tmp_path, os.environ, tmp_path)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            wait_until(lambda: _ready(client), 60)
+            # The third is inhibited by the second, and the first goes to another receiver.
+            for name in ("Watchdog", "ServerGone", "ServerDown", "ServerSlow"):
+                rule = next(rule for rule in RULES if rule["alert"] == name)
+                labels = {"alertname": name, "job": "distrinews", "namespace": "prod", **rule["labels"]}
+                client.post("/api/v2/alerts", json=[{"labels": labels, "annotations": rule["annotations"]}])
+            said = [received.get(timeout=60) for _ in range(2)]
+    finally:
+        run.kill()
+        webhook.shutdown()
+    shown = [(one["attachments"][0]["title"], one["attachments"][0]["text"]) for one in said]
+    assert [re.search(r"Server\w+", title)[0] for title, _ in shown] == ["ServerGone", "ServerSlow"]
+    assert "No server answers" in shown[0][1]
+    assert "docs/OPERATIONS.md#servergone" in shown[0][1]
+    assert received.empty()
+
+
+def _ready(client: httpx.Client) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get("/-/ready").status_code == 200
+    return False

@@ -23,7 +23,8 @@ COMPOSE = Path(sys.executable).with_name("docker-compose")
 
 def _complaint_of_compose(file: Path) -> str:
     """What Docker Compose finds wrong; the wheel's command loses its exit code."""
-    return subprocess.run([COMPOSE, "-f", file, "config", "--quiet"], capture_output=True, text=True).stderr
+    command = [COMPOSE, "-f", file, "--profile", "alerts", "config", "--quiet"]
+    return subprocess.run(command, capture_output=True, text=True).stderr
 
 
 def test_docker_compose_takes_the_file() -> None:
@@ -52,7 +53,7 @@ def test_every_service_has_a_health_check_and_the_server_that_of_its_image() -> 
     assert "HEALTHCHECK" in DOCKERFILE
 
 
-@pytest.mark.parametrize("name", ["prometheus", "grafana"])
+@pytest.mark.parametrize("name", ["prometheus", "alertmanager", "grafana"])
 def test_what_watches_is_pinned_and_seen_from_this_machine_alone(name: str) -> None:
     assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", SERVICES[name]["image"])
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name]["ports"])
@@ -97,5 +98,23 @@ def test_what_is_mounted_is_there_and_where_the_commands_look() -> None:
     for service in SERVICES.values():
         for source in (volume.split(":")[0] for volume in service.get("volumes", ())):
             assert source in COMPOSED["volumes"] or (FILE.parent / source).is_dir()
-    assert "./prometheus:/etc/prometheus:ro" in SERVICES["prometheus"]["volumes"]
-    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+    for name in ("prometheus", "alertmanager"):
+        assert "./prometheus:/etc/prometheus:ro" in SERVICES[name]["volumes"]
+        assert f"--config.file=/etc/prometheus/{name}.yml" in SERVICES[name]["command"]
+
+
+def test_alerts_go_to_the_alertmanager_that_only_its_profile_starts_and_from_there_to_the_address_in_a_secret() -> None:
+    config, routes = (
+        yaml.safe_load((FILE.parent / "prometheus" / name).read_text())
+        for name in ("prometheus.yml", "alertmanager.yml")
+    )
+    ((found,),) = (one["dns_sd_configs"] for one in config["alerting"]["alertmanagers"])
+    service = SERVICES[found["names"][0]]
+    assert service["profiles"] == ["alerts"]
+    assert service["ports"] == [f"127.0.0.1:{found['port']}:{found['port']}"]
+    receivers = {one["name"]: one for one in routes["receivers"]}
+    (slack,) = receivers[routes["route"]["receiver"]]["slack_configs"]
+    (secret,) = service["secrets"]
+    assert slack["api_url_file"] == f"/run/secrets/{secret}"
+    ignored = (REPOSITORY / ".gitignore").read_text().splitlines()
+    assert f"/deployment/{Path(COMPOSED['secrets'][secret]['file']).name}" in ignored
