@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -63,9 +64,14 @@ def test_a_model_that_is_not_sound_leaves_the_old_one_answering(versions: Path, 
         assert client.post("/predict", json={"text": "Shares fall"}).status_code == 200
 
 
-def test_the_first_look_shows_health_model_and_load(versions: Path, start_server: StartServer) -> None:
-    with start_server(versions / "current") as client:
+def test_the_first_look_shows_health_model_and_load_and_the_metrics_name_the_device(
+    versions: Path, start_server: StartServer
+) -> None:
+    with start_server(versions / "current", DEVICE="cpu") as client:
         shown = run(documented(PAGE, "look"), versions.parent, client.base_url.port)
+        assert re.search(
+            r'^distrinews_model_info\{engine="torch cpu fp32".* 1\.0$', client.get("/metrics").text, re.MULTILINE
+        )
     for word in ('"status"', '"revision"', "distrinews_queue_tokens", "distrinews_worker_failures_total"):
         assert word in shown
 
