@@ -48,6 +48,15 @@ def test_an_overlay_of_ones_own_sets_image_namespace_and_settings(copy: Path) ->
     assert container["envFrom"][0]["configMapRef"]["name"] == found["ConfigMap"]["metadata"]["name"]
 
 
+def test_the_alert_rules_become_a_prometheus_rule(copy: Path) -> None:
+    _run(documented("docs/deployment.md", "kubernetes-alert-rules"), copy)
+    manifests = [one for one in yaml.safe_load_all((copy / "prometheus-rules.yaml").read_text()) if one]
+    assert [problem(manifest, NEWEST) for manifest in manifests] == [None, None]
+    files = (REPOSITORY / "deployment" / "prometheus" / name for name in ("alerts.yml", "kubernetes.yml"))
+    assert [manifest["spec"] for manifest in manifests] == [yaml.safe_load(file.read_text()) for file in files]
+    assert len({manifest["metadata"]["name"] for manifest in manifests}) == 2
+
+
 def test_with_the_key_component_no_pod_starts_without_the_secret_and_no_server_without_a_key_in_it(
     copy: Path, model_folder: Path
 ) -> None:
@@ -93,15 +102,6 @@ def test_the_component_for_vnni_asks_for_nodes_that_have_it(copy: Path) -> None:
     affinity = deployment["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
     (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["key"].endswith(".AVX512VNNI")
-
-
-def test_the_alert_rules_become_prometheus_rules(copy: Path) -> None:
-    _run(documented("docs/deployment.md", "kubernetes-alert-rules"), copy)
-    manifests = [one for one in yaml.safe_load_all((copy / "prometheus-rules.yaml").read_text()) if one]
-    assert [problem(manifest, NEWEST) for manifest in manifests] == [None, None]
-    files = (REPOSITORY / "deployment" / "prometheus" / name for name in ("alerts.yml", "kubernetes.yml"))
-    assert [manifest["spec"] for manifest in manifests] == [yaml.safe_load(file.read_text()) for file in files]
-    assert len({manifest["metadata"]["name"] for manifest in manifests}) == 2
 
 
 def test_the_load_test_drives_any_server(copy: Path, model_folder: Path) -> None:
