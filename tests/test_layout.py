@@ -21,6 +21,7 @@ ENTRY_POINTS = {
     *("training.train_ddp", "training.train_single", "training.evaluate", "training.watch", "training.launch"),
     *("training.publish_model", "inference.app", "inference.serve", "inference.predict", "inference.export"),
     "inference.score",
+    "inference.fetch",
     *("learn.check",),
 }
 

@@ -172,7 +172,11 @@ class RemoteStorage(LocalStorage):
         try:
             # Other processes write here too, so a cached listing would be wrong.
             self._files, _ = fsspec.url_to_fs(address, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
+        except ImportError as error:
+            extra = '; pip install "distrinews[s3]"' if address.startswith("s3") else ""
+            message = f"{address}: its driver is not installed ({first_line(error)}){extra}"
+            raise UserError(message, code="package-missing") from error
+        except ValueError as error:
             raise UserError(f"{address}: {first_line(error)}", code="score-address") from error
         self._protocol = address.partition("://")[0]
 

@@ -1,0 +1,264 @@
+"""Fetch an exported model: python -m inference.fetch ADDRESS FOLDER."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.errors import ModelLoadError, OneLineParser, UserError, above_zero, run_command
+from common.files import replace_folder, sha256_of
+from common.model_folder import (
+    DESCRIPTION_FILES,
+    MANIFEST_FILE,
+    PRECISIONS,
+    Manifest,
+    is_artefact,
+    read_manifest,
+    verified_manifest,
+    verify_files,
+)
+from inference.model_sources import Source, SourceUnreachable, source_at
+
+# A large one has hundreds of probes and weighs 100 kB.
+_MOST_MANIFEST_BYTES = 4 << 20
+_DELAYS = (1.0, 4.0)
+_FETCH_AGAIN = "export the model again, and upload all of it before its manifest.json"
+_DESCRIPTION = """Fetch an exported model into FOLDER, and check every file against the SHA-256 in its manifest.json.
+
+ADDRESS is an artefact that an export wrote (such as MODEL/native), or a folder with artefacts in native/, onnx/ or
+openvino/, all of which are fetched: hf://owner/name[@revision][/folder], https://host/folder, s3://bucket/folder, or a
+path. Weights before the export are left out. FOLDER has all of the model or is not there; if it has the same model
+already, only the manifests are asked for."""
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m inference.fetch",
+        description=_DESCRIPTION,
+        epilog="HF_TOKEN is sent to the hub, FETCH_TOKEN to other hosts (as Bearer), and neither follows a redirect to "
+        "another host. Exit codes: 0 the model is there, 1 the source did not answer, 2 what was asked for cannot be.",
+    )
+    parser.add_argument("address", metavar="ADDRESS", help="where the model is")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to put it; not a mount point itself")
+    parser.add_argument(
+        "--manifest_sha256",
+        metavar="HASH",
+        type=_sha256,
+        help="take this manifest.json only, whoever can write to ADDRESS (one artefact; default: any)",
+    )
+    parser.add_argument("--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)")
+    parser.add_argument("--timeout_s", metavar="N", type=above_zero, default=1800.0, help="give up after (1800)")
+    return parser.parse_args(arguments)
+
+
+def _sha256(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text.lower()):
+        raise argparse.ArgumentTypeError(f"{text}: must be 64 hex digits")
+    return text.lower()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    folder, began = options.folder.absolute(), time.monotonic()
+    deadline = began + options.timeout_s
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, deadline):
+            if options.manifest_sha256 and _has_manifest(folder, options.manifest_sha256):
+                print(f"{folder}: is there already, with the manifest that --manifest_sha256 names", flush=True)
+                return
+            source = source_at(options.address, deadline, is_pinned=bool(options.manifest_sha256))
+            manifests = _find_manifests(source, deadline, options.manifest_sha256)
+            if _holds(folder, manifests):
+                print(f"{folder}: is there already, as at {options.address}", flush=True)
+                return
+            num_bytes = _fetch(source, manifests, folder, deadline, options.most_gb)
+    except OSError as error:
+        raise UserError(_in_one_line(folder, error), code="not-writable") from error
+    engines = ", ".join(engine or "one artefact" for engine in manifests)
+    print(f"{folder}: {engines}, {num_bytes / 1e6:,.1f} MB in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _find_manifests(source: Source, deadline: float, pin: str | None) -> dict[str, bytes]:
+    """The manifests below the address, by folder: of the artefact that it is (""), or of each that lies in it."""
+    found: dict[str, bytes] = {}
+    for engine in ("", *PRECISIONS):
+        path = f"{engine}/{MANIFEST_FILE}".lstrip("/")
+        try:
+            found[engine] = _read_whole(source, path, deadline)
+        except FileNotFoundError:
+            continue
+        if engine == "":
+            break
+    if not found:
+        what = f"has no {MANIFEST_FILE}, nor a folder native, onnx or openvino with one"
+        remedy = "export the model (python -m inference.export MODEL) and upload what that wrote"
+        raise UserError(f"{source.address}: {what}; {remedy}", code="fetch-address")
+    if pin and list(found) != [""]:
+        what = f"--manifest_sha256 names one manifest; give the address of one artefact: {source.address}/"
+        raise UserError(what + next(iter(found)), code="fetch-address")
+    if pin and (other := hashlib.sha256(found[""]).hexdigest()) != pin:
+        raise ModelLoadError(f"{source.address}/{MANIFEST_FILE}", f"its SHA-256 is {other}, not {pin}", _FETCH_AGAIN)
+    return found
+
+
+def _read_whole(source: Source, path: str, deadline: float) -> bytes:
+    for delay in (*_DELAYS, None):
+        data = b""
+        try:
+            for piece in source.read(path):
+                data += piece
+                if len(data) > _MOST_MANIFEST_BYTES:
+                    what = f"has more than {_MOST_MANIFEST_BYTES:,} bytes, which no manifest has"
+                    raise UserError(f"{source.address}/{path}: {what}", code="fetch-address")
+        except SourceUnreachable as error:
+            _wait_or_raise(error, delay, deadline)
+        else:
+            return data
+    raise AssertionError
+
+
+def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float) -> int:
+    """Fetch the files of all manifests; the folder is there once every hash is right. Returns how many bytes."""
+    if folder.exists() and not _is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"{folder}: holds something else than a fetched model; name another FOLDER", code="not-writable"
+        )
+    aside = folder.with_name(f".{folder.name}.fetching")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    num_bytes = 0
+    try:
+        for engine, data in manifests.items():
+            (aside / engine).mkdir(parents=True, exist_ok=True)
+            (aside / engine / MANIFEST_FILE).write_bytes(data)
+            with _naming(source, aside):
+                manifest = read_manifest(aside / engine)
+            sizes = _sizes(f"{source.address}/{engine}".rstrip("/"), manifest)
+            num_bytes += sum(sizes.values())
+            if num_bytes > most_gb * 1e9:
+                what = f"{num_bytes:,} bytes are more than --most_gb {most_gb:g} allows"
+                raise UserError(f"{source.address}: {what}", code="fetch-address")
+            for name, size in sizes.items():
+                _download(source, f"{engine}/{name}".lstrip("/"), aside / engine / name, size, deadline)
+            with _naming(source, aside):
+                verify_files(aside / engine, manifest)
+        _complete(source, aside, list(manifests))
+        replace_folder(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return num_bytes
+
+
+def _sizes(address: str, manifest: Manifest) -> dict[str, int]:
+    for name, described in manifest.files.items():
+        is_plain = re.fullmatch(r"\w[\w.-]*", name) and name != MANIFEST_FILE
+        size = described.get("bytes") if isinstance(described, dict) else None
+        if not is_plain or not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ModelLoadError(f"{address}/{MANIFEST_FILE}", f"{name!r} is no file with a size", _FETCH_AGAIN)
+    return {name: described["bytes"] for name, described in manifest.files.items()}
+
+
+def _download(source: Source, path: str, target: Path, size: int, deadline: float) -> None:
+    for delay in (*_DELAYS, None):
+        try:
+            with target.open("wb") as file:
+                for piece in source.read(path):
+                    file.write(piece)
+                    if file.tell() > size:
+                        what = f"has more than the {size:,} bytes of its manifest"
+                        raise ModelLoadError(f"{source.address}/{path}", what, _FETCH_AGAIN)
+            return
+        except FileNotFoundError as error:
+            raise ModelLoadError(f"{source.address}/{path}", "is missing", _FETCH_AGAIN) from error
+        except SourceUnreachable as error:
+            _wait_or_raise(error, delay, deadline)
+
+
+def _wait_or_raise(error: SourceUnreachable, delay: float | None, deadline: float) -> None:
+    if delay is None or time.monotonic() + delay > deadline:
+        raise error
+    print(f"{error}; next attempt in {delay:g} s", flush=True)
+    time.sleep(delay)
+
+
+@contextmanager
+def _naming(source: Source, aside: Path) -> Iterator[None]:
+    """Let errors name the address instead of the temporary folder, which nobody will find."""
+    try:
+        yield
+    except ModelLoadError as error:
+        what = str(error).replace(str(aside), source.address).rpartition(";")[0]
+        raise ModelLoadError(f"{what}; {_FETCH_AGAIN}") from error
+
+
+def _complete(source: Source, folder: Path, engines: list[str]) -> None:
+    """Give a folder of artefacts what a model folder has besides its weights; each artefact has a copy."""
+    if engines == [""]:
+        return
+    weights = {read_manifest(folder / engine).source.get("weights_sha256") for engine in engines}
+    if len(weights) > 1:
+        what = f"{' and '.join(engines)} were made from different weights"
+        raise ModelLoadError(source.address, what, f"{_FETCH_AGAIN}, or give the address of one: /{engines[0]}")
+    for name in (*DESCRIPTION_FILES, "metrics.json"):
+        if (copy := folder / engines[0] / name).is_file():
+            shutil.copyfile(copy, folder / name)
+
+
+def _holds(folder: Path, manifests: dict[str, bytes]) -> bool:
+    """Whether a folder has these manifests, no others, and every file as they say."""
+    there = [engine for engine in ("", *PRECISIONS) if is_artefact(folder / engine)]
+    if there != list(manifests):
+        return False
+    if any((folder / engine / MANIFEST_FILE).read_bytes() != data for engine, data in manifests.items()):
+        return False
+    try:
+        for engine in manifests:
+            manifest = verified_manifest(folder / engine, folder if engine else None)
+            if engine and any(name in manifest.files and not (folder / name).is_file() for name in DESCRIPTION_FILES):
+                return False
+    except ModelLoadError:
+        return False
+    return True
+
+
+def _has_manifest(folder: Path, sha256: str) -> bool:
+    path = folder / MANIFEST_FILE
+    return path.is_file() and sha256_of(path) == sha256 and _holds(folder, {"": path.read_bytes()})
+
+
+def _is_model(folder: Path) -> bool:
+    return any(is_artefact(folder / engine) for engine in ("", *PRECISIONS))
+
+
+@contextmanager
+def _locked(folder: Path, deadline: float) -> Iterator[None]:
+    """Wait until no other process fetches into this folder; the lock ends with the process, even if that is killed."""
+    with folder.with_name(f".{folder.name}.lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SourceUnreachable(f"{folder}: another process is still fetching it") from None
+                time.sleep(0.1)
+            else:
+                break
+        yield
+
+
+def _in_one_line(folder: Path, error: OSError) -> str:
+    if error.errno == errno.EBUSY:
+        return f"{folder}: is a mount point, which nothing can replace at one instant; name a folder within it"
+    return f"{folder}: cannot be written ({error.strerror or error}); free some space, or name another FOLDER"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,211 @@
+"""Where the files of an exported model are fetched from: an HTTP server, the hub, an fsspec address, or a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Protocol
+from urllib.error import HTTPError
+from urllib.parse import SplitResult, quote, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from common.errors import ForeseenError, UserError, first_line
+from inference.bulk.storage import LocalStorage, RemoteStorage, is_remote
+
+_HUB = "https://huggingface.co"
+# A revision with a slash, such as refs/pr/1, is written with %2F, as in the hub's own addresses.
+_HUB_ADDRESS = re.compile(r"hf://(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w.%-]*))?(?P<folder>(?:/\w[\w.-]*)*)")
+_PIECE_BYTES = 1 << 20
+_SECONDS_OF_SILENCE = 30
+_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class SourceUnreachable(ForeseenError):
+    """The source did not give a file; it may if it is asked again."""
+
+    code = "fetch-unreachable"
+
+
+class Source(Protocol):
+    """What files are read from, each by its path below an address."""
+
+    address: str
+
+    def read(self, path: str) -> Iterator[bytes]:
+        """The file in pieces.
+
+        Raises:
+            FileNotFoundError: there is none.
+            SourceUnreachable: it cannot be read now.
+            UserError: it may not be read.
+        """
+
+
+def source_at(address: str, deadline: float, *, is_pinned: bool) -> Source:
+    """What reads the files below an address.
+
+    Args:
+        address: of a folder: https://..., hf://owner/name[@revision][/folder], s3://bucket/folder, or a path.
+        deadline: on the monotonic clock, for all files together.
+        is_pinned: the manifest's hash is known, so that it does not matter who could change what arrives.
+    """
+    address = address.rstrip("/")
+    if address.startswith("hf://"):
+        return HubSource(address, deadline)
+    if address.startswith(("https://", "http://")):
+        url = _checked(address)
+        if url.scheme == "http" and not _is_loopback(url) and not is_pinned:
+            message = "anyone on the way could change what arrives over http; use https, or give --manifest_sha256"
+            raise UserError(f"{address}: {message}", code="fetch-address")
+        return HttpSource(address, address, os.environ.get("FETCH_TOKEN"), deadline)
+    return StoredSource(address)
+
+
+@dataclass
+class HttpSource:
+    """Files below a base address; the token goes to that host alone, wherever it redirects to."""
+
+    address: str
+    base: str
+    token: str | None
+    deadline: float
+
+    def read(self, path: str) -> Iterator[bytes]:
+        request = Request(f"{self.base}/{quote(path)}", headers={"Accept-Encoding": "identity"})
+        if self.token:
+            if urlsplit(self.base).scheme == "http" and not _is_loopback(urlsplit(self.base)):
+                raise UserError(f"{self.address}: a token is sent over https only", code="fetch-address")
+            request.add_unredirected_header("Authorization", f"Bearer {self.token}")
+        try:
+            with build_opener(_Redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
+                self.answered(response.headers)
+                expected, received = response.headers.get("Content-Length"), 0
+                # read1 returns what has arrived, so that a server that trickles does not outlast the deadline.
+                while piece := response.read1(_PIECE_BYTES):
+                    received += len(piece)
+                    yield piece
+                    if time.monotonic() > self.deadline:
+                        raise SourceUnreachable(f"{self.address}/{path}: not complete within --timeout_s")
+                if expected is not None and received != int(expected):
+                    what = f"{self.address}/{path}: the connection ended after {received:,} of {int(expected):,} bytes"
+                    raise SourceUnreachable(what)
+        except HTTPError as error:
+            raise self._why(path, error) from error
+        # No address in these lines but the one that was given: that of a redirect may hold a signature.
+        except (OSError, HTTPException, ValueError) as error:
+            reason = first_line(getattr(error, "reason", None) or error)
+            raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
+
+    def answered(self, headers: HTTPMessage) -> None: ...
+
+    def _why(self, path: str, error: HTTPError) -> Exception:
+        error.close()
+        what = f"{self.address}/{path}: answered {error.code}"
+        if error.code in (404, 410):
+            return FileNotFoundError(what)
+        if error.code in _BUSY:
+            return SourceUnreachable(what)
+        hint = "; check the address and the token (HF_TOKEN for hf://, else FETCH_TOKEN)"
+        return UserError(what + hint, code="fetch-address")
+
+
+class HubSource(HttpSource):
+    """Files of a model repository, by the hub's plain addresses: the serving image has no library of the hub."""
+
+    def __init__(self, address: str, deadline: float) -> None:
+        match = _HUB_ADDRESS.fullmatch(address)
+        if match is None:
+            what = "not an address of the hub; write hf://owner/name[@revision][/folder]"
+            raise UserError(f"{address}: {what}", code="fetch-address")
+        self._repository = f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/{match['name']}/resolve"
+        self._folder = match["folder"]
+        _checked(self._repository)
+        super().__init__(address, "", _hub_token(), deadline)
+        self._at(match["revision"] or "main")
+
+    def _at(self, revision: str) -> None:
+        self.base = f"{self._repository}/{revision}{self._folder}"
+
+    def answered(self, headers: HTTPMessage) -> None:
+        # A branch may move between two files: the rest comes from the commit that the first one came from.
+        if re.fullmatch(r"[0-9a-f]{40}", commit := headers.get("X-Repo-Commit", "")):
+            self._at(commit)
+
+
+class StoredSource:
+    """Files below an fsspec address, or in a folder of this machine."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._storage: LocalStorage = LocalStorage()
+        if is_remote(address):
+            self._storage = RemoteStorage(address)
+
+    def read(self, path: str) -> Iterator[bytes]:
+        place = f"{self.address}/{path}"
+        try:
+            with self._storage.open(place) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    yield piece
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(place) from error
+        except PermissionError as error:
+            raise UserError(f"{place}: may not be read ({first_line(error)})", code="fetch-address") from error
+        except Exception as error:  # every driver has its own errors
+            raise SourceUnreachable(f"{place}: cannot be read ({first_line(error)})") from error
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects, with the token only to where it was sent first, and never from https to anything else."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        old, new = urlsplit(req.full_url), urlsplit(newurl)
+        if new.scheme not in ("https", old.scheme):
+            raise OSError(f"redirected from {old.scheme} to {new.scheme}, which is not followed")
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and _origin(old) == _origin(new):
+            for name, value in req.unredirected_hdrs.items():
+                if name == "Authorization":
+                    request.add_unredirected_header(name, value)
+        return request
+
+
+def _checked(address: str) -> SplitResult:
+    """An HTTP address that can be the base of others, and has nothing in it that logs should not show."""
+    try:
+        url = urlsplit(address)
+        is_usable = url.scheme in ("https", "http") and url.hostname and url.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise UserError(f"{address}: not an address; write https://host/folder", code="fetch-address")
+    if url.username is not None or url.query or url.fragment:
+        what = "the address of a folder has no user, query or fragment; a token comes from FETCH_TOKEN"
+        raise UserError(f"{url.scheme}://{url.hostname}: {what}", code="fetch-address")
+    return url
+
+
+def _origin(url: SplitResult) -> tuple[str, str | None, int]:
+    return url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
+
+
+def _is_loopback(url: SplitResult) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(url.hostname or "").is_loopback
+    return url.hostname == "localhost"
+
+
+def _hub_token() -> str | None:
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        return os.environ.get("HF_TOKEN")
+    return get_token()  # that of `hf auth login`, too
