@@ -1,0 +1,324 @@
+"""Move a route's requests to a canary step by step, and all back as soon as it fails more often or answers more slowly.
+
+python deployment/canary.py ROUTE --namespace NAMESPACE --prometheus URL
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+from urllib.request import urlopen
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
+
+from common.errors import ForeseenError, OneLineParser, UserError, above_zero, first_line, positive, run_command
+
+# A rate needs a few scrapes, which are 15 s apart.
+_SHORTEST_WINDOW_S = 60
+# A step without enough requests is extended so often.
+_MOST_EXTENSIONS = 3
+_MOST_SILENCE = 5  # questions in a row that Prometheus does not answer
+_ATTEMPTS_TO_ROLL_BACK = 5
+_KUBECTL_SECONDS = 60
+# Twice as slow does not matter below this.
+_ALWAYS_FAST_ENOUGH_S = 0.05
+
+
+class CanaryFailure(ForeseenError):
+    """The canary does not get all requests."""
+
+    code = "canary-failed"
+
+
+class Unanswered(Exception):
+    """Prometheus gave no answer that can be used."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a Service's servers did in a window."""
+
+    requests: float = 0.0
+    failed: float = 0.0  # share of the requests
+    p99_s: float | None = None  # None without requests
+    ready: float = 0.0  # servers that can answer
+
+    def __str__(self) -> str:
+        slow = "" if self.p99_s is None else f", p99 {self.p99_s:.3f} s"
+        return f"{self.requests:,.0f} requests, {self.failed:.2%} failed{slow}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """An HTTPRoute with two backends, whose weights are percent."""
+
+    name: str
+    namespace: str
+    stable: str
+    canary: str
+
+    def set_weight(self, percent: int) -> None:
+        """Give the canary this share of the requests, in every rule of the route that has both backends.
+
+        Raises:
+            UserError: there is no such route, it has no rule with both, or kubectl refuses.
+        """
+        refs = self._backends()
+        operations: list[dict[str, Any]] = []
+        for path, backends in refs.items():
+            names = [backend["name"] for backend in backends]
+            if {self.stable, self.canary} <= set(names):
+                if len(names) > 2:
+                    what = (
+                        f"has other backends than {self.stable} and {self.canary}; shares of three are not known here"
+                    )
+                    raise UserError(f"httproute {self.name}: {what}", code="canary-route")
+                for position, name in enumerate(names):
+                    place = f"{path}/{position}"
+                    # If somebody has changed the route meanwhile, nothing is written.
+                    operations.append({"op": "test", "path": f"{place}/name", "value": name})
+                    weight = percent if name == self.canary else 100 - percent
+                    operations.append({"op": "add", "path": f"{place}/weight", "value": weight})
+        if not operations:
+            what = f"no rule has both backends, {self.stable} and {self.canary}"
+            raise UserError(f"httproute {self.name}: {what}; see deployment/kubernetes/gateway", code="canary-route")
+        self._kubectl("patch", "httproute", self.name, "--type=json", f"--patch={json.dumps(operations)}")
+
+    def _backends(self) -> dict[str, list[dict[str, Any]]]:
+        route = json.loads(self._kubectl("get", "httproute", self.name, "--output=json"))
+        rules = enumerate(route["spec"].get("rules", []))
+        return {f"/spec/rules/{number}/backendRefs": rule.get("backendRefs", []) for number, rule in rules}
+
+    def _kubectl(self, *arguments: str) -> str:
+        command = ["kubectl", f"--namespace={self.namespace}", *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_KUBECTL_SECONDS)
+        except FileNotFoundError as error:
+            raise UserError("kubectl is not on the PATH; install it", code="canary-route") from error
+        except subprocess.TimeoutExpired as error:
+            what = f"kubectl {arguments[0]}: no answer within {_KUBECTL_SECONDS} s"
+            raise UserError(f"{what}; check the connection to the cluster", code="canary-route") from error
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"kubectl {arguments[0]} httproute {self.name}: {said}", code="canary-route")
+        return done.stdout
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a canary is good enough, beside the stable servers."""
+
+    least_requests: int
+    most_failed: float
+    most_slower: float
+
+    def broken(self, canary: Measured, stable: Measured) -> str | None:
+        """Why the canary should get no more requests; None if it may."""
+        if canary.ready == 0:  # what the gateway answers in its place is in no metric of the servers
+            return "none of its servers is ready"
+        if canary.failed > stable.failed + self.most_failed:
+            return f"it fails {canary.failed:.2%} of its requests, the stable servers {stable.failed:.2%}"
+        if canary.p99_s is None or stable.p99_s is None or canary.p99_s <= _ALWAYS_FAST_ENOUGH_S:
+            return None
+        if canary.p99_s > stable.p99_s * self.most_slower:
+            return f"its p99 is {canary.p99_s:.3f} s, that of the stable servers {stable.p99_s:.3f} s"
+        return None
+
+
+def queries(route: Route, path: str, seconds: int) -> dict[str, str]:
+    """The questions to Prometheus, each answered by a value for each Service."""
+    which = f'namespace="{route.namespace}", service=~"{route.stable}|{route.canary}"'
+    posts, window = f'distrinews_requests_total{{{which}, method="POST"', f"[{seconds}s]"
+    buckets = f'distrinews_request_seconds_bucket{{{which}, route="{path}"}}{window}'
+    return {
+        "ready": f"sum by (service) (distrinews_model_ready{{{which}}})",
+        "requests": f"sum by (service) (increase({posts}}}{window}))",
+        "failed": f'sum by (service) (increase({posts}, status=~"5.."}}{window}))',
+        "p99_s": f"histogram_quantile(0.99, sum by (service, le) (rate({buckets})))",
+    }
+
+
+def measure(prometheus: str, route: Route, path: str, seconds: int) -> dict[str, Measured]:
+    """What the servers of both Services did in the last seconds, by Service.
+
+    Raises:
+        Unanswered: Prometheus does not answer, or not with numbers.
+    """
+    asked = queries(route, path, seconds)
+    values = {name: _ask(prometheus, query) for name, query in asked.items()}
+    found = {}
+    for service in (route.stable, route.canary):
+        requests = values["requests"].get(service, 0.0)
+        failed = values["failed"].get(service, 0.0) / requests if requests else 0.0
+        found[service] = Measured(requests, failed, values["p99_s"].get(service), values["ready"].get(service, 0.0))
+    return found
+
+
+def _ask(prometheus: str, query: str) -> dict[str, float]:
+    try:
+        with urlopen(f"{prometheus}/api/v1/query?{urlencode({'query': query})}", timeout=30) as response:
+            answer = json.load(response)
+        result = answer["data"]["result"]
+        values = {one["metric"]["service"]: float(one["value"][1]) for one in result}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Unanswered(first_line(error)) from error
+    return {service: value for service, value in values.items() if math.isfinite(value)}
+
+
+def main() -> None:
+    options = _parse()
+    route = Route(options.route, options.namespace, options.stable, options.canary)
+    if options.weight is not None:
+        route.set_weight(options.weight)
+        print(f"{route.canary} gets {options.weight}% of the requests", flush=True)
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    rule = Rule(options.least_requests, options.most_failed / 100, options.most_slower)
+    _check_ready(route, options)
+    route.set_weight(0)  # what is wrong with the route shows before anybody is sent to the canary
+    try:
+        stable = Measured()
+        for percent in options.steps:
+            route.set_weight(percent)
+            print(f"{route.canary} gets {percent}% of the requests", flush=True)
+            stable = _watch(route, options, rule, stable)
+    except BaseException as error:  # Ctrl-C and SIGTERM, too
+        _roll_back(route)
+        if isinstance(error, KeyboardInterrupt | ForeseenError):
+            reason = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
+            raise CanaryFailure(f"{route.canary}: rolled back, because {reason}") from error
+        raise
+    print(f"Promoted. Roll the same image out to {route.stable}, then give it its requests back with --weight 0.")
+
+
+def _check_ready(route: Route, options: argparse.Namespace) -> None:
+    try:
+        found = measure(options.prometheus, route, options.path, _SHORTEST_WINDOW_S)
+    except Unanswered as error:
+        raise UserError(f"--prometheus {options.prometheus}: no answer ({error})", code="canary-route") from error
+    for service in (route.stable, route.canary):
+        if found[service].ready == 0:
+            what = "Prometheus knows of no server of it that is ready"
+            raise UserError(f"{service} in {route.namespace}: {what}; see its pods and monitor", code="canary-route")
+
+
+def _watch(route: Route, options: argparse.Namespace, rule: Rule, before: Measured) -> Measured:
+    """Watch one step to its end; returns what the stable servers did in it, or before it if they got no requests.
+
+    Raises:
+        CanaryFailure: the canary breaks the rule, gets too few requests to tell, or Prometheus does not answer.
+    """
+    began, silence = time.monotonic(), 0
+    while True:
+        time.sleep(options.every_s)
+        elapsed = time.monotonic() - began
+        try:
+            found = measure(options.prometheus, route, options.path, max(_SHORTEST_WINDOW_S, round(elapsed)))
+        except Unanswered as error:
+            silence += 1
+            print(f"{elapsed:6.0f} s  Prometheus did not answer ({error})", flush=True)
+            if silence >= _MOST_SILENCE:
+                raise CanaryFailure(f"Prometheus did not answer {silence} times in a row") from error
+            continue
+        silence, canary, stable = 0, found[route.canary], found[route.stable]
+        print(f"{elapsed:6.0f} s  {route.canary}: {canary}; {route.stable}: {stable}", flush=True)
+        # At 100% the stable servers get no requests: what they did before is what counts.
+        stable = stable if stable.requests >= rule.least_requests else before
+        if canary.requests >= rule.least_requests or canary.ready == 0:
+            if reason := rule.broken(canary, stable):
+                raise CanaryFailure(reason)
+            if elapsed >= options.step_s:
+                return stable
+        elif elapsed >= options.step_s * _MOST_EXTENSIONS:
+            what = f"{canary.requests:,.0f} requests in {elapsed:,.0f} s are too few to tell"
+            raise CanaryFailure(f"{what} (--least_requests {rule.least_requests})")
+
+
+def _roll_back(route: Route) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    for attempt in range(_ATTEMPTS_TO_ROLL_BACK):
+        try:
+            route.set_weight(0)
+        except UserError as error:
+            print(
+                f"{error}; {'next attempt in 2 s' if attempt < _ATTEMPTS_TO_ROLL_BACK - 1 else 'giving up'}", flush=True
+            )
+            reason = error
+            time.sleep(2)
+        else:
+            print(f"{route.stable} gets all requests again", flush=True)
+            return
+    what = f"{route.canary}: NOT rolled back ({reason}); set its weight to 0 with kubectl edit httproute {route.name}"
+    raise CanaryFailure(what)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parse() -> argparse.Namespace:
+    parser = OneLineParser(
+        description=__doc__,
+        epilog="Exit codes: 0 promoted, 1 rolled back, 2 nothing was changed. Ctrl-C and SIGTERM roll back.",
+    )
+    parser.add_argument("route", metavar="ROUTE", help="the HTTPRoute (deployment/kubernetes/gateway)")
+    parser.add_argument("--namespace", required=True, help="of the route, both Services and their metrics")
+    parser.add_argument("--prometheus", type=_address, metavar="URL", help="its address, without /api")
+    parser.add_argument("--stable", default="distrinews", metavar="SERVICE", help="what serves now (distrinews)")
+    parser.add_argument("--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it")
+    parser.add_argument("--steps", type=_steps, default=[5, 25, 50, 100], metavar="N,N", help="percent (5,25,50,100)")
+    parser.add_argument("--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)")
+    parser.add_argument("--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between looks (30)")
+    parser.add_argument(
+        "--least_requests", type=positive, default=200, metavar="N", help="below it nothing is decided (200)"
+    )
+    parser.add_argument(
+        "--most_failed",
+        type=above_zero,
+        default=1.0,
+        metavar="N",
+        help="how many percent more of its requests may end in 5xx than of the stable servers' (1)",
+    )
+    parser.add_argument(
+        "--most_slower", type=above_zero, default=1.5, metavar="N", help="its p99 may be so many times theirs (1.5)"
+    )
+    parser.add_argument("--path", default="/predict", help="the route of the server whose p99 counts (/predict)")
+    parser.add_argument("--weight", type=_percent, metavar="N", help="only set the canary's percent, and end")
+    options = parser.parse_args()
+    if options.prometheus is None and options.weight is None:
+        parser.error("--prometheus is needed, because its metrics decide")
+    return options
+
+
+def _address(text: str) -> str:
+    if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
+        raise argparse.ArgumentTypeError(f"{text}: must be an address such as http://localhost:9090")
+    return text.rstrip("/")
+
+
+def _percent(text: str) -> int:
+    if not text.isdecimal() or int(text) > 100:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 0 to 100")
+    return int(text)
+
+
+def _steps(text: str) -> list[int]:
+    steps = [_percent(part) for part in text.split(",")]
+    if steps != sorted(set(steps)) or steps[0] == 0 or steps[-1] != 100:
+        raise argparse.ArgumentTypeError(f"{text}: must rise, and end with 100")
+    return steps
+
+
+if __name__ == "__main__":
+    run_command(main)
