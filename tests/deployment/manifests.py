@@ -19,6 +19,9 @@ TRAINING = ("training/indexed-job", "training/kubeflow")
 SCORING = "scoring/job"
 ALL = (*SERVERS, *TRAINING, "training/network", "training/monitor", SCORING, "scoring/storage", "storage", "loadtest")
 
+# The server beside other products, whose resources these are.
+BESIDE = ("gateway", "ingress/tls", "ingress/oidc", "kserve", "ray")
+
 
 def kubectl() -> str:
     """The kubectl that the development tools bring."""

@@ -24,7 +24,7 @@ from tests.deployment.hub_contents import Hub, Repository
 from tests.deployment.json_handler import JsonHandler
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, running_hub
-from tests.inference.servers import serving
+from tests.inference.conftest import StartServer
 from tests.training.checkpointing.s3_server import CREDENTIALS, s3_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,13 +106,13 @@ def refusal(done: subprocess.CompletedProcess[str], target: Path, code: int = 2)
     return done.stderr
 
 
-def test_an_artefact_is_fetched_whole_and_serves(files: FileServer, target: Path) -> None:
+def test_an_artefact_is_fetched_whole_and_serves(files: FileServer, target: Path, start_server: StartServer) -> None:
     done = fetch(f"{files.address}/news/", target)
 
     assert done.returncode == 0, done.stderr
     assert {path.name for path in target.iterdir()} == {path.name for path in NEWS.iterdir()} - {"README.md"}
     verified_manifest(target, None)
-    with serving(target) as client:
+    with start_server(target) as client:
         assert client.post("/predict", json={"text": "Goal!"}).status_code == 200
 
 
