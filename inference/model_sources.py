@@ -20,7 +20,9 @@ from inference.bulk.storage import LocalStorage, RemoteStorage, is_remote
 
 _HUB = "https://huggingface.co"
 # A revision with a slash, such as refs/pr/1, is written with %2F, as in the hub's own addresses.
-_HUB_ADDRESS = re.compile(r"hf://(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w.%-]*))?(?P<folder>(?:/\w[\w.-]*)*)")
+_HUB_ADDRESS = re.compile(
+    r"hf://(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w.%-]*))?(?P<folder>(?:/\w[\w.-]*)*)"
+)
 _PIECE_BYTES = 1 << 20
 _SECONDS_OF_SILENCE = 30
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -83,8 +85,10 @@ class HttpSource:
                 raise UserError(f"{self.address}: a token is sent over https only", code="fetch-address")
             request.add_unredirected_header("Authorization", f"Bearer {self.token}")
         try:
-            with build_opener(_Redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
-                self.answered(response.headers)
+            redirects = _Redirects()
+            with build_opener(redirects).open(request, timeout=_SECONDS_OF_SILENCE) as response:
+                for headers in (*redirects.headers, response.headers):
+                    self.answered(headers)
                 expected, received = response.headers.get("Content-Length"), 0
                 # read1 returns what has arrived, so that a server that trickles does not outlast the deadline.
                 while piece := response.read1(_PIECE_BYTES):
@@ -102,7 +106,8 @@ class HttpSource:
             reason = first_line(getattr(error, "reason", None) or error)
             raise SourceUnreachable(f"{self.address}/{path}: no answer ({reason})") from error
 
-    def answered(self, headers: HTTPMessage) -> None: ...
+    def answered(self, headers: HTTPMessage) -> None:
+        """Look at the headers of an answer, a redirect or the file."""
 
     def _why(self, path: str, error: HTTPError) -> Exception:
         error.close()
@@ -164,9 +169,13 @@ class StoredSource:
 class _Redirects(HTTPRedirectHandler):
     """Follows redirects, with the token only to where it was sent first, and never from https to anything else."""
 
+    def __init__(self) -> None:
+        self.headers: list[HTTPMessage] = []
+
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
+        self.headers.append(headers)
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         if new.scheme not in ("https", old.scheme):
             raise OSError(f"redirected from {old.scheme} to {new.scheme}, which is not followed")

@@ -413,6 +413,27 @@ def test_a_model_of_the_hub_comes_from_one_commit(address: str, hub: Hub, target
     assert READER not in done.stdout + done.stderr
 
 
+def test_a_hub_that_redirects_to_its_own_cache_still_says_which_commit_it_was(files: FileServer, target: Path) -> None:
+    commit = "a1" * 20
+    (files.folder / "cache").symlink_to("news")
+
+    def answer(request: JsonHandler) -> bool:
+        if not request.path.startswith("/alice/news/resolve/"):
+            return False
+        where = {"Location": f"/cache/{request.path.rsplit('/', 1)[1]}", "X-Repo-Commit": commit}
+        return request.send(307, b"", where) is None
+
+    files.answer = answer
+    done = fetch("hf://alice/news@refs%2Fpr%2F1", target, HF_ENDPOINT=files.address, HF_TOKEN=SECRET)
+
+    assert done.returncode == 0, done.stderr
+    asked = [path for path in files.paths() if path.startswith("/alice")]
+    assert asked[0] == "/alice/news/resolve/refs%2Fpr%2F1/manifest.json"
+    assert len(asked) > 1
+    assert all(path.startswith(f"/alice/news/resolve/{commit}/") for path in asked[1:])
+    assert {token for _, token in files.asked} == {f"Bearer {SECRET}"}
+
+
 def test_a_private_model_of_the_hub_needs_the_token(hub: Hub, target: Path) -> None:
     line = refusal(fetch("hf://alice/news", target, HF_ENDPOINT=hub.address, HF_HOME=str(target.parent)), target)
 
