@@ -58,6 +58,12 @@ class Settings(BaseModel):
         description="What the native engine uses of the processor: avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm, "
         "neon_dotprod, neon or plain. auto takes the fastest that is there. Answers are the same to the last bit.",
     )
+    model_name: str = Field(
+        default="",
+        pattern=r"^[\w.-]*$",
+        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in the metrics. Empty: its "
+        "own, as in its manifest.",
+    )
     listen_host: str = Field(
         default="0.0.0.0",
         description="Address to listen on (`python -m inference.serve` only). 127.0.0.1 keeps other machines out.",

@@ -29,10 +29,7 @@ class Served:
 
     model: ModelLoader
     classifier: Classifier
-
-    @property
-    def name(self) -> str:
-        return self.model.info["name"]
+    name: str
 
 
 class ServedModel:
@@ -41,6 +38,7 @@ class ServedModel:
     def __init__(self, settings: Settings, metrics: ServerMetrics, load_model: LoadModel) -> None:
         self.path = settings.model_checkpoint
         self._load_model = load_model
+        self._name = settings.model_name
         self._engine = settings.engine
         self._stuck_after_s = settings.request_timeout_s
         self._dead_after_s = settings.restart_after_s
@@ -124,7 +122,8 @@ class ServedModel:
                     raise ModelLoadError(self.path, what, f"set MAX_BATCH_TOKENS to at least {longest}")
                 if self._current is None:
                     _freeze_what_stays()
-                served = Served(model, Classifier(model, self._limits, self._metrics))
+                classifier = Classifier(model, self._limits, self._metrics)
+                served = Served(model, classifier, self._name or model.info["name"])
             except Exception as error:
                 self._metrics.reloads.labels("refused").inc()
                 refusal = refusal_of(self.path, error)

@@ -215,10 +215,12 @@ def test_kserve_finds_the_runtime_for_the_model_s_format() -> None:
 def test_kserve_s_clients_find_the_model_by_the_name_of_the_inference_service(
     tmp_path: Path, start_server: StartServer
 ) -> None:
-    name = only("kserve", "InferenceService")["metadata"]["name"]
+    name = "news-canary"  # not what the model itself is called
+    (container,) = only("kserve", "ServingRuntime")["spec"]["containers"]
+    (given,) = [one["value"] for one in container["env"] if one["name"] == "MODEL_NAME"]
     place = Path(shutil.copytree(NEWS, tmp_path / "mnt" / "models"))
     texts = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["Oil prices climb to a record"]}
-    with start_server(place) as client:
+    with start_server(place, MODEL_NAME=given.replace("{{.Name}}", name)) as client:
         assert client.get(f"/v2/models/{name}/ready").status_code == 200
         answer = client.post(f"/v2/models/{name}/infer", json={"inputs": [texts]})
     assert answer.status_code == 200, answer.text

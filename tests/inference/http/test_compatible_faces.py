@@ -197,6 +197,15 @@ def test_numbers_of_thousands_of_digits_are_refused_in_one_short_line(
     assert len(response.text) < 500
 
 
+def test_the_model_answers_under_the_name_that_the_server_is_given(model_folder: Path) -> None:
+    question = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Goal!"]}]}
+    with serving(model_folder, model_name="news-canary") as client:
+        assert client.post("/v2/models/news-canary/infer", json=question).json()["model_name"] == "news-canary"
+        assert client.post("/v2/models/tiny/infer", json=question).status_code == 404
+        assert 'distrinews_model_info{engine="' in client.get("/metrics").text
+        assert 'name="news-canary"' in client.get("/metrics").text
+
+
 def test_a_compressed_body_is_refused_with_a_line_that_says_so(client: httpx.Client) -> None:
     for path in ("/predict", "/predict/batch", "/hub", "/v2/models/tiny/infer"):
         for kind in ("application/json", "application/x-ndjson"):
