@@ -61,8 +61,8 @@ class Settings(BaseModel):
     model_name: str = Field(
         default="",
         pattern=r"^[\w.-]*$",
-        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in the metrics. Empty: its "
-        "own, as in its manifest.",
+        description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in the metrics. Empty: "
+        "its own, as in its manifest.",
     )
     listen_host: str = Field(
         default="0.0.0.0",
