@@ -16,6 +16,9 @@ TORCH_CPU ?= --torch-backend cpu
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
 	--no-emit-index-url --custom-compile-command "make lock"
+FOR_X86 := --python-platform x86_64-manylinux_2_28
+# What an image may have besides, by the name of the extra in pyproject.toml.
+EXTRAS := otel s3 ray
 # uv installs several times faster than pip, but does not read pip.conf: if it finds no packages, pip may.
 comma := ,
 define install
@@ -24,7 +27,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock sbom clean
+.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -115,16 +118,28 @@ image: $(INSTALLED) ## Build the image that serves MODEL=folder, with docker, po
 image-torch: $(INSTALLED) ## Build the image for training jobs and for serving on GPUs
 	$(BIN)/python deployment/build_image.py --torch cuda -- $(BUILD_FLAGS)
 
-# The tokenizer's library needs the hub's client only to download. The locks for PyTorch are for Linux on x86-64.
+# First all packages are resolved together, so that the locks agree: an image may be built from several of them. The
+# tokenizer's library needs the hub's client only to download. The locks for PyTorch are for Linux on x86-64.
 lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/requirements*.txt
-	echo huggingface-hub | $(LOCK) deployment/requirements.in --constraints requirements.txt --universal \
+	mkdir -p build/lock
+	for extra in $(EXTRAS); do $(BIN)/python -c "import sys, tomllib; \
+		print(*tomllib.load(sys.stdin.buffer)['project']['optional-dependencies']['$$extra'], sep='\n')" \
+		<pyproject.toml >build/lock/$$extra.in || exit 2; done
+	$(LOCK) requirements.txt $(EXTRAS:%=build/lock/%.in) $(FOR_X86) $(TORCH_CPU) --no-emit-package torch \
+		--output-file build/lock/all.txt
+	echo huggingface-hub | $(LOCK) deployment/requirements.in --constraints build/lock/all.txt --universal \
 		--excludes /dev/stdin --output-file deployment/requirements.txt
-	$(LOCK) requirements.txt --constraints deployment/requirements.txt --python-platform x86_64-manylinux_2_28 \
-		$(TORCH_CPU) --no-emit-package torch --output-file deployment/requirements-torch.txt
-	grep ^torch== requirements.txt | $(LOCK) - --constraints deployment/requirements-torch.txt \
-		--python-platform x86_64-manylinux_2_28 --output-file deployment/requirements-torch-cuda.txt
-	grep ^torch== requirements.txt | $(LOCK) - --constraints deployment/requirements-torch.txt \
-		--python-platform x86_64-manylinux_2_28 $(TORCH_CPU) --output-file deployment/requirements-torch-cpu.txt
+	$(LOCK) requirements.txt --constraints build/lock/all.txt $(FOR_X86) $(TORCH_CPU) --no-emit-package torch \
+		--output-file deployment/requirements-torch.txt
+	grep ^torch== requirements.txt >build/lock/torch.in
+	$(LOCK) build/lock/torch.in --constraints build/lock/all.txt $(FOR_X86) --output-file deployment/requirements-torch-cuda.txt
+	$(LOCK) build/lock/torch.in --constraints build/lock/all.txt $(FOR_X86) $(TORCH_CPU) \
+		--output-file deployment/requirements-torch-cpu.txt
+	set -e; for extra in $(EXTRAS); do $(LOCK) build/lock/$$extra.in --constraints build/lock/all.txt --universal \
+		--output-file deployment/requirements-with-$$extra.txt; done
+
+base: $(INSTALLED) ## Pin the base images to what their tags name now (asks their registry)
+	$(BIN)/python deployment/pin_base_images.py
 
 sbom: $(INSTALLED_DEV) ## Write into build/sbom what the images hold, and what is known against it
 	$(BIN)/python deployment/write_sbom.py

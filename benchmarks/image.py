@@ -6,6 +6,7 @@ image's own command, with files in the page cache. Arguments after `--` are the 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 import urllib.error
@@ -20,10 +21,9 @@ from benchmarks.containers import Container
 from benchmarks.harness import markdown_table
 from common.errors import TrainingFailure, UserError
 from deployment.build_image import build, serving_image
-from deployment.image_context import exported_artefacts
+from deployment.image_context import DOCKERFILE, exported_artefacts
 
 MODULE = "benchmarks.image"
-BASE = "docker.io/library/python:3.11-slim"
 PARTS = {"packages": "opt/venv", "model": "app/model", "sources": "app/inference"}
 NUM_ANSWERS = 20
 START_TIMEOUT = 120  # seconds
@@ -41,11 +41,12 @@ def main() -> None:
     options = _parse()
     facts, sizes, starts = harness.measurement_facts(MODULE, ()), [], []
     with ExitStack() as stack:
-        base = stack.enter_context(containers.opened(BASE))
+        base_name = _base(options.flags)
+        base = stack.enter_context(containers.opened(base_name))
         for model in options.models:
             container = stack.enter_context(containers.opened(_built(model, options.flags)))
             python = container.run("python", "--version").stdout.strip()
-            facts["Base"] = _described_base(container)
+            facts["Base"] = f"{base_name}, here {_described_base(container)}"
             facts["Versions"] = f"{python}, the packages of deployment/requirements.txt"
             sizes.append(_size_row(model.name, container, base))
             starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
@@ -56,11 +57,17 @@ def main() -> None:
     harness.write_page(options.output, f"{text}\n## Size\n\n{size_table}\n## Start and memory\n\n{start_table}")
 
 
+def _base(flags: list[str]) -> str:
+    """The base that the builder is told, else the one that the Dockerfile pins."""
+    told = re.findall(r"BASE=(\S+)", " ".join(flags)) or re.findall(r"^ARG BASE=(\S+)", DOCKERFILE.read_text(), re.M)
+    return told[-1]
+
+
 def _described_base(container: containers.Container) -> str:
     """The base as an image on it sees it: another system may have been tagged with its name."""
     code = "import platform, sys; print(platform.freedesktop_os_release()['PRETTY_NAME'], sys.base_prefix)"
     system, _, prefix = container.run("python", "-c", code).stdout.strip().rpartition(" ")
-    return f"{BASE}, here {system} with Python in {prefix}"
+    return f"{system} with Python in {prefix}"
 
 
 def _built(model: Path, flags: list[str]) -> str:

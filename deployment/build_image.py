@@ -1,17 +1,21 @@
 """Build an image with docker, podman or buildah, whichever is there.
 
-python deployment/build_image.py --model FOLDER [--tag NAME] [-- FLAGS]: the server with that model.
+python deployment/build_image.py --model FOLDER [--with otel,s3] [--tag NAME] [--push] [-- FLAGS]: the server with that
+model.
 
-python deployment/build_image.py --torch cuda|cpu ...: PyTorch with training and serving, without a model.
+python deployment/build_image.py --torch cuda|cpu [--with otel,s3,ray] ...: PyTorch with training and serving, without a
+model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds o
 from common.errors import ForeseenError, OneLineParser, run_command
 from deployment.image_context import (
     DOCKERFILE,
+    EXTRAS,
+    SERVING_EXTRAS,
     TORCH_BUILDS,
     TORCH_DOCKERFILE,
     DeploymentError,
@@ -33,12 +39,20 @@ from deployment.image_context import (
 
 BUILDERS = ("docker", "podman", "buildah")
 _ANSWER_SECONDS = 20
+_HOW_TO_USE = """Pushed {tag}
+{repository}@{digest}
+In your overlay's kustomization.yaml:
+images:
+  - name: {name}
+    newName: {repository}
+    digest: {digest}"""
 
 
 @dataclass(frozen=True)
 class Image:
-    """A Dockerfile, the files of its context, its arguments, and the image's names."""
+    """What manifests call it, its Dockerfile, the files of its context, its arguments and its tags, `latest` last."""
 
+    name: str
     dockerfile: Path
     files: dict[str, Path]
     arguments: dict[str, str]
@@ -51,11 +65,17 @@ class BuildFailure(ForeseenError): ...
 def main() -> None:
     options = _parse()
     builder = options.builder or find_builder()
-    image = torch_image(options.torch, options.tag) if options.torch else serving_image(options.model, options.tag)
+    if options.torch:
+        image = torch_image(options.torch, options.tag, options.extras)
+    else:
+        image = serving_image(options.model, options.tag, options.extras)
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
     if code := build(builder, image, options.flags):
         raise BuildFailure(f"{builder} ended with code {code}, its last lines say why", code="image-build-failed")
-    print(f"Built {' and '.join(image.tags)}")
+    print(f"Built {' and '.join(image.tags)}", flush=True)
+    if options.push:
+        repository, digest = push(builder, image.tags[0])
+        print(_HOW_TO_USE.format(tag=image.tags[0], name=image.name, repository=repository, digest=digest))
 
 
 def _parse() -> argparse.Namespace:
@@ -63,10 +83,31 @@ def _parse() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="the model folder to serve, exported for native, onnx or both")
     what.add_argument("--torch", choices=TORCH_BUILDS, help="which PyTorch; cpu needs an index that has it")
-    parser.add_argument("--tag", help="default: distrinews:VERSION or distrinews-torch:VERSION, and latest")
+    parser.add_argument(
+        "--with",
+        dest="extras",
+        type=_extras,
+        default=(),
+        metavar="EXTRAS",
+        help=f"of {','.join(EXTRAS)}: tracing, S3 addresses, Ray (only with --torch); default: none",
+    )
+    parser.add_argument(
+        "--tag", help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest"
+    )
+    parser.add_argument("--push", action="store_true", help="push the image to its registry and print its digest")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that is installed and answers")
-    parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --build-arg PYTHON_VERSION=3.12")
-    return parser.parse_args()
+    parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --no-cache")
+    options = parser.parse_args()
+    if options.model and (refused := set(options.extras) - set(SERVING_EXTRAS)):
+        parser.error(f"--with {','.join(refused)}: needs --torch")
+    return options
+
+
+def _extras(text: str) -> tuple[str, ...]:
+    names = tuple(sorted(set(text.split(","))))
+    if unknown := [name for name in names if name not in EXTRAS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(EXTRAS)}")
+    return names
 
 
 def find_builder() -> str:
@@ -87,22 +128,27 @@ def _answers(name: str) -> bool:
         return False
 
 
-def serving_image(model: Path, tag: str | None) -> Image:
+def serving_image(model: Path, tag: str | None = None, extras: tuple[str, ...] = ()) -> Image:
     if "onnx" not in exported_artefacts(model):
         remedy = f"python -m inference.export {model} --engine onnx adds what others need"
         print(f"note: without onnx the image serves only on x86-64 with AVX2 and on ARM; {remedy}")
-    return Image(DOCKERFILE, image_files(model), build_arguments(model), _tags(tag or "distrinews"))
+    arguments = {**build_arguments(model), "WITH": " ".join(extras)}
+    # Two models of one version must not share a tag: nodes keep the first that they pulled.
+    tags = _tags("distrinews", tag, [version(), arguments["MODEL_SHA256"][:12], *extras])
+    return Image("distrinews", DOCKERFILE, image_files(model), arguments, tags)
 
 
-def torch_image(build: str, tag: str | None) -> Image:
-    arguments = {"TORCH": build, "VERSION": version()}
-    return Image(TORCH_DOCKERFILE, torch_image_files(), arguments, _tags(tag or "distrinews-torch"))
+def torch_image(build: str, tag: str | None = None, extras: tuple[str, ...] = ()) -> Image:
+    arguments = {"TORCH": build, "VERSION": version(), "WITH": " ".join(extras)}
+    tags = _tags("distrinews-torch", tag, [version(), *extras])
+    return Image("distrinews-torch", TORCH_DOCKERFILE, torch_image_files(), arguments, tags)
 
 
-def _tags(name: str) -> list[str]:
+def _tags(name: str, asked: str | None, parts: Sequence[str]) -> list[str]:
     # A colon before the last slash belongs to a registry's port.
-    has_tag = ":" in name.rpartition("/")[2]
-    return [name] if has_tag else [f"{name}:{version()}", f"{name}:latest"]
+    if asked and ":" in asked.rpartition("/")[2]:
+        return [asked]
+    return [f"{asked or name}:{tag}" for tag in ("-".join(parts), "latest")]
 
 
 def build(builder: str, image: Image, flags: list[str]) -> int:
@@ -118,6 +164,36 @@ def build(builder: str, image: Image, flags: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="distrinews-image-") as context:
         copy_files(image.files, Path(context))
         return subprocess.run([*command, *flags, context]).returncode
+
+
+def push(builder: str, tag: str) -> tuple[str, str]:
+    """Push an image; returns its repository and the digest that the registry gave it.
+
+    Raises:
+        BuildFailure: the registry refuses it, or the builder does not say which digest it got.
+    """
+    repository = tag[: tag.rindex(":")]
+    with tempfile.TemporaryDirectory(prefix="distrinews-push-") as folder:
+        file = Path(folder, "digest")
+        flags = [] if builder == "docker" else ["--digestfile", str(file)]
+        if code := subprocess.run([builder, "push", *flags, tag]).returncode:
+            what = f"{builder} push {tag} ended with code {code}"
+            raise BuildFailure(
+                f"{what}; log in with {builder} login, or name a registry with --tag", code="image-push-failed"
+            )
+        digest = _digest_of_docker(tag, repository) if builder == "docker" else file.read_text().strip()
+    if not digest.startswith("sha256:"):
+        raise BuildFailure(f"{tag}: was pushed, but {builder} does not know its digest", code="image-push-failed")
+    return repository, digest
+
+
+def _digest_of_docker(tag: str, repository: str) -> str:
+    # Docker has no --digestfile; it keeps the digest of each repository that an image was pushed to.
+    shown = subprocess.run(
+        ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag], capture_output=True, text=True
+    )
+    known = json.loads(shown.stdout or "null") or []
+    return next((digest for name, _, digest in (entry.partition("@") for entry in known) if name == repository), "")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ ENGINES = ("native", "onnx")
 MODEL_FOLDER = "model"
 # The builds of PyTorch that there is a lock for.
 TORCH_BUILDS = ("cuda", "cpu")
+# What an image may have besides, by the names of its locks; the server without PyTorch runs on no Ray cluster.
+SERVING_EXTRAS, EXTRAS = ("otel", "s3"), ("otel", "s3", "ray")
 _KERNEL_FILES = ("pyproject.toml", "deployment/compile_kernels.py")
 # An allowlist, so that files which tools and people leave among the sources are not copied.
 _SOURCES = {".py", ".c", ".h", ".html", ".css", ".js", ".svg", ".wasm", ".sh", ".csv", ".txt", ".yaml", ".json"}
@@ -38,18 +40,17 @@ def image_files(model: Path) -> dict[str, Path]:
     names = [name for name in (*DESCRIPTION_FILES, "metrics.json") if (model / name).is_file()]
     for engine, manifest in artefacts.items():
         names += [f"{engine}/{name}" for name in sorted({*manifest.files, MANIFEST_FILE})]
-    files = {
-        name: ROOT / name
-        for name in ("deployment/requirements.txt", *_KERNEL_FILES, *_sources("common"), *_sources("inference"))
-    }
+    locks = ["deployment/requirements.txt", *_extra_locks(SERVING_EXTRAS)]
+    files = {name: ROOT / name for name in (*locks, *_KERNEL_FILES, *_sources("common"), *_sources("inference"))}
     return files | {f"{MODEL_FOLDER}/{name}": model / name for name in names}
 
 
 def torch_image_files() -> dict[str, Path]:
     """The same for the image with PyTorch, which contains no model."""
     locks = ("requirements-torch.txt", *(f"requirements-torch-{build}.txt" for build in TORCH_BUILDS))
-    packages = [name for package in ("common", "inference", "training") for name in _sources(package)]
-    names = [*(f"deployment/{lock}" for lock in locks), *_KERNEL_FILES, *packages]
+    packages = ("common", "inference", "training", "deployment/ray")
+    names = [*(f"deployment/{lock}" for lock in locks), *_extra_locks(EXTRAS), *_KERNEL_FILES]
+    names += [name for package in packages for name in _sources(package)]
     return {name: ROOT / name for name in names}
 
 
@@ -101,6 +102,12 @@ def copy_files(files: dict[str, Path], folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
         place.chmod(0o644)
+    for place in folder.rglob("*/"):
+        place.chmod(0o755)
+
+
+def _extra_locks(extras: tuple[str, ...]) -> list[str]:
+    return [f"deployment/requirements-with-{extra}.txt" for extra in extras]
 
 
 def _sources(package: str) -> list[str]:

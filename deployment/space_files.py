@@ -23,6 +23,8 @@ from training.publishing.hub_upload import Files, Target, content_of
 from training.publishing.model_card import TAG, is_on_the_hub
 from training.publishing.published_files import without_local_paths
 
+# On the hub a proxy with a private address is between a Space and its visitors, and visitors have public ones.
+_PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,fc00::/7"
 _CARD, _METRICS = "README.md", "model/metrics.json"
 _WEB = ROOT / "inference" / "web"
 _PAGE, _SERVICE_WORKER = "index.html", "service_worker.js"
@@ -50,7 +52,7 @@ Any web server can hold this folder.
 def space_files(model: Path) -> Files:
     try:
         files = image_files(model)
-        arguments = build_arguments(model)
+        arguments = {**build_arguments(model), "FORWARDED_ALLOW_IPS": _PROXIES}
     except DeploymentError as error:
         raise UserError(str(error), code=error.code) from error
     metrics = json.loads(content_of(files[_METRICS])) if _METRICS in files else {}

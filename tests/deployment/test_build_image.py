@@ -10,23 +10,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from deployment.image_context import ROOT, version
+from deployment.image_context import ROOT, build_arguments, version
 from tests.deployment.documented import documented
 
 Build = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = """#!/bin/sh
 [ "$1" = info ] && exit {info}
-for last; do :; done
+if [ "$1" = image ]; then echo '["other@sha256:0", "registry.example:5000/news@{digest}"]'; exit; fi
 echo "{name} $*" >>{folder}/calls
+if [ "$1" = push ]; then
+    [ "$2" = --digestfile ] && echo "{digest}" >"$3"
+    exit {push}
+fi
+for last; do :; done
 (cd "$last" && find . -type f -printf '%m %P\\n') >{folder}/context
 exit {build}
 """
 
 
-def _install(folder: Path, name: str, info: int = 0, build: int = 0) -> None:
-    (folder / name).write_text(SCRIPT.format(name=name, folder=folder, info=info, build=build))
+DIGEST = "sha256:" + "ab" * 32
+
+
+def _install(folder: Path, name: str, info: int = 0, build: int = 0, push: int = 0) -> None:
+    script = SCRIPT.format(name=name, folder=folder, info=info, build=build, push=push, digest=DIGEST)
+    (folder / name).write_text(script)
     (folder / name).chmod(0o755)
+
+
+def _tag(model: Path) -> str:
+    """The version and the start of the model's hash."""
+    return f"{version()}-{build_arguments(model)['MODEL_SHA256'][:12]}"
 
 
 @pytest.fixture
@@ -55,7 +70,7 @@ def test_docker_without_its_daemon_is_passed_over(build: Build, exported_folder:
     _install(tmp_path, "buildah")
     done = build("--model", str(exported_folder))
     assert done.returncode == 0, done.stderr
-    assert f"Building distrinews:{version()} with podman" in done.stdout
+    assert f"Building distrinews:{_tag(exported_folder)} with podman" in done.stdout
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert call.startswith("podman build ")
     assert "--format docker" in call  # else the image has no HEALTHCHECK
@@ -66,28 +81,83 @@ def test_docker_goes_first_and_is_told_tags_arguments_and_flags(
 ) -> None:
     for name in ("docker", "podman", "buildah"):
         _install(tmp_path, name)
-    done = build("--model", str(exported_folder), "--", "--build-arg", "PYTHON_VERSION=3.12")
+    done = build("--model", str(exported_folder), "--", "--build-arg", "BASE=python:3.12-slim")
     assert done.returncode == 0, done.stderr
     call = (tmp_path / "calls").read_text()
     assert call.startswith("docker build ")
-    assert f"--tag distrinews:{version()} --tag distrinews:latest" in call
+    assert f"--tag distrinews:{_tag(exported_folder)} --tag distrinews:latest" in call
     assert "--build-arg MODEL=model" in call
-    assert "--build-arg PYTHON_VERSION=3.12" in call
+    assert "--build-arg BASE=python:3.12-slim" in call
+
+
+@pytest.mark.parametrize("name", ["registry.example:5000/news", "registry.example:5000/news:blue"])
+def test_a_name_without_a_tag_gets_version_and_model(
+    build: Build, exported_folder: Path, tmp_path: Path, name: str
+) -> None:
+    _install(tmp_path, "podman")
+    assert build("--model", str(exported_folder), "--tag", name).returncode == 0
+    wanted = name if name.endswith("blue") else f"{name}:{_tag(exported_folder)} --tag {name}:latest"
+    assert f"--tag {wanted} --build-arg" in (tmp_path / "calls").read_text()
+
+
+def test_another_model_of_the_same_version_gets_another_tag(
+    build: Build, exported_folder: Path, exported_copy: Path, tmp_path: Path
+) -> None:
+    (exported_copy / "model.safetensors").unlink()
+    manifest = exported_copy / "onnx" / "manifest.json"
+    weights = build_arguments(exported_folder)["MODEL_SHA256"]
+    manifest.write_text(manifest.read_text().replace(weights, "f" * 64))
+    _install(tmp_path, "docker")
+    for model in (exported_folder, exported_copy):
+        assert build("--model", str(model)).returncode == 0
+    first, second = re.findall(r"--tag distrinews:(\S+) --tag", (tmp_path / "calls").read_text())
+    assert first != second == f"{version()}-{'f' * 12}"
+
+
+def test_extras_are_in_the_tag_and_their_locks_in_the_context(
+    build: Build, exported_folder: Path, tmp_path: Path
+) -> None:
+    _install(tmp_path, "docker")
+    assert build("--model", str(exported_folder), "--with", "s3,otel").returncode == 0
+    call = (tmp_path / "calls").read_text()
+    assert f"--tag distrinews:{_tag(exported_folder)}-otel-s3 " in call
+    assert "--build-arg WITH=otel s3 " in call
+    assert "deployment/requirements-with-s3.txt" in (tmp_path / "context").read_text()
 
 
 @pytest.mark.parametrize(
-    ("tag", "wanted"),
-    [
-        ("registry.example:5000/news", f"--tag registry.example:5000/news:{version()}"),
-        ("registry.example:5000/news:blue", "--tag registry.example:5000/news:blue --build-arg"),
-    ],
+    ("extras", "line"),
+    [("ray", "--with ray: needs --torch"), ("otel,gcs", "'gcs' is not one of otel, s3, ray")],
 )
-def test_a_name_without_a_tag_gets_the_version(
-    build: Build, exported_folder: Path, tmp_path: Path, tag: str, wanted: str
+def test_an_extra_that_the_image_cannot_have_is_refused(
+    build: Build, exported_folder: Path, extras: str, line: str
 ) -> None:
-    _install(tmp_path, "podman")
-    assert build("--model", str(exported_folder), "--tag", tag).returncode == 0
-    assert wanted in (tmp_path / "calls").read_text()
+    done = build("--model", str(exported_folder), "--with", extras)
+    assert done.returncode == 2
+    assert line in done.stderr
+
+
+@pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
+def test_a_pushed_image_is_named_by_the_digest_that_an_overlay_takes(
+    build: Build, exported_folder: Path, tmp_path: Path, builder: str
+) -> None:
+    _install(tmp_path, builder)
+    done = build("--model", str(exported_folder), "--tag", "registry.example:5000/news", "--push")
+    assert done.returncode == 0, done.stderr
+    _, pushed = (tmp_path / "calls").read_text().splitlines()
+    assert pushed.endswith(f"registry.example:5000/news:{_tag(exported_folder)}")  # and not latest
+    assert f"registry.example:5000/news@{DIGEST}" in done.stdout.splitlines()
+    overlay = yaml.safe_load(done.stdout[done.stdout.index("images:") :])
+    assert overlay == {"images": [{"name": "distrinews", "newName": "registry.example:5000/news", "digest": DIGEST}]}
+
+
+def test_an_image_that_the_registry_refuses_ends_with_one_line(
+    build: Build, exported_folder: Path, tmp_path: Path
+) -> None:
+    _install(tmp_path, "podman", push=125)
+    done = build("--model", str(exported_folder), "--push")
+    assert done.returncode == 1
+    assert "[image-push-failed]" in done.stderr
 
 
 def test_files_that_only_their_owner_may_read_are_readable_in_the_image(

@@ -22,7 +22,7 @@ from inference import export
 from tests.inference.servers import free_port
 from tests.processes import wait_until
 
-BASE = "docker.io/library/python:3.11-slim"
+BASE = os.environ.get("BASE", "docker.io/library/python:3.11-slim")  # by tag: a stand-in has no digest
 IMAGE = "localhost/distrinews-test:latest"
 MAX_BYTES = 350e6  # beside the base image and the model
 
@@ -34,7 +34,14 @@ def build_flags() -> list[str]:
     certificates = [Path(os.environ.get(name, "")) for name in ("PIP_CERT", "SSL_CERT_FILE")]
     places = {Path("/etc/pip.conf"), *(path.parent for path in certificates if path.is_file())}
     mounts = [f"{place}:{place}:ro" for place in sorted(places) if place.exists()]
-    return ["--pull-never", "--isolation", "chroot", *(word for mount in mounts for word in ("-v", mount))]
+    return [
+        "--build-arg",
+        f"BASE={BASE}",
+        "--pull-never",
+        "--isolation",
+        "chroot",
+        *(word for mount in mounts for word in ("-v", mount)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,16 @@ def container(exported: Path) -> Iterator[containers.Container]:
         pytest.skip(reason)
     if not containers.has_image(BASE):
         pytest.skip(f"no local {BASE}: buildah pull {BASE}")
-    command = [sys.executable, "deployment/build_image.py", "--model", exported, "--builder", "buildah"]
+    command = [
+        sys.executable,
+        "deployment/build_image.py",
+        "--model",
+        exported,
+        "--builder",
+        "buildah",
+        "--with",
+        "otel",
+    ]
     done = subprocess.run(
         [*command, "--tag", IMAGE, "--", *build_flags()], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
@@ -123,9 +139,7 @@ def test_the_health_check_follows_readiness(container: containers.Container, run
     assert container.run(*check, PORT=str(free_port())).returncode == 1
 
 
-def test_a_proxy_in_a_private_network_is_believed_but_not_what_its_client_claims(
-    container: containers.Container,
-) -> None:
+def test_no_client_chooses_its_address_unless_a_proxy_is_named(container: containers.Container) -> None:
     script = """if True:
         import asyncio, os
         from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -137,7 +151,9 @@ def test_a_proxy_in_a_private_network_is_believed_but_not_what_its_client_claims
         scope = {"type": "http", "client": ("10.16.3.58", 1), "headers": claimed_and_seen}
         asyncio.run(ProxyHeadersMiddleware(app, os.environ["FORWARDED_ALLOW_IPS"])(scope, None, None))
     """
-    assert container.run("python", "-c", script).stdout.strip() == "203.0.113.9"
+    assert container.run("python", "-c", script).stdout.strip() == "10.16.3.58"
+    named = container.run("python", "-c", script, FORWARDED_ALLOW_IPS="10.16.0.0/16")
+    assert named.stdout.strip() == "203.0.113.9"
 
 
 def test_it_runs_as_user_1000_who_can_write_nothing(container: containers.Container) -> None:
@@ -145,12 +161,42 @@ def test_it_runs_as_user_1000_who_can_write_nothing(container: containers.Contai
     assert found.stdout.split() == ["1000", "1000"]
 
 
+def test_code_and_model_belong_to_root_and_nobody_else_may_write_them(container: containers.Container) -> None:
+    for folder in ("app", "opt/venv"):
+        for path in [container.root / folder, *(container.root / folder).rglob("*")]:
+            found = path.lstat()
+            assert (found.st_uid, found.st_gid) == (0, 0), path
+            if not path.is_symlink():
+                assert found.st_mode & 0o022 == 0, path
+                assert found.st_mode & 0o444 == 0o444, path
+
+
+def test_nothing_in_it_can_install_packages(container: containers.Container) -> None:
+    found = [
+        path
+        for folder in ("usr", "opt")
+        for name in ("pip", "setuptools", "ensurepip", "pip-*.dist-info", "setuptools-*.dist-info", "pip3*")
+        for path in (container.root / folder).rglob(name)
+        if "python" in str(path) or path.parent.name == "bin"
+    ]
+    assert found == []
+    for python in ("python", "/usr/bin/python3", "/usr/local/bin/python3"):
+        assert container.run(python, "-m", "pip", "--version").returncode != 0
+
+
+def test_it_has_the_extra_that_was_asked_for(container: containers.Container) -> None:
+    script = "import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    done = container.run("python", "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert not (container.root / "opt/venv/lib/python3.11/site-packages/s3fs").exists()
+
+
 def test_it_has_no_pytorch_no_trainer_no_compiler_and_no_cache(container: containers.Container) -> None:
     packages = container.root / "opt/venv/lib/python3.11/site-packages"
     assert (packages / "onnxruntime").is_dir()
     for name in ("torch", "transformers", "pip", "huggingface_hub"):
         assert not (packages / name).exists(), name
-    assert sorted(path.name for path in (container.root / "app").iterdir()) == ["inference", "model"]
+    assert sorted(path.name for path in (container.root / "app").iterdir()) == ["common", "inference", "model"]
     assert not list((container.root / "app/model").glob("*.safetensors"))
     assert container.run("sh", "-c", "command -v gcc cc c++").stdout == ""
     assert not list((container.root / "root").glob(".cache"))
@@ -175,6 +221,7 @@ def test_its_labels_say_version_and_model(container: containers.Container, expor
     labels = container.config["Labels"]
     manifest = json.loads((exported / "onnx" / "manifest.json").read_text())
     assert labels["org.opencontainers.image.version"] == version()
+    assert labels["org.opencontainers.image.base.name"] == BASE
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["distrinews.model.sha256"] == manifest["source"]["weights_sha256"]
 

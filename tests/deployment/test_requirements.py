@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from deployment.image_context import ROOT
+from deployment.image_context import DOCKERFILE, EXTRAS, ROOT, SERVING_EXTRAS, TORCH_DOCKERFILE
 
 DEPLOYMENT = ROOT / "deployment"
 SERVING = DEPLOYMENT / "requirements.txt"
@@ -85,17 +85,32 @@ def _assert_within_bounds(versions: dict[str, Version]) -> None:
         assert name not in versions or versions[name] in requirement.specifier, requirement
 
 
-def test_no_package_has_two_versions_in_the_torch_image() -> None:
-    common = _versions(DEPLOYMENT / "requirements-torch.txt")
-    for build in ("cuda", "cpu"):
-        for name, found in _versions(DEPLOYMENT / f"requirements-torch-{build}.txt").items():
-            assert common.get(name, found) == found, name
+def test_the_lock_of_an_extra_holds_what_the_extra_asks_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in EXTRAS:
+        versions = _versions(DEPLOYMENT / f"requirements-with-{extra}.txt")
+        for requirement in map(Requirement, extras[extra]):
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+@pytest.mark.parametrize(
+    ("image", "extras"),
+    [(("",), SERVING_EXTRAS), (("-torch", "-torch-cpu"), EXTRAS), (("-torch", "-torch-cuda"), EXTRAS)],
+    ids=["served", "torch cpu", "torch cuda"],
+)
+def test_no_package_has_two_versions_in_an_image_with_all_extras(
+    image: tuple[str, ...], extras: tuple[str, ...]
+) -> None:
+    found: dict[str, Version] = {}
+    for part in (*image, *(f"-with-{extra}" for extra in extras)):
+        for name, version in _versions(DEPLOYMENT / f"requirements{part}.txt").items():
+            assert found.setdefault(name, version) == version, name
 
 
 def test_the_locks_are_for_a_python_that_the_project_supports() -> None:
     minimum = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    assert f"ARG PYTHON_VERSION={minimum}\n" in (DEPLOYMENT / "Dockerfile").read_text()
-    assert f"ARG PYTHON_VERSION={minimum}\n" in (DEPLOYMENT / "Dockerfile.torch").read_text()
+    for dockerfile in (DOCKERFILE, TORCH_DOCKERFILE):
+        assert f"/python:{minimum}-slim@" in dockerfile.read_text()
 
 
 def _installed_by(target: str) -> list[str]:
