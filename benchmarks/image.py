@@ -132,8 +132,8 @@ def _parse() -> Namespace:
     options = parser.parse_args()
     if reason := containers.why_not():
         raise UserError(f"{MODULE}: {reason}", code="benchmark-failed")
-    if not containers.has_image(BASE):
-        raise UserError(f"{MODULE}: {BASE} is not there; buildah pull {BASE}", code="benchmark-failed")
+    if not containers.has_image(base := _base(options.flags)):
+        raise UserError(f"{MODULE}: {base} is not there; buildah pull {base}", code="benchmark-failed")
     return options
 
 

@@ -36,6 +36,31 @@ def test_hadolint_finds_nothing_in_a_dockerfile(dockerfile: Path) -> None:
     assert (found.returncode, found.stdout) == (0, "")
 
 
+# Where the public Python images have what installs packages.
+INSTALLERS = (
+    "bin/pip",
+    "bin/pip3.11",
+    "bin/wheel",
+    "lib/python3.11/ensurepip/_bundled/pip-24.0-py3-none-any.whl",
+    "lib/python3.11/site-packages/distutils-precedence.pth",
+    "lib/python3.11/site-packages/pip/__init__.py",
+    "lib/python3.11/site-packages/setuptools/__init__.py",
+)
+KEPT = ("bin/python3.11", "lib/python3.11/distutils/__init__.py", "lib/python3.11/os.py")
+
+
+@pytest.mark.parametrize("dockerfile", [DOCKERFILE, TORCH_DOCKERFILE], ids=lambda path: path.name)
+def test_the_last_stage_removes_what_installs_packages_from_the_base(dockerfile: Path, tmp_path: Path) -> None:
+    for name in (*INSTALLERS, *KEPT):
+        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / name).touch()
+    last_stage = dockerfile.read_text().rpartition("\nFROM ")[2]
+    (command,) = re.findall(r"(rm -rf /usr/local/lib/python3\*(?:.*\\\n)*.*)\n", last_stage)
+    subprocess.run(["sh", "-ec", command.replace("/usr/", f"{tmp_path}/")], check=True)
+    left = {path.relative_to(tmp_path / "local").as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(KEPT)
+
+
 def test_the_context_of_the_served_image_has_all_that_its_dockerfile_copies(exported_folder: Path) -> None:
     assert _missing(DOCKERFILE, image_files(exported_folder), {"MODEL": "model"}) == []
 

@@ -244,7 +244,7 @@ def test_it_is_small_beside_its_base_and_its_model(container: containers.Contain
 def test_a_change_of_a_source_file_leaves_the_layer_with_the_packages(
     container: containers.Container, exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    image = serving_image(exported, IMAGE)
+    image = serving_image(exported, IMAGE, ("otel",))
     changed = tmp_path / "app.py"
     changed.write_text("# changed\n")
     files = image.files | {"inference/app.py": changed}
