@@ -141,8 +141,8 @@ lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/re
 base: $(INSTALLED) ## Pin the base images to what their tags name now (asks their registry)
 	$(BIN)/python deployment/pin_base_images.py
 
-sbom: $(INSTALLED_DEV) ## Write into build/sbom what the images hold, and what is known against it
-	$(BIN)/python deployment/write_sbom.py
+sbom: $(INSTALLED_DEV) ## Write into build/sbom what the locks hold (IMAGE=name: also a built image), and what is known against it
+	$(BIN)/python deployment/write_sbom.py $(if $(IMAGE),--image $(IMAGE))
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info

@@ -1,22 +1,38 @@
 """Write what the images hold: a CycloneDX bill of materials of each lock, and one audit for known vulnerabilities.
 
-python deployment/write_sbom.py [--output build/sbom]. Exit code 0: nothing is known; 1: something is; 2: not audited.
+python deployment/write_sbom.py [--output build/sbom] [--image NAME | --rootfs FOLDER]: with an image, or the folder of
+an unpacked one, also the bill of all that is in it: Debian's packages, CPython, Python's packages, the compiled kernels
+and the model. Exit code 0: nothing is known; 1: something is; 2: not audited.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
+from collections.abc import Iterator
+from email.parser import BytesParser, Parser
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
 
 from common.errors import OneLineParser, UserError, run_command
-from deployment.image_context import ROOT
+from deployment.build_image import BUILDERS, find_builder
+from deployment.image_context import EXTRAS, ROOT
 
-LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in ("", "-torch", "-torch-cuda")]
+_PARTS = ("", "-torch", "-torch-cuda", *(f"-with-{extra}" for extra in EXTRAS))
+LOCKS = [ROOT / "deployment" / f"requirements{part}.txt" for part in _PARTS]
+# The files of an image that say what is in it, or that no package manager knows.
+_TELLING = re.compile(
+    r"var/lib/dpkg/status(\.d/[^/]+)?|usr/lib/os-release|usr/local/include/python3[^/]+/patchlevel\.h"
+    r"|.+\.dist-info/METADATA|app/inference/engines/native/_kernels[^/]*\.so|app/model/[^/]+/manifest\.json"
+)
+Component = dict[str, Any]
 
 
 class SbomError(UserError): ...
@@ -26,8 +42,20 @@ def main() -> int:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("build/sbom"), help="default: build/sbom")
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--image", help="a built image, to list all that is in it")
+    what.add_argument("--rootfs", type=Path, help="the same of an unpacked image")
+    parser.add_argument("--builder", choices=BUILDERS, help="what has the image; default: the first that answers")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.image or options.rootfs:
+        bill = options.output / "image.cdx.json"
+        if options.image:
+            files = dict(_of_image(options.image, options.builder or find_builder()))
+        else:
+            files = dict(_of_folder(options.rootfs))
+        counts = write_image_bill(options.image or str(options.rootfs), files, bill)
+        print(f"Written: {bill} ({counts})", flush=True)
     for lock in LOCKS:
         bill = options.output / f"{lock.stem}.cdx.json"
         write_bill(lock, bill)
@@ -44,6 +72,107 @@ def write_bill(lock: Path, target: Path) -> None:
     """Write the CycloneDX list of a lock's packages with their hashes."""
     described = ["--output-reproducible", "--no-validate", "--pyproject", str(ROOT / "pyproject.toml")]
     _run(["cyclonedx_py", "requirements", *described, "--output-file", str(target), str(lock)], target)
+
+
+def write_image_bill(name: str, files: dict[str, bytes], target: Path) -> str:
+    """Write the CycloneDX list of all that `files` tell of; returns how much of each kind there is.
+
+    Raises:
+        SbomError: they tell of no system.
+    """
+    system = dict(re.findall(r'^(\w+)="?([^"\n]*)', files.get("usr/lib/os-release", b"").decode(), re.MULTILINE))
+    debian = [component for path in files if "dpkg/status" in path for component in _debian(files[path], system)]
+    if not debian:
+        raise SbomError(
+            f"{name}: holds no list of Debian's packages; is it the root of an image?", code="sbom-incomplete"
+        )
+    python = [_python(content) for path, content in files.items() if path.endswith("/METADATA")]
+    other = [found for path, content in files.items() if (found := _other(path, content))]
+    components = sorted((*debian, *python, *other), key=lambda component: component["bom-ref"])
+    unique = {component["bom-ref"]: component for component in components}
+    described = {"type": "operating-system", "name": system["ID"], "version": system.get("VERSION_ID", "")}
+    bill = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": {"type": "container", "name": name, "bom-ref": name}},
+        "components": [{**described, "bom-ref": "system"}, *unique.values()],
+    }
+    target.write_text(json.dumps(bill, indent=2) + "\n")
+    return f"{len(debian)} Debian packages, {len(python)} Python packages, {len(other)} others"
+
+
+def _debian(status: bytes, system: dict[str, str]) -> Iterator[Component]:
+    for paragraph in status.decode().strip().split("\n\n"):
+        package = Parser().parsestr(paragraph, headersonly=True)
+        if "installed" in package.get("Status", "installed").split():
+            where = {"arch": package["Architecture"], "distro": f"{system['ID']}-{system.get('VERSION_ID', '')}"}
+            yield _component("library", package["Package"], package["Version"], "deb", system["ID"], where)
+
+
+def _python(metadata: bytes) -> Component:
+    package = BytesParser().parsebytes(metadata, headersonly=True)
+    return _component("library", re.sub(r"[-_.]+", "-", package["Name"]).lower(), package["Version"], "pypi")
+
+
+def _other(path: str, content: bytes) -> Component | None:
+    if path.endswith("/patchlevel.h"):  # an interpreter that Debian does not know
+        version = re.findall(rb'define PY_VERSION\s+"([^"]+)"', content)[0].decode()
+        return _component("application", "python", version, "generic") | {
+            "cpe": f"cpe:2.3:a:python:python:{version}:*:*:*:*:*:*:*"
+        }
+    if path.endswith(".so"):
+        sha256 = hashlib.sha256(content).hexdigest()
+        return {"type": "file", "name": path, "bom-ref": path, "hashes": [{"alg": "SHA-256", "content": sha256}]}
+    if path.endswith("/manifest.json"):
+        sha256 = json.loads(content)["source"]["weights_sha256"]
+        hashes = [{"alg": "SHA-256", "content": sha256}]  # of the weights that the artefact was made from
+        return {"type": "machine-learning-model", "name": path, "bom-ref": path, "hashes": hashes}
+    return None
+
+
+def _component(
+    kind: str, name: str, version: str, ecosystem: str, namespace: str = "", where: dict[str, str] | None = None
+) -> Component:
+    from packageurl import PackageURL  # comes with the tools of the bills
+
+    purl = PackageURL(ecosystem, namespace, name, version, where).to_string()
+    return {"type": kind, "name": name, "version": version, "purl": purl, "bom-ref": purl}
+
+
+def _of_folder(root: Path) -> Iterator[tuple[str, bytes]]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name).relative_to(root).as_posix()
+            if _TELLING.fullmatch(path):
+                yield path, Path(folder, name).read_bytes()
+
+
+def _of_image(image: str, builder: str) -> Iterator[tuple[str, bytes]]:
+    made = ["from", "--pull-never"] if builder == "buildah" else ["create"]
+    container = _output(builder, *made, image)
+    try:
+        if builder == "buildah":
+            yield from _of_folder(Path(_output(builder, "mount", container)))
+            return
+        with (
+            subprocess.Popen([builder, "export", container], stdout=subprocess.PIPE) as export,
+            tarfile.open(fileobj=export.stdout, mode="r|") as root,
+        ):
+            for member in root:
+                path = member.name.removeprefix("./")
+                if member.isfile() and _TELLING.fullmatch(path) and (file := root.extractfile(member)):
+                    yield path, file.read()
+    finally:
+        _output(builder, "rm", container)
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        what = " ".join(command)
+        raise SbomError(f"{what} failed ({done.stderr.strip().splitlines()[-1:]})", code="sbom-incomplete")
+    return done.stdout.strip()
 
 
 def audit(locks: list[Path], target: Path, osv_url: str | None) -> list[dict[str, Any]]:

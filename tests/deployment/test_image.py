@@ -217,6 +217,17 @@ def test_the_kernels_are_compiled_for_its_python(container: containers.Container
     assert container.run("python", "-c", script).returncode == 0
 
 
+def test_its_bill_lists_what_is_in_it(container: containers.Container, tmp_path: Path) -> None:
+    command = [sys.executable, "deployment/write_sbom.py", "--rootfs", container.root, "--output", tmp_path]
+    subprocess.run([*command, "--osv_url", f"http://127.0.0.1:{free_port()}"], cwd=ROOT, capture_output=True)
+    components = json.loads((tmp_path / "image.cdx.json").read_text())["components"]
+    names = {component["name"] for component in components}
+    assert {"libc6", "uvicorn", "opentelemetry-sdk", "app/model/onnx/manifest.json"} <= names
+    assert any(name.startswith("app/inference/engines/native/_kernels") for name in names)
+    assert {"python", "libpython3.11-stdlib"} & names  # the public image's own, or Debian's
+    assert not {"pip", "setuptools"} & names
+
+
 def test_its_labels_say_version_and_model(container: containers.Container, exported: Path) -> None:
     labels = container.config["Labels"]
     manifest = json.loads((exported / "onnx" / "manifest.json").read_text())
