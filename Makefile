@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Set it to cpu on a Linux machine without a GPU: PyTorch is then 200 MB to download instead of 3 GB.
 TORCH_BACKEND ?=
+# What make test-all runs, if not all tests.
+TESTS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
@@ -11,7 +13,7 @@ MODEL ?= checkpoints/distilbert_agnews
 GPU_DATA ?= common/sample_news
 GPU_TESTS := tests/training/test_gpu_runs.py tests/training/parallelism/test_gpu_strategies.py tests/inference/test_gpu_serving.py
 BUILD_FLAGS ?=
-# Where `make lock` finds PyTorch's build for CPUs.
+# Where `make lock` and `make test-locked` find PyTorch's build for CPUs.
 TORCH_CPU ?= --torch-backend cpu
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --only-binary :all: \
@@ -19,6 +21,9 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --generate
 FOR_X86 := --python-platform x86_64-manylinux_2_28
 # What an image may have besides, by the name of the extra in pyproject.toml.
 EXTRAS := otel s3 ray
+# Prints what an extra of pyproject.toml asks for.
+extra = $(BIN)/python -c "import sys, tomllib; \
+	print(*tomllib.load(sys.stdin.buffer)['project']['optional-dependencies']['$(1)'], sep='\n')" <pyproject.toml
 # uv installs several times faster than pip, but does not read pip.conf: if it finds no packages, pip may.
 comma := ,
 define install
@@ -27,7 +32,7 @@ define install
 		$(BIN)/pip install --quiet --editable "$(1)"; }
 endef
 
-.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
+.PHONY: help demo-begin install install-dev demo serve demo-elastic test test-all test-locked gpu-check lint format docs bench bench-serving image image-torch lock base sbom clean
 
 help:             ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -84,7 +89,20 @@ test: $(INSTALLED_DEV) ## Run the tests (6 to 9 minutes on 2 cores)
 
 test-all: $(INSTALLED_DEV) ## Run the tests with the slower matrix
 	$(call install,.[dev$(comma)docs$(comma)ray$(comma)deepspeed$(comma)wandb$(comma)mlflow$(comma)trackio])
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+LOCKED := $(BIN)/uv pip install --quiet --python build/locked/bin/python
+test-locked: $(INSTALLED) ## Run the tests of serving and deployment with the versions that the images install
+	mkdir -p build/lock
+	$(PYTHON) -m venv --without-pip --clear build/locked
+	$(LOCKED) --require-hashes --no-deps $(TORCH_CPU) --requirement deployment/requirements-torch-cpu.txt
+	for part in torch $(EXTRAS:%=with-%); do \
+		$(LOCKED) --require-hashes --no-deps --requirement deployment/requirements-$$part.txt || exit 2; done
+	sed 's/ .*//; /==/!d' deployment/requirements-torch.txt deployment/requirements-with-*.txt >build/lock/versions.txt
+	$(call extra,dev) >build/lock/dev.in
+	$(LOCKED) --constraints build/lock/versions.txt --requirement build/lock/dev.in
+	build/locked/bin/python deployment/compile_kernels.py
+	PYTHONPATH=$(CURDIR) build/locked/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu" tests/inference tests/deployment
 
 # PyTorch is asked for GPUs without a CUDA context, which a process that forks must not have.
 gpu-check: $(INSTALLED_DEV) ## Run what needs a GPU, and measure on it; without one, say what was left out (10 minutes)
@@ -122,9 +140,7 @@ image-torch: $(INSTALLED) ## Build the image for training jobs and for serving o
 # tokenizer's library needs the hub's client only to download. The locks for PyTorch are for Linux on x86-64.
 lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/requirements*.txt
 	mkdir -p build/lock
-	for extra in $(EXTRAS); do $(BIN)/python -c "import sys, tomllib; \
-		print(*tomllib.load(sys.stdin.buffer)['project']['optional-dependencies']['$$extra'], sep='\n')" \
-		<pyproject.toml >build/lock/$$extra.in || exit 2; done
+	for extra in $(EXTRAS); do $(call extra,$$extra) >build/lock/$$extra.in || exit 2; done
 	$(LOCK) requirements.txt $(EXTRAS:%=build/lock/%.in) $(FOR_X86) $(TORCH_CPU) --no-emit-package torch \
 		--output-file build/lock/all.txt
 	echo huggingface-hub | $(LOCK) deployment/requirements.in --constraints build/lock/all.txt --universal \
@@ -141,7 +157,7 @@ lock: $(INSTALLED) ## Pin what the images install, with hashes, in deployment/re
 base: $(INSTALLED) ## Pin the base images to what their tags name now (asks their registry)
 	$(BIN)/python deployment/pin_base_images.py
 
-sbom: $(INSTALLED_DEV) ## Write into build/sbom what the locks hold (IMAGE=name: also a built image), and what is known against it
+sbom: $(INSTALLED_DEV) ## Write into build/sbom what the locks hold and what is known against it, or what IMAGE=name holds
 	$(BIN)/python deployment/write_sbom.py $(if $(IMAGE),--image $(IMAGE))
 
 clean:            ## Remove .venv and what tools leave; checkpoints stay

@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 def has_image(name: str) -> bool:
     """Whether an image is in buildah's local store."""
-    return bool(_buildah("images", "--quiet", "--filter", f"reference={name}"))
+    return subprocess.run(["buildah", "inspect", "--type", "image", name], capture_output=True).returncode == 0
 
 
 @contextmanager

@@ -66,9 +66,9 @@ def main() -> None:
     options = _parse()
     builder = options.builder or find_builder()
     if options.torch:
-        image = torch_image(options.torch, options.tag, options.extras)
+        image = torch_image(options.torch, options.tag, options.extras, options.suffix)
     else:
-        image = serving_image(options.model, options.tag, options.extras)
+        image = serving_image(options.model, options.tag, options.extras, options.suffix)
     print(f"Building {image.tags[0]} with {builder} from {len(image.files)} files ...", flush=True)
     if code := build(builder, image, options.flags):
         raise BuildFailure(f"{builder} ended with code {code}, its last lines say why", code="image-build-failed")
@@ -94,6 +94,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--tag", help="default: distrinews:VERSION-MODEL's first 12 digits or distrinews-torch:VERSION, and latest"
     )
+    parser.add_argument("--suffix", help="end of the default tag, such as amd64, for images that one name will join")
     parser.add_argument("--push", action="store_true", help="push the image to its registry and print its digest")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first of these that is installed and answers")
     parser.add_argument("flags", nargs="*", help="after --: for the builder, such as --no-cache")
@@ -128,26 +129,30 @@ def _answers(name: str) -> bool:
         return False
 
 
-def serving_image(model: Path, tag: str | None = None, extras: tuple[str, ...] = ()) -> Image:
+def serving_image(
+    model: Path, tag: str | None = None, extras: tuple[str, ...] = (), suffix: str | None = None
+) -> Image:
     if "onnx" not in exported_artefacts(model):
         remedy = f"python -m inference.export {model} --engine onnx adds what others need"
         print(f"note: without onnx the image serves only on x86-64 with AVX2 and on ARM; {remedy}")
     arguments = {**build_arguments(model), "WITH": " ".join(extras)}
     # Two models of one version must not share a tag: nodes keep the first that they pulled.
-    tags = _tags("distrinews", tag, [version(), arguments["MODEL_SHA256"][:12], *extras])
+    tags = _tags("distrinews", tag, [version(), arguments["MODEL_SHA256"][:12], *extras], suffix)
     return Image("distrinews", DOCKERFILE, image_files(model), arguments, tags)
 
 
-def torch_image(build: str, tag: str | None = None, extras: tuple[str, ...] = ()) -> Image:
+def torch_image(build: str, tag: str | None = None, extras: tuple[str, ...] = (), suffix: str | None = None) -> Image:
     arguments = {"TORCH": build, "VERSION": version(), "WITH": " ".join(extras)}
-    tags = _tags("distrinews-torch", tag, [version(), *extras])
+    tags = _tags("distrinews-torch", tag, [version(), *extras], suffix)
     return Image("distrinews-torch", TORCH_DOCKERFILE, torch_image_files(), arguments, tags)
 
 
-def _tags(name: str, asked: str | None, parts: Sequence[str]) -> list[str]:
+def _tags(name: str, asked: str | None, parts: Sequence[str], suffix: str | None) -> list[str]:
     # A colon before the last slash belongs to a registry's port.
     if asked and ":" in asked.rpartition("/")[2]:
         return [asked]
+    if suffix:
+        return [f"{asked or name}:{'-'.join((*parts, suffix))}"]
     return [f"{asked or name}:{tag}" for tag in ("-".join(parts), "latest")]
 
 

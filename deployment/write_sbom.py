@@ -1,8 +1,10 @@
-"""Write what the images hold: a CycloneDX bill of materials of each lock, and one audit for known vulnerabilities.
+"""Write a CycloneDX bill of materials.
 
-python deployment/write_sbom.py [--output build/sbom] [--image NAME | --rootfs FOLDER]: with an image, or the folder of
-an unpacked one, also the bill of all that is in it: Debian's packages, CPython, Python's packages, the compiled kernels
-and the model. Exit code 0: nothing is known; 1: something is; 2: not audited.
+python deployment/write_sbom.py [--output build/sbom]: of each lock, and one audit for known vulnerabilities. Exit code
+0: nothing is known; 1: something is; 2: not audited.
+
+python deployment/write_sbom.py --image NAME | --rootfs FOLDER: of all that is in a built image, or in the folder of an
+unpacked one: Debian's packages, CPython, Python's packages, the compiled kernels and the model.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from email.parser import BytesParser, Parser
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds only its own folder by itself
 
@@ -56,6 +59,7 @@ def main() -> int:
             files = dict(_of_folder(options.rootfs))
         counts = write_image_bill(options.image or str(options.rootfs), files, bill)
         print(f"Written: {bill} ({counts})", flush=True)
+        return 0
     for lock in LOCKS:
         bill = options.output / f"{lock.stem}.cdx.json"
         write_bill(lock, bill)
@@ -134,9 +138,8 @@ def _other(path: str, content: bytes) -> Component | None:
 def _component(
     kind: str, name: str, version: str, ecosystem: str, namespace: str = "", where: dict[str, str] | None = None
 ) -> Component:
-    from packageurl import PackageURL  # comes with the tools of the bills
-
-    purl = PackageURL(ecosystem, namespace, name, version, where).to_string()
+    place = "/".join(part for part in (ecosystem, namespace, quote(name, safe="")) if part)
+    purl = f"pkg:{place}@{quote(version, safe=':')}" + (f"?{urlencode(where)}" if where else "")
     return {"type": kind, "name": name, "version": version, "purl": purl, "bom-ref": purl}
 
 

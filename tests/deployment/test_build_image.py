@@ -125,6 +125,15 @@ def test_extras_are_in_the_tag_and_their_locks_in_the_context(
     assert "deployment/requirements-with-s3.txt" in (tmp_path / "context").read_text()
 
 
+def test_the_images_of_two_architectures_do_not_share_a_tag(
+    build: Build, exported_folder: Path, tmp_path: Path
+) -> None:
+    _install(tmp_path, "docker")
+    assert build("--model", str(exported_folder), "--tag", "registry.example/news", "--suffix", "arm64").returncode == 0
+    wanted = f"--tag registry.example/news:{_tag(exported_folder)}-arm64 --build-arg"
+    assert wanted in (tmp_path / "calls").read_text()
+
+
 @pytest.mark.parametrize(
     ("extras", "line"),
     [("ray", "--with ray: needs --torch"), ("otel,gcs", "'gcs' is not one of otel, s3, ray")],
