@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,7 @@ class Tracing:
         resource = Resource.create({"service.name": "distrinews", "service.version": __version__})
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self.close = provider.shutdown
         self.tracer = provider.get_tracer("distrinews")
         self.kind = SpanKind.SERVER
         self.inside = set_span_in_context
@@ -50,6 +52,9 @@ class TraceMiddleware:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, self._sending_the_last_spans(send))
+            return
         if scope["type"] != "http" or scope["path"].startswith(_UNTRACED):
             await self.app(scope, receive, send)
             return
@@ -82,3 +87,12 @@ class TraceMiddleware:
                 started += int(seconds * 1e9)
                 stage.end(started)
             span.end()
+
+    def _sending_the_last_spans(self, send: Send) -> Send:
+        # OpenTelemetry would do it when Python exits, but one worker of several ends without that.
+        async def closing(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown."):
+                await asyncio.to_thread(self._tracing.close)
+            await send(message)
+
+        return closing

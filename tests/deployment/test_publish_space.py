@@ -103,8 +103,10 @@ def test_a_space_s_dockerfile_differs_in_nothing_but_the_defaults_of_its_argumen
 
     changed = [new for old, new in zip(ours, theirs, strict=True) if old != new]
 
-    assert [line.partition("=")[0] for line in changed] == ["ARG MODEL", "ARG VERSION", "ARG MODEL_SHA256"]
-    assert changed[0] == "ARG MODEL=model"
+    names = [line.partition("=")[0].removeprefix("ARG ") for line in changed]
+    assert names == ["FORWARDED_ALLOW_IPS", "MODEL", "VERSION", "MODEL_SHA256"]
+    assert "10.0.0.0/8" in changed[0]  # the hub's proxy says who asks
+    assert changed[1] == "ARG MODEL=model"
 
 
 def test_a_space_is_published_in_one_commit_built_and_asked(
