@@ -18,9 +18,10 @@ from tests.deployment.documented import documented
 Build = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = """#!/bin/sh
 [ "$1" = info ] && exit {info}
-if [ "$1" = image ]; then echo '["other@sha256:0", "registry.example:5000/news@{digest}"]'; exit; fi
+if [ "$1" = image ]; then echo "[\\"other@sha256:0\\", \\"$(cat {folder}/pushed)@{digest}\\"]"; exit; fi
 echo "{name} $*" >>{folder}/calls
 if [ "$1" = push ]; then
+    for last; do echo "${{last%:*}}" >{folder}/pushed; done
     [ "$2" = --digestfile ] && echo "{digest}" >"$3"
     exit {push}
 fi
@@ -47,7 +48,7 @@ def _tag(model: Path) -> str:
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """Run the script where no builder is installed but the test's own."""
-    for tool in ("sh", "find"):
+    for tool in ("sh", "find", "cat"):
         (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -205,9 +206,10 @@ def test_the_torch_image_needs_no_model_and_takes_the_build_that_was_asked_for(b
     [
         documented("docs/deployment.md", "image"),
         documented("docs/deployment.md", "image-flags"),
+        documented("docs/deployment.md", "push"),
         documented("docs/OPERATIONS.md", "tagged-image"),
     ],
-    ids=["image", "image-flags", "tagged-image"],
+    ids=["image", "image-flags", "push", "tagged-image"],
 )
 def test_the_documented_commands_start_a_build(commands: str, exported_folder: Path, tmp_path: Path) -> None:
     _install(tmp_path, "docker")
@@ -221,7 +223,7 @@ def test_the_documented_commands_start_a_build(commands: str, exported_folder: P
     for line in re.sub(r"checkpoints/\w+", str(exported_folder), commands).splitlines():
         done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = [call for call in (tmp_path / "calls").read_text().splitlines() if " push " not in call]
     assert len(calls) == len(commands.splitlines())
     flags = re.findall(r'BUILD_FLAGS="(.*)"', commands)
     assert all(flag in call for flag, call in zip(flags, calls, strict=False))
