@@ -93,6 +93,11 @@ def test_the_lock_of_an_extra_holds_what_the_extra_asks_for() -> None:
             assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
+def test_the_ray_service_starts_a_cluster_of_the_ray_that_its_image_has() -> None:
+    service = (DEPLOYMENT / "kubernetes/ray/service.yaml").read_text()
+    assert f"rayVersion: {_versions(DEPLOYMENT / 'requirements-with-ray.txt')['ray']} " in service
+
+
 @pytest.mark.parametrize(
     ("image", "extras"),
     [(("",), SERVING_EXTRAS), (("-torch", "-torch-cpu"), EXTRAS), (("-torch", "-torch-cuda"), EXTRAS)],
