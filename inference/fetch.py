@@ -54,7 +54,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="HASH",
         type=_sha256,
         default=os.environ.get("MANIFEST_SHA256") or None,
-        help="take only this manifest.json, no matter who can write to ADDRESS (of one artefact; default: MANIFEST_SHA256)",
+        help="take only this manifest.json, of one artefact; then it is no matter who can write to ADDRESS "
+        "(default: MANIFEST_SHA256)",
     )
     parser.add_argument("--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)")
     parser.add_argument("--timeout_s", metavar="N", type=above_zero, default=1800.0, help="give up after (1800)")

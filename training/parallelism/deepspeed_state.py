@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,11 +40,26 @@ class ShardedState:
 
         In that step, stages 1 and 2 look for the state after the first group, and would never find the second group's.
         """
-        for piece in self.pieces:
-            moments = {name: torch.zeros_like(piece) for name in MOMENTS}
-            self.optimizer.state[piece] = {"step": self._count(0, piece), **moments}
+        for index, piece in enumerate(self.pieces):
+            with self._in_memory(index):
+                moments = {name: torch.zeros_like(piece) for name in MOMENTS}
+                self.optimizer.state[piece] = {"step": self._count(0, piece), **moments}
         if self.stage in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    @contextmanager
+    def _in_memory(self, index: int) -> Iterator[None]:
+        """Read a piece that is offloaded to a disk, and write it and its moments back.
+
+        DeepSpeed 0.19 has no public way to do this before the first step.
+        """
+        optimizer = self.engine.optimizer
+        swapped = self.stage == 3 and optimizer.swap_optimizer and optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
 
     def _count(self, step: float, piece: torch.Tensor) -> torch.Tensor | int:
         """A step count the way the optimizer keeps it: DeepSpeed's own optimizers use plain integers."""

@@ -1,6 +1,7 @@
 """DeepSpeed's engine on real ranks computes what one process computes, and its state is any other strategy's."""
 
 import copy
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -144,6 +145,33 @@ def test_offload_to_memory_changes_no_number() -> None:
     alone = _alone({"gradient_accumulation": 2})
     for ranks in zip(*run_on_ranks(2, _all_together, OFFLOADED), strict=True):
         _assert_equal(*ranks, alone)
+
+
+def _can_swap() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible()
+
+
+def test_offload_to_a_disk_changes_no_number_and_resumes(tmp_path: Path) -> None:
+    if not _can_swap():
+        pytest.skip("needs libaio (apt-get install libaio-dev) and ninja")
+    disk, file, state_file = tmp_path / "disk", tmp_path / "nvme.json", tmp_path / "state.pt"
+    place = {"device": "nvme", "nvme_path": str(disk)}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place | {"buffer_size": 2**24}}
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    fields: Fields = {"deepspeed_stage": 3, "deepspeed_config": file}
+    alone = _alone({})
+
+    _assert_equal(*run_on_ranks(2, _together, fields, seconds=600.0), alone)  # the first time compiles for minutes
+
+    for rank in range(2):
+        assert list((disk / "zero_stage_3" / "optimizer" / f"rank{rank}").glob("exp_avg-*.swp"))
+    torch.save(_alone({}, steps=FIRST)["state"], state_file)
+    resumed = run_on_ranks(2, _together, fields, state_file, LAST)
+    assert sum(rank["losses"][0] for rank in resumed) == pytest.approx(alone["losses"][2], rel=1e-5)
+    assert _distance(resumed[0]["state"].model, alone["state"].model) < 1e-6
+    assert _distance(resumed[0]["state"].moments("exp_avg_sq"), alone["state"].moments("exp_avg_sq")) < 1e-5
 
 
 def test_activation_checkpointing_changes_no_number() -> None:
