@@ -64,6 +64,7 @@ class TrainingFailure(ForeseenError):
 class LostRank(TrainingFailure):
     """Another rank is gone or missing. Which one, and why, is found out before this is printed."""
 
+    exit_code = 69  # EX_UNAVAILABLE: nothing is wrong with this rank itself
     code = "rank-lost"
 
 

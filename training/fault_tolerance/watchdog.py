@@ -112,20 +112,20 @@ class Watchdog(Subscriber):
             if not waits:
                 self._status.failed(why)
             missing, reports = self._find_missing_ranks()
+            exit_code = LostRank.exit_code if waits and missing else 1
             if not waits:
                 missing.append(Missing(status, why))
             line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
             line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
-            self._report_and_exit(1, line, reports=reports, at_once=not waits)
+            self._report_and_exit(exit_code, line, reports=reports, at_once=not waits)
 
     def _end_lost(self) -> None:
         with self._report_lock:
             # The connection should have said so; NCCL's does not, and gloo's rarely misses it.
             missing, reports = self._find_missing_ranks()
-            self._report_and_exit(
-                1, f"{self._line(missing, 'a connection is silent')} [rank-lost]", reports=reports, at_once=True
-            )
+            line = f"{self._line(missing, 'a connection is silent')} [rank-lost]"
+            self._report_and_exit(LostRank.exit_code, line, reports=reports, at_once=True)
 
     def _stop_without_agreement(self) -> None:
         with self._report_lock:

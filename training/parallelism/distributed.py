@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.errors import SECONDS_FOR_RANK_0, ForeseenError, TrainingFailure, UserError, in_one_line, rank0_only_output
+from common.errors import (
+    SECONDS_FOR_RANK_0,
+    ForeseenError,
+    LostRank,
+    TrainingFailure,
+    UserError,
+    in_one_line,
+    rank0_only_output,
+)
 from common.hardware import usable_cpus
 
 T = TypeVar("T")
@@ -280,9 +288,7 @@ def join_ranks(
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        failure = TrainingFailure(
-            f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}", code="rank-lost"
-        )
+        failure = LostRank(f"rank {rank}: another rank went away. PyTorch's own error: {in_one_line(error)}")
         failure.say()
         raise failure from error
     if joins and dist.is_initialized():
@@ -361,7 +367,7 @@ def _join_group(backend: str, device: torch.device, restart: int, *, also_on_cpu
                 f"{said}: start with torchrun --standalone --nproc_per_node=N", code="torchrun-needed"
             ) from error
         # A network that fails may not fail the next time.
-        raise TrainingFailure(
+        raise LostRank(
             f"rank {os.environ.get('RANK')}: {said}; if it has several machines, each must reach MASTER_ADDR "
             f"{os.environ.get('MASTER_ADDR')} at MASTER_PORT {os.environ.get('MASTER_PORT')}, and "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface that joins them",

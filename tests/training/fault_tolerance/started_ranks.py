@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import run_command
 from tests.processes import start_fork_server, wait_until
 from training import train_ddp
 from training.fault_tolerance.interruption import run_rank
@@ -93,4 +94,4 @@ def _train(folder: Path, place: tuple[int, int, int], flags: list[str], fault: C
     sys.argv = ["train_ddp.py", *flags]
     if fault is not None:
         fault(rank)
-    run_rank(train_ddp.main)
+    run_rank(lambda: run_command(train_ddp.main))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import LostRank
 from tests.training.fault_tolerance.started_ranks import StartedRanks
 from training.monitoring.status import RankStatus, read_statuses
 from training.run import step as step_module
@@ -59,7 +60,7 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
 
     ranks.signal(1, signal.SIGSTOP)
 
-    assert ranks.exit_code(0) == 1
+    assert ranks.exit_code(0) == LostRank.exit_code
     [line] = ranks.errors
     named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) does not move: its process is stopped; last seen "
     assert re.match(rf"error: lost at step \d+: nothing moved for \d+ s \(--collective_timeout\); {named}", line)
@@ -96,7 +97,7 @@ def test_a_rank_busy_with_something_else_is_named_by_the_one_that_waits(
 ) -> None:
     ranks, run_dir = start_ranks(2, *LONG, "--collective_timeout", 6, fault=_loop_for_ever), tmp_path / "model.run"
 
-    assert [ranks.exit_code(rank) for rank in (0, 1)] == [1, 1]
+    assert [ranks.exit_code(rank) for rank in (0, 1)] == [LostRank.exit_code, 1]
 
     [line] = ranks.errors
     named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) did not come for \d+ s; last seen in phase data of"
@@ -121,7 +122,7 @@ def test_a_rank_that_ends_is_named_with_its_reason(
     if fault is None:
         ranks.signal(1, signal.SIGKILL)
 
-    assert [ranks.exit_code(rank) for rank in (0, 2)] == [1, 1]
+    assert [ranks.exit_code(rank) for rank in (0, 2)] == [LostRank.exit_code] * 2
     [line] = [line for line in ranks.errors if line.startswith("error:")]
     named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) {why}; last seen "
     assert re.match(rf"error: lost at step \d+: a connection ended; {named}.*\. {GO_ON}", line), line
@@ -137,7 +138,7 @@ def test_a_rank_that_does_not_hear_of_a_dead_one_ends_soon_after_the_launcher_as
 
     ranks.signal(0, signal.SIGTERM)
 
-    assert ranks.exit_code(0) == 1  # 75 if it had tried to agree with the others on a stop
+    assert ranks.exit_code(0) == LostRank.exit_code  # 75 if it had tried to agree with the others on a stop
     [line] = ranks.errors
     named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) is gone: its process has ended; last seen "
     assert re.match(rf"error: lost at step 4: a connection is silent; {named}.*\. {GO_ON} \[rank-lost\]", line), line
