@@ -1,40 +1,104 @@
-"""What training/run_ddp.sh starts: torchrun without its own report about ranks that have printed their error."""
+"""torchrun, without its own report about ranks that have printed their error, and with exit codes that say more than 1.
+
+Started by training/run_ddp.sh, by a search, and by each pod of a training Job on Kubernetes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 if not __package__:  # started by path: torch's imports must not find this folder's modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+
+from common.errors import EXIT_USER_ERROR, LostRank, in_one_line, run_command
+from training.config import TrainConfig, parse_config
+from training.fault_tolerance.restarts import BEGUN
+
+TRAIN = "train_ddp.py"
+# What a rank ends with that has not failed itself: another rank is lost, it was asked to stop, or torchrun ended it
+# because another one on its node had failed.
+CONSEQUENCES = (LostRank.exit_code, os.EX_TEMPFAIL, -signal.SIGTERM)
 
 
 def launch() -> int:
-    """Run torchrun with this process's flags; returns the exit code of the first rank that failed."""
+    """Run torchrun with this process's flags; returns the exit code of the first rank that failed.
+
+    If other nodes take part, the code says whether it is worth starting this node again:
+
+    - 2: the run was refused (a wrong flag, missing data) and has not made a step yet. No node would do better.
+    - 75: nothing failed here. Other nodes are gone, or the run was asked to stop; it resumes with the same command.
+    - 128 + signal: this launcher was asked to stop.
+    - Everything else: this node failed.
+    """
     if "LOGLEVEL" not in os.environ:  # torchrun's variable: whoever sets it wants to read its log
         logging.disable(logging.ERROR)
-    try:
-        main()
-    except ChildFailedError as failed:
-        # A rank prints why it exits, unless it was killed.
-        for rank, failure in failed.failures.items():
-            if failure.exitcode < 0 and failure.signal_name() != "SIGTERM":  # that one torchrun sends itself
-                print(
-                    f"error: rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}; SIGKILL comes "
-                    "from the kernel when memory runs out (dmesg shows it): lower --batch_size [rank-killed]",
-                    file=sys.stderr,
-                )
-        return max(1, failed.get_first_failure()[1].exitcode)
-    except SignalException as asked:
-        return 128 + asked.sigval
+    args = parse_args(sys.argv[1:])
+    is_shared = parse_min_max_nnodes(args.nnodes)[1] > 1
+    # Checked before the rendezvous, which may wait an hour for a node.
+    config = parse_config(args.training_script_args) if is_shared and _is_training(args) else None
+    if args.rdzv_backend == "c10d" and "JOB_COMPLETION_INDEX" in os.environ:
+        # Pod 0 of an Indexed Job hosts the rendezvous. It is told so, because its own name may not resolve yet.
+        is_host = os.environ["JOB_COMPLETION_INDEX"] == "0"
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={int(is_host)}")))
+    with contextlib.ExitStack() as stack:
+        args.log_dir = args.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrun_"))
+        try:
+            run(args)
+        except ChildFailedError as failed:
+            code = _explain(failed)
+            return max(1, _code_of_node(code, config, Path(args.log_dir)) if is_shared else code)
+        except SignalException as asked:
+            return 128 + asked.sigval
+        except (RendezvousError, DistError) as error:
+            print(
+                f"error: the other nodes are out of reach at {args.rdzv_endpoint or args.master_addr}: "
+                f"{type(error).__name__}: {in_one_line(error)} [rendezvous-lost]",
+                file=sys.stderr,
+            )
+            return os.EX_TEMPFAIL
     return 0
 
 
+def _is_training(args: argparse.Namespace) -> bool:
+    return Path(args.training_script).name == TRAIN
+
+
+def _explain(failed: ChildFailedError) -> int:
+    """Print what ranks could not print themselves; returns the exit code of the first one that failed by itself."""
+    # A rank prints why it exits, unless it was killed.
+    for rank, failure in failed.failures.items():
+        if failure.exitcode < 0 and failure.signal_name() != "SIGTERM":
+            print(
+                f"error: rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}; SIGKILL comes "
+                "from the kernel when memory runs out (dmesg shows it): lower --batch_size [rank-killed]",
+                file=sys.stderr,
+            )
+    causes = [failure for failure in failed.failures.values() if failure.exitcode not in CONSEQUENCES]
+    return min(causes or failed.failures.values(), key=lambda failure: failure.timestamp).exitcode
+
+
+def _code_of_node(code: int, config: TrainConfig | None, log_dir: Path) -> int:
+    """Turn the code of the first rank that failed into one that says whether starting this node again may help."""
+    if code in CONSEQUENCES:
+        # If the ranks never met, the network between the nodes may be at fault, which has to count as a failure.
+        return os.EX_TEMPFAIL if any(log_dir.glob(f"*/{BEGUN}")) else 1
+    if code == EXIT_USER_ERROR and config is not None and (config.run_dir / "metrics.jsonl").exists():
+        return 1  # the run has made steps before: it may be only this machine, or a lock that a lost one still holds
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(launch())
+    run_command(launch)

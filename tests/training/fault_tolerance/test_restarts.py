@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.inference.servers import free_port
 from tests.processes import wait_until
 from tests.training.monitoring.small_training import train_on_ranks
 from training.monitoring.run_folder import RunFolder
@@ -232,6 +233,26 @@ def test_the_script_prints_one_line_about_a_failed_rank(
 
     assert run.process.returncode == code
     assert re.fullmatch(line + "\n", run.err), run.err
+
+
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        ("--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_conf=is_host=0,read_timeout=1"),
+        ("--node_rank=1", "--master_addr=127.0.0.1", "--master_port={port}", "--rdzv_conf=timeout=1"),
+    ],
+    ids=["c10d", "static"],
+)
+def test_a_launcher_that_cannot_reach_the_others_says_so_and_asks_to_be_started_again(
+    start: Callable[..., Any], rendezvous: tuple[str, ...]
+) -> None:
+    flags = [flag.format(port=free_port()) for flag in rendezvous]
+
+    run = start([sys.executable, SCRIPT.with_name("launch.py"), "--nnodes=2", *flags, "own.py"], warm=True)
+
+    assert run.process.returncode == os.EX_TEMPFAIL, run.err
+    assert run.error_lines[-1].startswith("error: the other nodes are out of reach at 127.0.0.1")
+    assert run.error_lines[-1].endswith("[rendezvous-lost]")
 
 
 def test_ctrl_c_while_the_launcher_loads_ends_in_one_line(start: Callable[..., Any]) -> None:
