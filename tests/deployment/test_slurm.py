@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,63 @@ def test_a_job_submitted_from_another_folder_is_refused_in_one_line(
     assert (
         ended.stderr == f"error: {tmp_path}: no {program} here; submit from the repository's root [not-in-repository]\n"
     )
+
+
+# Stand-ins for SLURM's commands on two nodes, the first with 4 GPUs and the second with 8; REQUEUE is what the
+# controller's answer to `scontrol requeue` exits with.
+STAND_INS = {
+    "scontrol": """
+        case "$1 $2" in
+          "show hostnames") printf 'node0\\nnode1\\n' ;;
+          "show node") echo "NodeName=$3 NodeAddr=127.0.0.1" ;;
+          requeue*) exit "$REQUEUE" ;;
+        esac
+    """,
+    "srun": """
+        output=${2#--output=}
+        shift 2
+        SLURM_GPUS_ON_NODE=4 "$@" >"${output/\\%n/0}"
+        SLURM_GPUS_ON_NODE=8 "$@" >"${output/\\%n/1}"
+    """,
+    "torchrun": """
+        echo "Stopped at step 5"
+        echo "$PET_NPROC_PER_NODE ranks: $*"
+    """,
+}
+
+
+def _train_with_stand_ins(folder: Path, requeue: int) -> subprocess.CompletedProcess[str]:
+    for name, script in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{textwrap.dedent(script)}")
+        (folder / name).chmod(0o755)
+    (folder / "own.py").touch()
+    given = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHON": str(folder / "torchrun")}
+    given |= {"SLURM_JOB_NAME": "distrinews", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    given |= {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_GPUS_ON_NODE": "4", "REQUEUE": str(requeue)}
+    return subprocess.run(["bash", SCRIPT, "own.py"], cwd=folder, env=given, capture_output=True, text=True)
+
+
+def test_a_job_that_slurm_refuses_to_queue_again_fails_and_says_so(tmp_path: Path) -> None:
+    ended = _train_with_stand_ins(tmp_path, requeue=1)
+
+    assert ended.returncode == os.EX_TEMPFAIL
+    assert ended.stdout.endswith("submit it again, and it resumes [requeue-refused]\n")
+    assert "queued again" not in ended.stdout
+
+
+def test_a_job_that_slurm_queues_again_ends_well(tmp_path: Path) -> None:
+    ended = _train_with_stand_ins(tmp_path, requeue=0)
+
+    assert ended.returncode == 0
+    assert ended.stdout.endswith("stopped with all saved; asking SLURM to queue it again\n")
+
+
+def test_each_node_gets_a_rank_for_each_of_its_own_gpus(tmp_path: Path) -> None:
+    _train_with_stand_ins(tmp_path, requeue=0)
+
+    started = [(tmp_path / f"distrinews-7.run0.node{node}.out").read_text() for node in (0, 1)]
+    assert ["4 ranks" in started[0], "8 ranks" in started[1]] == [True, True], started
+    assert "--nproc_per_node" not in "".join(started)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +232,7 @@ def test_an_interrupted_job_saves_queues_again_and_goes_on_at_the_next_step(
     stopped = re.search(r"^Stopped at step (\d+); everything is saved", _printed(checkout, job, run=0), re.MULTILINE)
     assert stopped, _printed(checkout, job, run=0)
     assert f"step_{int(stopped[1]):08d} (--resume none" in _printed(checkout, job, run=1)
-    assert "run0 stopped with all saved; queued again\n" in _printed(checkout, job)
+    assert "run0 stopped with all saved; asking SLURM to queue it again\n" in _printed(checkout, job)
     assert "run1 finished\n" in _printed(checkout, job)
     _assert_whole(output, left_alone)
 
@@ -280,5 +338,5 @@ def test_the_documented_array_scores_with_every_task(slurm: Cluster, rows: Path)
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
         printed = (rows / f"distrinews-score-{array}_{task}.out").read_text()
         assert printed.count("rows out --model checkpoints/sample\n") == 2
-        assert f"distrinews-score-{array}_{task}.run0: the time is up; queued again\n" in printed
+        assert f"distrinews-score-{array}_{task}.run0: the time is up; asking SLURM to queue it again\n" in printed
         assert printed.endswith(f"distrinews-score-{array}_{task}.run1: finished\n")

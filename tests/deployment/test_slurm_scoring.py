@@ -36,7 +36,7 @@ def task(tmp_path: Path) -> Iterator[Task]:
     (tmp_path / "inference" / "score.py").write_text(SCORER)
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text('#!/bin/sh\necho "$@" >> scontrol.txt\n')
+    scontrol.write_text('#!/bin/sh\necho "$@" >> scontrol.txt\nexit "${REFUSAL:-0}"\n')
     scontrol.chmod(0o755)
     started: list[Run] = []
 
@@ -83,8 +83,19 @@ def test_a_task_whose_time_is_up_queues_again(task: Task, tmp_path: Path) -> Non
     run.process.send_signal(signal.SIGUSR1)
 
     assert run.wait() == 128 + signal.SIGTERM
-    assert run.out.endswith("score-70_3.run99: the time is up; queued again\n")
+    assert run.out.endswith("score-70_3.run99: the time is up; asking SLURM to queue it again\n")
     assert _told(tmp_path) == "requeue 73\n"
+
+
+def test_a_task_that_slurm_refuses_to_queue_again_fails_and_says_so(task: Task) -> None:
+    run = task(3, "endless", REFUSAL="1")
+    run.wait_until(lambda: "endless\n" in run.out)
+
+    run.process.send_signal(signal.SIGUSR1)
+
+    assert run.wait() != 0
+    assert run.out.endswith("submit it again for the rest [requeue-refused]\n")
+    assert "queued again" not in run.out
 
 
 def test_a_task_that_has_queued_often_enough_ends_and_says_what_to_do(task: Task, tmp_path: Path) -> None:
