@@ -48,6 +48,21 @@ def test_an_overlay_of_ones_own_sets_image_namespace_and_settings(copy: Path) ->
     assert container["envFrom"][0]["configMapRef"]["name"] == found["ConfigMap"]["metadata"]["name"]
 
 
+def test_an_overlay_of_ones_own_trains_on_more_nodes_with_more_gpus(copy: Path) -> None:
+    manifests = list(yaml.safe_load_all(_run(documented("docs/deployment.md", "kubernetes-training-overlay"), copy)))
+    assert [problem(manifest, NEWEST) for manifest in manifests] == [None] * len(manifests)
+    found = {manifest["kind"]: manifest for manifest in manifests}
+    assert found.keys() == {"Job", "Service", "NetworkPolicy"}
+    job = found["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    ports = [port["containerPort"] for port in container["ports"] if port["name"].startswith("metrics")]
+    assert variables["PET_NNODES"] == str(job["completions"]) == str(job["parallelism"]) == "8"
+    assert variables["PET_NPROC_PER_NODE"] == container["resources"]["requests"]["nvidia.com/gpu"] == "2"
+    assert sorted(ports) == [9400, 9401]
+    assert container["image"].startswith("registry.example.org/news/distrinews-torch:")
+
+
 def test_the_alert_rules_become_a_prometheus_rule(copy: Path) -> None:
     _run(documented("docs/deployment.md", "kubernetes-alert-rules"), copy)
     manifests = [one for one in yaml.safe_load_all((copy / "prometheus-rules.yaml").read_text()) if one]

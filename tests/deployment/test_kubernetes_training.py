@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
 from typing import Any
 
 import pytest
 from torch.distributed.run import parse_args
 
-from tests.deployment.manifests import TRAINING, only, pod_templates
+from common.errors import EXIT_USER_ERROR
+from tests.deployment.manifests import SCORING, TRAINING, only, pod_templates
 from training.config import ENVIRONMENT_PREFIX, TrainConfig, parse_config
 
 SCRIPT = "training/train_ddp.py"
@@ -29,8 +33,11 @@ def _config(folder: str) -> TrainConfig:
     return parse_config(_torchrun(folder).training_script_args, environment={})
 
 
-def _job() -> dict[str, Any]:
-    return only("training/indexed-job", "Job")["spec"]
+def _job(folder: str) -> dict[str, Any]:
+    if folder == "training/kubeflow":
+        runtime = only(folder, "TrainingRuntime")["spec"]["template"]["spec"]
+        return runtime["replicatedJobs"][0]["template"]["spec"]
+    return only(folder, "Job")["spec"]
 
 
 @pytest.mark.parametrize("folder", TRAINING)
@@ -53,14 +60,76 @@ def test_each_pod_shows_its_metrics_where_its_port_says(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", TRAINING)
 def test_only_ranks_may_reach_a_rank_and_prometheus_its_metrics(folder: str) -> None:
-    policy = only("training/network", "NetworkPolicy")["spec"]
+    policy = only(folder, "NetworkPolicy")["spec"]
     wanted = policy["podSelector"]["matchLabels"]
     [template] = pod_templates(folder)
     assert wanted.items() <= template["metadata"]["labels"].items()
     from_ranks, from_prometheus = policy["ingress"]
     assert from_ranks == {"from": [{"podSelector": {"matchLabels": wanted}}]}
-    ports = {port["name"] for container in template["spec"]["containers"] for port in container["ports"]}
-    assert {port["port"] for port in from_prometheus["ports"]} <= ports
+    [ports] = from_prometheus["ports"]
+    assert ports["port"] == _config(folder).metrics_port
+    assert ports["endPort"] - ports["port"] == 15  # of the ranks on 16 GPUs
+
+
+def test_deleting_one_kind_of_run_keeps_the_policy_of_the_other() -> None:
+    names = [only(folder, "NetworkPolicy")["metadata"]["name"] for folder in TRAINING]
+    assert len(set(names)) == len(TRAINING)
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_prometheus_scrapes_every_rank_of_a_pod_and_nothing_else(folder: str) -> None:
+    keep, _ = only("training/monitor", "PodMonitor")["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    (container,) = pod_templates(folder)[0]["spec"]["containers"]
+    names = [port["name"] for port in container["ports"]]
+    assert (keep["action"], keep["sourceLabels"]) == ("keep", ["__meta_kubernetes_pod_container_port_name"])
+    scraped = [name for name in [*names, "metrics-1", "metrics-15"] if re.fullmatch(keep["regex"], name)]
+    assert scraped == ["metrics", "metrics-1", "metrics-15"]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_losing_nodes_never_counts_and_a_refused_run_ends_the_job_at_once(folder: str) -> None:
+    job = _job(folder)
+    (container,) = job["template"]["spec"]["containers"]
+    lost, interrupted, refused = job["podFailurePolicy"]["rules"]
+    assert lost == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    for rule, action, codes in [
+        (interrupted, "Ignore", [os.EX_TEMPFAIL, 128 + signal.SIGTERM]),
+        (refused, "FailJob", [EXIT_USER_ERROR]),
+    ]:
+        assert rule["action"] == action
+        assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": codes}
+    # Counted per node: what all nodes fail together must not grow with their number.
+    assert job["completionMode"] == "Indexed"
+    assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (6, 0)
+    assert "backoffLimit" not in job
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_a_token_of_the_hub_is_read_from_a_secret_that_need_not_exist(folder: str) -> None:
+    (container,) = pod_templates(folder)[0]["spec"]["containers"]
+    [token] = [entry["valueFrom"]["secretKeyRef"] for entry in container["env"] if entry["name"] == "HF_TOKEN"]
+    assert token == {"name": "distrinews-hub", "key": "HF_TOKEN", "optional": True}
+
+
+@pytest.mark.parametrize("folder", [*TRAINING, SCORING])
+def test_a_pod_requests_the_disk_that_its_scratch_volume_may_take(folder: str) -> None:
+    [template] = pod_templates(folder)
+    (container,) = template["spec"]["containers"]
+    resources = (
+        only(folder, "TrainJob")["spec"]["trainer"]["resourcesPerNode"]
+        if folder == "training/kubeflow"
+        else container["resources"]
+    )
+    on_disk = [
+        one["emptyDir"] for one in template["spec"]["volumes"] if "medium" not in one.get("emptyDir", {"medium": ""})
+    ]
+    for kind in ("requests", "limits"):
+        assert _gibibytes(resources[kind]["ephemeral-storage"]) > sum(_gibibytes(one["sizeLimit"]) for one in on_disk)
+
+
+def _gibibytes(size: str) -> int:
+    assert size.endswith("Gi")
+    return int(size.removesuffix("Gi"))
 
 
 @pytest.mark.parametrize("folder", TRAINING)
@@ -91,7 +160,7 @@ def test_the_pods_of_the_indexed_job_meet_at_the_first_of_them() -> None:
     port = {one["name"]: one["port"] for one in service["spec"]["ports"]}["rendezvous"]
     assert torchrun.rdzv_backend == "c10d"
     assert torchrun.rdzv_endpoint == f"{name}-0.{subdomain}:{port}"
-    assert _job()["template"]["spec"]["subdomain"] == subdomain
+    assert _job("training/indexed-job")["template"]["spec"]["subdomain"] == subdomain
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     # The Job's controller gives its pods this label.
@@ -99,8 +168,14 @@ def test_the_pods_of_the_indexed_job_meet_at_the_first_of_them() -> None:
 
 
 def test_the_indexed_job_has_a_pod_for_each_node_and_a_rank_for_each_gpu() -> None:
-    torchrun, job = _torchrun("training/indexed-job"), _job()
+    job = _job("training/indexed-job")
     (container,) = job["template"]["spec"]["containers"]
+    # torchrun reads PET_ and the name of a flag where the flag is not given.
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
+            patch.setenv(name, variables[name])
+        torchrun = _torchrun("training/indexed-job")
     assert torchrun.nnodes == str(job["completions"]) == str(job["parallelism"])
     assert torchrun.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
 
