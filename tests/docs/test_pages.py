@@ -34,6 +34,7 @@ FOREIGN = {
     "--checksum",
     "--head",
     "--ipc",
+    "--no-requeue",
     "--pid",
     "--pids-limit",
     "--repo-type",
