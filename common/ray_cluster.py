@@ -38,6 +38,8 @@ def connect(
         raise UserError('Ray is not installed: pip install "distrinews[ray]"', code="package-missing") from None
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     is_local = address == "local"
+    if ray.is_initialized():  # by an earlier run of this process
+        return is_local
     local = {"include_dashboard": dashboard, "object_store_memory": _STORE_BYTES} if is_local else {}
     attempts_left = _ATTEMPTS_TO_START if is_local else 1
     while True:

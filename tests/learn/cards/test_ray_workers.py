@@ -38,8 +38,13 @@ def kill(event):
 def main():
     global runner
     pipeline = read_pipeline(DEFAULT_PIPELINE).configured("shard", num_workers=2)
-    with Runner(pipeline, Path(sys.argv[1]), kill, "local") as runner:
-        runner.run()
+    try:
+        with Runner(pipeline, Path(sys.argv[1]), kill, "local") as runner:
+            runner.run()
+    finally:
+        with Runner(pipeline, Path(sys.argv[1]), cluster="local") as again:
+            again.run()
+        print("the next run: finished")
 
 run_command(main)
 """
@@ -78,9 +83,10 @@ def test_ranks_on_a_cluster_of_two_nodes_do_what_processes_of_this_machine_do(tm
 
 @pytest.mark.slow
 @needs_ray
-def test_a_rank_that_dies_on_a_cluster_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_on_a_cluster_is_named_and_the_next_run_has_new_ones(tmp_path: Path) -> None:
     run = _run(sys.executable, "-c", KILL_RANK_1, tmp_path / "out")
     assert run.returncode == 1
+    assert "the next run: finished" in run.stdout
     assert "rank 1, card dist_allreduce (node allreduce): the process ended" in run.stderr
 
 

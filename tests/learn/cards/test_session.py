@@ -50,7 +50,7 @@ def test_a_reset_while_the_ranks_are_being_started_ends_them(session: Session, m
         def close(self) -> None:
             closed.set()
 
-    monkeypatch.setattr(runner, "Workers", Unreachable)
+    monkeypatch.setattr(runner, "LocalWorkers", Unreachable)
     session.run()
     assert starting.wait(WAIT_SECONDS)
     reset = threading.Thread(target=session.reset)
