@@ -7,6 +7,7 @@ import sqlite3
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.inference.servers import free_port
+from tests.processes import wait_until
 from tests.training.monitoring.conftest import _step
 from training.config import TRACKERS as NAMES
 from training.monitoring import trackers
@@ -148,6 +150,9 @@ def test_tensorboard_shows_no_step_of_a_resumed_run_twice(tmp_path: Path) -> Non
         for step in range(first, last + 1):
             reader.receive(_step(step, loss=float(resume_step)))
         reader.close()
+        # TensorBoard reads the files in the order of their names, which begin with the second of their start.
+        ended = int(time.time())
+        wait_until(lambda ended=ended: int(time.time()) > ended)
 
     losses = _load_events(tmp_path).Scalars("train/loss")
     assert [(event.step, event.value) for event in losses] == [(s, 0.0 if s < 6 else 5.0) for s in range(1, 8)]
