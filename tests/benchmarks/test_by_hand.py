@@ -113,6 +113,7 @@ def test_a_path_without_images_ends_it_before_any_step(
     assert "gone: no such file or folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_variants_that_communicate_end_with_the_same_weights_after_different_numbers_of_calls() -> None:
     for found in run_on_ranks(2, _measure):
         assert all(len(way["seconds"]) == 2 for way in found.values())

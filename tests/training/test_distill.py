@@ -132,6 +132,7 @@ def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(
     assert len(prepare_news(config, ALONE, print).teacher.answers) == 40
 
 
+@pytest.mark.slow
 def test_a_student_is_the_same_on_two_ranks_and_after_a_resume_and_with_no_other_teacher(
     weather: Path,
     teacher: Path,

@@ -159,6 +159,7 @@ def test_a_search_in_which_all_trials_fail_says_why(write: Write) -> None:
         _search(write(), Started(lambda trial, process: process.kill()))
 
 
+@pytest.mark.slow
 def test_a_trial_behind_the_others_is_pruned_and_keeps_its_checkpoint(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "found"
     rates = {"learning_rate": [1e-7, 0.004]}  # the grid begins with the second

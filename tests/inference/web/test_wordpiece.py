@@ -143,6 +143,7 @@ def test_hostile_texts_get_the_tokens_of_the_server(cleaning: str, options: dict
     assert_equal_tokens(bert_tokenizer(whole, **options), cleaning, texts)
 
 
+@pytest.mark.slow
 def test_every_character_gets_the_tokens_of_the_server() -> None:
     characters = [chr(code) for code in unicode_tables.CODES]
     # A word beside each: characters that are dropped join it, those that split stand alone, unknown ones are [UNK].

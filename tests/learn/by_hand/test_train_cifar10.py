@@ -83,6 +83,7 @@ def _command_beside_one_gpu(*flags: str) -> tuple[int, str]:
         return _command(*flags)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_gpus_can_train_on_the_cpu(run_on_ranks: RunOnRanks) -> None:
     flags = ("--device", "cpu", "--data", "shapes", "--batch_size", "511")
 
