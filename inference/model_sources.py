@@ -150,7 +150,10 @@ class StoredSource:
         self.address = address
         self._storage: LocalStorage = LocalStorage()
         if is_remote(address):
-            self._storage = RemoteStorage(address)
+            try:
+                self._storage = RemoteStorage(address)
+            except OSError as error:  # of a driver that connects at once
+                raise SourceUnreachable(f"{address}: cannot be read ({first_line(error)})") from error
 
     def read(self, path: str) -> Iterator[bytes]:
         place = f"{self.address}/{path}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +61,6 @@ class Settings(BaseModel):
     )
     model_name: str = Field(
         default="",
-        pattern=r"^[\w.-]*$",
         description="Name of the model in the Open Inference Protocol (`/v2/models/NAME`) and in the metrics. Empty: "
         "its own, as in its manifest.",
     )
@@ -218,6 +218,13 @@ class Settings(BaseModel):
     @classmethod
     def _in_small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
+
+    @field_validator("model_name")
+    @classmethod
+    def _a_part_of_an_address(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9._-]*", value):
+            raise PydanticCustomError("model_name", "must be letters, digits, . _ and -")
+        return value
 
     @field_validator("workers", mode="before")
     @classmethod

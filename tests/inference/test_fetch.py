@@ -25,6 +25,7 @@ from tests.deployment.json_handler import JsonHandler
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, running_hub
 from tests.inference.conftest import StartServer
+from tests.inference.servers import free_port
 from tests.training.checkpointing.s3_server import CREDENTIALS, s3_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -260,6 +261,12 @@ def test_a_source_that_does_not_answer_in_time_ends_with_1(files: FileServer, ta
     line = refusal(fetch(f"{files.address}/news", target, "--timeout_s", "0.5"), target, code=1)
 
     assert line.endswith("answered 503 [fetch-unreachable]\n")
+
+
+def test_a_driver_that_cannot_connect_ends_with_1_and_does_not_blame_the_folder(target: Path) -> None:
+    line = refusal(fetch(f"ftp://127.0.0.1:{free_port()}/news", target), target, code=1)
+
+    assert "/news: cannot be read (" in line
 
 
 def test_a_token_goes_to_the_source_and_to_no_other_host(files: FileServer, target: Path, tmp_path: Path) -> None:
