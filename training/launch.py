@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from common.errors import EXIT_USER_ERROR, LostRank, in_one_line, run_command
-from training.config import TrainConfig, parse_config
+from training.config import parse_config
 from training.fault_tolerance.restarts import BEGUN
 
 TRAIN = "train_ddp.py"
@@ -49,9 +49,10 @@ def launch() -> int:
     is_shared = parse_min_max_nnodes(args.nnodes)[1] > 1
     # Checked before the rendezvous, which may wait an hour for a node.
     config = parse_config(args.training_script_args) if is_shared and _is_training(args) else None
+    # Of the pods of an Indexed Job, the first one hosts the rendezvous.
+    is_host = os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
     if args.rdzv_backend == "c10d" and "JOB_COMPLETION_INDEX" in os.environ:
-        # Pod 0 of an Indexed Job hosts the rendezvous. It is told so, because its own name may not resolve yet.
-        is_host = os.environ["JOB_COMPLETION_INDEX"] == "0"
+        # It is told so, because its own name may not resolve yet.
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"is_host={int(is_host)}")))
     with contextlib.ExitStack() as stack:
         args.log_dir = args.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrun_"))
@@ -59,7 +60,14 @@ def launch() -> int:
             run(args)
         except ChildFailedError as failed:
             code = _explain(failed)
-            return max(1, _code_of_node(code, config, Path(args.log_dir)) if is_shared else code)
+            if is_shared and code in CONSEQUENCES:
+                # If the ranks never met, the network between the nodes may be at fault, which has to count. It counts
+                # for the host alone: others may have joined a host that was about to end.
+                have_met = any(Path(args.log_dir).glob(f"*/{BEGUN}"))
+                return os.EX_TEMPFAIL if have_met or not is_host else 1
+            if code == EXIT_USER_ERROR and config is not None and (config.run_dir / "metrics.jsonl").exists():
+                return 1  # steps were made before: it may be this machine, or a lock that a lost one still holds
+            return max(1, code)
         except SignalException as asked:
             return 128 + asked.sigval
         except (RendezvousError, DistError) as error:
@@ -88,16 +96,6 @@ def _explain(failed: ChildFailedError) -> int:
             )
     causes = [failure for failure in failed.failures.values() if failure.exitcode not in CONSEQUENCES]
     return min(causes or failed.failures.values(), key=lambda failure: failure.timestamp).exitcode
-
-
-def _code_of_node(code: int, config: TrainConfig | None, log_dir: Path) -> int:
-    """Turn the code of the first rank that failed into one that says whether starting this node again may help."""
-    if code in CONSEQUENCES:
-        # If the ranks never met, the network between the nodes may be at fault, which has to count as a failure.
-        return os.EX_TEMPFAIL if any(log_dir.glob(f"*/{BEGUN}")) else 1
-    if code == EXIT_USER_ERROR and config is not None and (config.run_dir / "metrics.jsonl").exists():
-        return 1  # the run has made steps before: it may be only this machine, or a lock that a lost one still holds
-    return code
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A rank without a model: it counts steps with the others, saves each one, and stops and resumes as training does.
 
-It runs until the shared volume has a file `finish`, and fails on the rank whose number is in the file `broken`.
+It runs until the shared volume has a file `finish`, and fails on the node whose index is in the file `broken`.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def main() -> int:
                 return 0
             if any(asked for asked, _ in heard):
                 return stopped_exit_code(75)
-            if broken.exists() and ranks.rank == int(broken.read_text()):
+            if broken.exists() and broken.read_text() == os.environ["JOB_COMPLETION_INDEX"]:
                 raise TrainingFailure("out of memory", code="out-of-memory")
             step += 1
             if ranks.is_first:

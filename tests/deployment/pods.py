@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -116,8 +117,8 @@ def _variables(container: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
 
 
-def indexed_job(folder: Path, flags: Sequence[str], nodes: int = 2, script: Path | None = None) -> Pods:
-    """Start the pods of the Indexed Job; `flags` come after the manifest's, or alone with another `script`."""
+def indexed_job(folder: Path, flags: Sequence[str], nodes: int = 2, **changes: Any) -> Pods:
+    """Start the pods of the Indexed Job; see `_arguments` for the changes."""
     manifest = only("training/indexed-job", "Job")
     pod = manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -125,16 +126,15 @@ def indexed_job(folder: Path, flags: Sequence[str], nodes: int = 2, script: Path
     here = f"127.0.0.1:{free_port()}"
     arguments = [argument.replace(meeting, here) for argument in container["args"]]
     assert arguments != container["args"], f"no rendezvous at {meeting}"
-    if script is not None:
-        arguments = [*arguments[: arguments.index(SCRIPT)], str(script)]
     environments = [
         {"JOB_COMPLETION_INDEX": str(index), **_variables(container), "PET_NNODES": str(nodes)}
         for index in range(nodes)
     ]
-    return Pods(folder, manifest["spec"], [*container["command"], *arguments, *flags], environments)
+    command = [*container["command"], *_arguments(arguments, flags, **changes)]
+    return Pods(folder, manifest["spec"], command, environments)
 
 
-def train_job(folder: Path, flags: Sequence[str], nodes: int = 2, script: Path | None = None) -> Pods:
+def train_job(folder: Path, flags: Sequence[str], nodes: int = 2, **changes: Any) -> Pods:
     """Start the pods that Kubeflow makes of the TrainJob, with the variables that its torch plugin sets."""
     trainer = only("training/kubeflow", "TrainJob")["spec"]["trainer"]
     runtime = only("training/kubeflow", "TrainingRuntime")["spec"]["template"]["spec"]
@@ -150,5 +150,16 @@ def train_job(folder: Path, flags: Sequence[str], nodes: int = 2, script: Path |
         {**shared, "PET_NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index), **_variables(container)}
         for index in range(nodes)
     ]
-    arguments = trainer["args"] if script is None else [str(script)]
-    return Pods(folder, job, [*trainer["command"], *arguments, *flags], environments)
+    # Kubernetes replaces $(NAME) in arguments.
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: shared[found[1]], argument) for argument in trainer["args"]]
+    return Pods(folder, job, [*trainer["command"], *_arguments(arguments, flags, **changes)], environments)
+
+
+def _arguments(
+    manifest: list[str], flags: Sequence[str], *, script: Path | None = None, restarts: int | None = None
+) -> list[str]:
+    """The manifest's arguments with more `flags` of training, which win; another `script` gets these alone."""
+    torchrun, training = manifest[: manifest.index(SCRIPT)], manifest[manifest.index(SCRIPT) :]
+    if restarts is not None:
+        torchrun.append(f"--max_restarts={restarts}")
+    return [*torchrun, *(training if script is None else [str(script)]), *flags]

@@ -86,7 +86,7 @@ def test_a_run_goes_on_when_a_lost_pod_is_replaced(
     # No pod may count as done before the run is: its index would never be started again.
     assert 0 not in pods.exit_codes
     assert _finish(pods) == undisturbed, pods.output()
-    assert pods.failures == {}
+    assert pods.failures == {}, pods.output()
     records = map(json.loads, (pods.app / f"{OUTPUT}.run" / "metrics.jsonl").read_text().splitlines())
     assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, LAST_STEP + 1))
 
@@ -136,7 +136,7 @@ def test_a_wrong_flag_ends_a_job_of_eight_nodes_at_once(start: Callable[..., Pod
 
 @pytest.mark.slow
 def test_a_node_that_keeps_failing_ends_the_job_and_the_others_do_not_count(start: Callable[..., Pods]) -> None:
-    pods = start(train_job, script=CHEAP_RANK)
+    pods = start(train_job, script=CHEAP_RANK, restarts=0)
     (pods.app / "checkpoints" / "broken").write_text("1")
 
     pods.wait_until_failed()
@@ -146,15 +146,17 @@ def test_a_node_that_keeps_failing_ends_the_job_and_the_others_do_not_count(star
 
 
 @pytest.mark.slow
-def test_ranks_that_never_met_count_as_a_failure_of_every_node(start: Callable[..., Pods], tmp_path: Path) -> None:
+def test_ranks_that_never_met_count_as_a_failure_of_the_node_where_they_meet(
+    start: Callable[..., Pods], tmp_path: Path
+) -> None:
     script = tmp_path / "never_met.py"
     script.write_text("import sys; sys.exit(69)")  # that of a rank that lost another one
-    pods = start(train_job, script=script)
+    pods = start(train_job, script=script, restarts=0)
 
     pods.wait_until_failed()
 
     assert pods.failed == "MaxFailedIndexesExceeded"
-    assert all(pods.failures[index] > 4 for index in (0, 1)), pods.failures
+    assert pods.failures.keys() == {0}
 
 
 @pytest.mark.slow

@@ -105,6 +105,16 @@ def test_losing_nodes_never_counts_and_a_refused_run_ends_the_job_at_once(folder
 
 
 @pytest.mark.parametrize("folder", TRAINING)
+def test_the_nodes_that_are_left_wait_for_a_lost_one_in_a_rendezvous_that_outlives_its_attempts(folder: str) -> None:
+    torchrun = _torchrun(folder)
+    (container,) = pod_templates(folder)[0]["spec"]["containers"]
+    assert (torchrun.rdzv_backend, torchrun.max_restarts) == ("c10d", 3)
+    # Kubernetes waits up to ten minutes before it replaces a pod.
+    assert torchrun.rdzv_conf == "read_timeout=900,join_timeout=900"
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
+
+
+@pytest.mark.parametrize("folder", TRAINING)
 def test_a_token_of_the_hub_is_read_from_a_secret_that_need_not_exist(folder: str) -> None:
     (container,) = pod_templates(folder)[0]["spec"]["containers"]
     [token] = [entry["valueFrom"]["secretKeyRef"] for entry in container["env"] if entry["name"] == "HF_TOKEN"]
