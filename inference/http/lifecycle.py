@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Of a process that ended because only a new one helps: an internal software error, in sysexits.h.
 DEAD_EXIT_CODE = 70
-# Seconds beyond grace until a process that does not end by itself is made to.
+# Seconds beyond grace until a process that still runs is made to end.
 _LAST_SECONDS = 5.0
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from http.server import BaseHTTPRequestHandler
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
@@ -35,3 +39,16 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Answer with a handler on a free port of this machine; gives its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()

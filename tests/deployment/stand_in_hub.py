@@ -9,19 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from tests.deployment.card_rules import card_errors
 from tests.deployment.hub_contents import Hub, Repository, file_entry
-from tests.deployment.json_handler import JsonHandler
+from tests.deployment.json_handler import JsonHandler, served
 
 LARGE_FILES = (".safetensors", ".onnx", ".bin")
 WRITER, READER = "hf_writer_of_alice", "hf_reader_of_alice"
@@ -32,13 +30,8 @@ ACCOUNT = "alice"
 def running_hub(hub: Hub) -> Iterator[Hub]:
     """Serve on a free port."""
     handler = type("ThisHub", (_Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        hub.address = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with served(handler) as hub.address:
         yield hub
-        server.shutdown()
-        thread.join()
 
 
 class _Refusal(Exception):

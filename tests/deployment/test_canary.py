@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,7 +21,7 @@ import yaml
 
 from deployment.canary import Route, queries
 from tests.deployment.documented import REPOSITORY
-from tests.deployment.json_handler import JsonHandler
+from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.manifests import only
 from tests.deployment.promql import shown_by_all
 
@@ -119,13 +118,8 @@ def world(tmp_path: Path) -> Iterator[World]:
             ]
             return self.send(200, {"status": "success", "data": {"resultType": "vector", "result": result}})
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Prometheus) as server:
-        world.address = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with served(Prometheus) as world.address:
         yield world
-        server.shutdown()
-        thread.join()
 
 
 KINDS = {

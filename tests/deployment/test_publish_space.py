@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ from deployment.running_space import Expected, ask
 from tests.deployment.card_rules import card_errors, front_matter
 from tests.deployment.documented import documented
 from tests.deployment.hub_contents import Hub, Repository
-from tests.deployment.json_handler import JsonHandler
+from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.publishing import IMPATIENTLY, error_line, run_against, run_page
 from tests.deployment.stand_in_hub import READER, WRITER, running_hub
 from tests.deployment.test_image import BASE, build_flags
@@ -273,12 +271,8 @@ class _Recording(JsonHandler):
 def _recording_server(elsewhere: str = "") -> Iterator[tuple[str, list[Message]]]:
     seen: list[Message] = []
     handler = type("ThisHandler", (_Recording,), {"headers_seen": seen, "elsewhere": elsewhere})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", seen
-        server.shutdown()
-        thread.join()
+    with served(handler) as address:
+        yield address, seen
 
 
 def test_the_token_does_not_follow_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:

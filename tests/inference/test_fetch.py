@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -21,7 +20,7 @@ import pytest
 
 from common.model_folder import verified_manifest
 from tests.deployment.hub_contents import Hub, Repository
-from tests.deployment.json_handler import JsonHandler
+from tests.deployment.json_handler import JsonHandler, served
 from tests.deployment.small_model import write_small_model
 from tests.deployment.stand_in_hub import READER, running_hub
 from tests.inference.conftest import StartServer
@@ -57,15 +56,8 @@ def file_server(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[Fil
             path = files.folder / self.path.lstrip("/")
             self.send(200, path.read_bytes()) if path.is_file() else self.send(404, b"")
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        if tls is not None:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
-        files.address = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with served(Handler, tls) as files.address:
         yield files
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
