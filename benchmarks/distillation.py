@@ -1,7 +1,7 @@
 """What does a distilled student keep of its teacher's accuracy, and how much faster does it answer?
 
-The student is trained twice with the same flags, once with the teacher's answers and once with labels only. Every model
-then answers files with ``python -m inference.score``, as a user would.
+One student keeps every second block of the teacher, another is the starter, which is also trained on labels only. Every
+model then answers files with ``python -m inference.score``, as a user would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from benchmarks import harness
@@ -24,16 +24,15 @@ from common.hardware import usable_cpus
 from training.data.dataset import NewsData, load_news
 
 MODULE = "benchmarks.distillation"
-STUDENT = (
-    *("--model", "starter", "--epochs", "3", "--batch_size", "32", "--learning_rate", "6e-4", "--max_length", "96"),
-    *("--validation_fraction", "0.02", "--ema", "0.998", "--export"),
-)
+EVERY_STUDENT = ("--max_length", "96", "--validation_fraction", "0.02", "--epochs", "2", "--export")
+HALF = ("--layers", "3", "--batch_size", "16", "--learning_rate", "1.5e-4", "--ema", "0.999")
+STARTER = ("--model", "starter", "--batch_size", "32", "--learning_rate", "6e-4", "--ema", "0.998")
 INTRODUCTION = """
-The teacher is a fine-tuned {teacher}. Its student is trained by `training/run_ddp.sh {processes} --dataset {name}
-{flags}`, with `--distill` for the teacher's answers or without for labels only, and with another seed in each round.
-*Accuracy* is on all {tests:,} test rows, as each model is served, mean and range of {rounds} rounds. *Rows per second*
-is what `python -m inference.score` prints for {speed_rows:,} training texts in a CSV file; the models take turns in
-each round. *Speed* is against the teacher in PyTorch at fp32, by the median of the ratios within a round.
+The teacher is a fine-tuned {teacher}. Each student is trained by `training/run_ddp.sh {processes} --dataset {name}
+{flags}` and the flags of its row, once per seed. *Accuracy* is on all {tests:,} test rows, as each model is served,
+mean and range of {seeds} seeds. *Rows per second* is what `python -m inference.score` prints for {speed_rows:,}
+training texts in a CSV file: the models of the first seed take turns, for {rounds} rounds. *Speed* is against the
+teacher in PyTorch at fp32, by the median of the ratios within a round.
 """
 
 
@@ -52,30 +51,42 @@ def main() -> None:
         "teacher": options.teacher.name,
         "tests": len(data.test),
         "speed_rows": options.speed_rows,
-        "rounds": [],
+        "flags": {},
+        "accuracy": {},
+        "bytes": {},
+        "rows_per_second": {},
+    }
+    teacher = str(options.teacher)
+    students = {
+        "half of its blocks, distilled": ("--model", teacher, *HALF, "--distill", teacher),
+        "starter, distilled": (*STARTER, "--distill", teacher),
+        "starter, labels only": STARTER,
     }
     with tempfile.TemporaryDirectory(prefix="distillation-") as name:
         folder = Path(name)
         write_texts(folder / "test.csv", data.test.texts)
         write_texts(folder / "speed.csv", data.train.texts[: options.speed_rows])
-        for seed in range(options.rounds):
-            students = {}
-            for what, more in (("distilled", ("--distill", str(options.teacher))), ("labels only", ())):
-                students[what] = folder / f"{what.replace(' ', '_')}_{seed}"
-                flags = ("--dataset", options.dataset, *STUDENT, *more, "--seed", str(seed))
-                train_as_a_user(flags, students[what])
-                harness.report(f"seed {seed}: the student ({what}) is trained")
-            models = {
-                "teacher, PyTorch fp32": (options.teacher, "torch"),
-                "teacher, int8": (exported, "auto"),
-                **{f"student, {what}, int8": (path / "native", "auto") for what, path in students.items()},
-            }
-            found = {case: {"accuracy": accuracy(model, data, folder)} for case, model in models.items()}
-            for case in harness.in_turns(list(models), seed):
-                found[case]["rows_per_second"] = score(models[case], folder / "speed.csv", folder)[1]
-                found[case]["bytes"] = served_bytes(models[case][0])
-                harness.report(f"round {seed + 1}/{options.rounds}, {case}: {found[case]}")
-            run["rounds"].append(found)
+        models: dict[str, tuple[Path, str]] = {}  # folder and engine; of each student the first seed's
+
+        def add(case: str, model: tuple[Path, str]) -> None:
+            run["accuracy"].setdefault(case, []).append(accuracy(model, data, folder))
+            run["bytes"][case] = served_bytes(model[0])
+            models.setdefault(case, model)
+            harness.report(f"{case}: {100 * run['accuracy'][case][-1]:.2f}%")
+
+        add("teacher, PyTorch fp32", (options.teacher, "torch"))
+        add("teacher, int8", (exported, "auto"))
+        for seed in range(options.seeds):
+            for number, (case, flags) in enumerate(students.items()):
+                trained = folder / f"student_{number}_{seed}"
+                train_as_a_user(("--dataset", options.dataset, *EVERY_STUDENT, *flags, "--seed", str(seed)), trained)
+                add(f"{case}, int8", (trained / "native", "auto"))
+                run["flags"][f"{case}, int8"] = " ".join(flags).replace(teacher, "TEACHER")
+            for turn in range(0 if seed else options.rounds):  # the seed does not change the speed
+                for case in harness.in_turns(list(models), turn):
+                    speed = score(models[case], folder / "speed.csv", folder)[1]
+                    run["rows_per_second"].setdefault(case, []).append(speed)
+                    harness.report(f"round {turn + 1}/{options.rounds}, {case}: {speed:,.0f} rows per second")
             harness.write_page(options.output, render(run), run)
 
 
@@ -112,40 +123,37 @@ def served_bytes(path: Path) -> int:
 
 def render(run: Mapping[str, Any]) -> str:
     """The page of a run."""
-    rounds = run["rounds"]
-    cases = list(rounds[0])
-
-    def values(case: str, key: str) -> list[float]:
-        return [found[case][key] for found in rounds]
-
-    def speed(case: str) -> str:
-        return f"{harness.median_ratio(values(case, 'rows_per_second'), values(cases[0], 'rows_per_second')):.1f} x"
+    cases = list(run["accuracy"])
+    speeds = run["rows_per_second"]
 
     def accuracy(case: str) -> str:
-        found = [100 * value for value in values(case, "accuracy")]
-        return f"{mean(found):.2f} ({harness.spread(found, 2)})"
+        found = [100 * value for value in run["accuracy"][case]]
+        return f"{mean(found):.2f} ({harness.spread(found, 2)})" if len(found) > 1 else f"{found[0]:.2f}"
 
     columns = {
         "model": lambda case: case,
         "accuracy, %": accuracy,
-        "rows per second": lambda case: harness.median_and_spread(values(case, "rows_per_second"), 0),
-        "speed": speed,
-        "MB": lambda case: f"{median(values(case, 'bytes')) / 1e6:.1f}",
+        "rows per second": lambda case: harness.median_and_spread(speeds[case], 0),
+        "speed": lambda case: f"{harness.median_ratio(speeds[case], speeds[cases[0]]):.1f} x",
+        "MB": lambda case: f"{run['bytes'][case] / 1e6:.1f}",
+        "flags": lambda case: f"`{run['flags'][case]}`" if case in run["flags"] else "",
     }
     text = INTRODUCTION.format(
         **{key: run[key] for key in ("teacher", "name", "tests", "speed_rows")},
         processes=usable_cpus(),
-        flags=" ".join(STUDENT),
-        rounds=len(rounds),
+        flags=" ".join(EVERY_STUDENT),
+        seeds=len(run["accuracy"][cases[-1]]),
+        rounds=len(speeds[cases[0]]),
     )
-    page = harness.introduction(MODULE, "A teacher and its student", text)
+    page = harness.introduction(MODULE, "A teacher and its students", text)
     return f"{page}{harness.table(columns, cases)}\n{harness.fact_list(run['facts'])}"
 
 
 def _parse() -> Namespace:
-    parser = harness.Parser(MODULE, __doc__ or "", page="distillation.md", rounds=3)
+    parser = harness.Parser(MODULE, __doc__ or "", page="distillation.md", rounds=5)
     parser.add_argument("--dataset", default=str(harness.ROOT / "data" / "ag_news"), help="as for training")
     parser.add_argument("--teacher", type=Path, required=True, help="the folder of a trained and exported model")
+    parser.add_argument("--seeds", type=positive, default=3, help="trainings of each student")
     parser.add_argument("--speed_rows", type=positive, default=8000, help="rows to measure the speed with")
     return parser.parse_args()
 
