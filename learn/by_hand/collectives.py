@@ -49,7 +49,7 @@ def all_reduce(row: torch.Tensor) -> Held:
 
 
 def scatter(row: torch.Tensor) -> Held:
-    """Rank 0 deals its numbers out. Rows that one rank has read."""
+    """Rank 0 hands out its numbers, for example rows that it has read."""
     is_first, own = dist.get_rank() == 0, torch.empty_like(row[:1])
     yield row if is_first else NOTHING
     dist.scatter(own, list(row.chunk(len(row))) if is_first else None, src=0)
@@ -89,7 +89,7 @@ def all_to_all(row: torch.Tensor) -> Held:
 
 
 def send_and_receive(row: torch.Tensor) -> Held:
-    """Each sends to the next rank; no collective, but two ranks at a time. This is how stages of a pipeline speak."""
+    """Each sends to the next rank: no collective, but two ranks at a time. Pipeline stages communicate like this."""
     rank, size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(row)
     yield row
     for transfer in (dist.isend(row, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)):
