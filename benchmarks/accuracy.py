@@ -26,11 +26,11 @@ from training.monitoring.records import format_percent, format_time, wilson_inte
 from training.tasks import Classification
 
 MODULE = "benchmarks.accuracy"
-BASELINE = "TF-IDF of words and pairs + linear SVM"
+BASELINE = "TF-IDF of words and word pairs + linear SVM"
 INTRODUCTION = """
-The baseline is fitted here, the other rows are the test in each model folder's `metrics.json`. All were tested once, on
-the same rows. The interval is Wilson's; the wall time runs to the last training step and, for models, includes the
-validation after each epoch but the last.
+The baseline is fitted here; the other rows are the test results in each model folder's `metrics.json`. All were tested
+once, on the same rows. The interval is a Wilson score interval. The wall time runs to the last training step and, for
+models, includes the validation after every epoch except the last.
 """
 
 
@@ -55,7 +55,7 @@ COLUMNS: dict[str, Callable[[Entry], str]] = {
     "95% interval": _interval,
     "macro-F1": lambda entry: f"{entry.test['macro_f1']:.4f}",
     "test rows": lambda entry: f"{entry.test['rows']:,}",
-    "trained on": lambda entry: f"{entry.train_rows:,}",
+    "training rows": lambda entry: f"{entry.train_rows:,}",
     "wall time": lambda entry: harness.NONE if entry.seconds is None else format_time(entry.seconds),
 }
 

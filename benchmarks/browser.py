@@ -37,16 +37,16 @@ TEXT = (
     "Oil prices fell after the news, and shares of airlines rose on hopes of cheaper fuel. "
 ) * 3
 INTRODUCTION = f"""
-One page of a headless Chromium runs the same int8 model with each engine in a worker of its own, and takes their passes
-in turn. A pass is one text of {TOKENS} token ids to its logits, without the tokenizer, which onnxruntime-web does not
-have. *ms* is the median over rounds of a round's fastest pass, with the smallest and the largest round: other programs
-and the browser's own compiler only ever add to a pass. *×* is the median of the ratio within a round. *ours* takes
-the fastest kernels of this browser, which *Chosen* names: `wasm_dot` is the relaxed product of four bytes, one
-instruction with AVX-VNNI; *two bytes* is what a processor without it uses. onnxruntime-web runs the `onnx/` artefact
-with all optimisations.
+One page in a headless Chromium runs the same int8 model with every engine, each in its own worker, and alternates
+between their passes. A pass takes one text of {TOKENS} token ids to its logits, without the tokenizer, which
+onnxruntime-web does not have. *ms* is the median over rounds of each round's fastest pass, with the smallest and the
+largest. The fastest one counts because other programs and the browser's own compiler can only make a pass slower. *×*
+is the median of the ratios within a round. *ours* uses the fastest kernels that this browser supports, which are named
+under *Chosen*: `wasm_dot` is the relaxed dot product of four bytes, one instruction with AVX-VNNI; *two bytes* is what
+a processor without it uses. onnxruntime-web runs the `onnx/` artefact with all optimisations.
 
-The first answer is measured on a page without any cache, from a server on this machine: from the page's first line of
-code to the answer, everything loaded in between.
+The first answer is measured on a page without any cache, loaded from a server on this machine. Its time runs from the
+page's first line of code to the answer and includes everything that is loaded in between.
 """
 
 
@@ -84,7 +84,7 @@ def main() -> None:
             facts["Chosen"] = f"`{chosen}`"
             starts = measure_starts(browser, address, sent, ids, options.starts)
     text = harness.introduction(MODULE, "A model in the browser", INTRODUCTION) + harness.fact_list(facts)
-    text += f"\n## A pass\n\n{pass_table(passes)}\n## The first answer\n\n{start_table(starts)}"
+    text += f"\n## One pass\n\n{pass_table(passes)}\n## The first answer\n\n{start_table(starts)}"
     harness.write_page(options.output, text, {"passes": {name: {"rounds": found} for name, found in passes.items()}})
 
 

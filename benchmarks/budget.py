@@ -20,11 +20,11 @@ from training.config import TrainConfig
 
 MODULE = "benchmarks.budget"
 INTRODUCTION = """
-`training/run_ddp.sh {processes} --dataset {name} --budget TIME` and the flags of each line, one process per core.
-*Time used* is that of the whole command, from its start to its end, of the budget. *Chosen* is what the run decided
-where the line leaves it open. *Accuracy* is on all {tests:,} test rows, of which nothing was known in training.
-*Expected* is what the run said before its first step. Rounds: {rounds}, with the variants in alternating order and
-another seed in each. Tokens were in the cache, as on every run but the first on somebody's data.
+Each row runs `training/run_ddp.sh {processes} --dataset {name} --budget TIME` with its model and flags, one process per
+core. *Time used* is the time of the whole command, from start to end, as a share of the budget. *Chosen* is what the
+run decided because the flags leave it open. *Accuracy* is on all {tests:,} test rows, which training never saw.
+*Expected* is the range that the run predicted before its first step. Rounds: {rounds}, with the variants in alternating
+order and a different seed in each round. Tokens were already cached, as in every run on a dataset except the first.
 """
 
 
@@ -105,7 +105,7 @@ def render(run: dict[str, Any]) -> str:
     text = INTRODUCTION.format(
         name=run["name"], processes=usable_cpus(), tests=values(cases[0], "tests")[0], rounds=len(run["rounds"])
     )
-    page = harness.introduction(MODULE, "Training within a time", text)
+    page = harness.introduction(MODULE, "Training within a time budget", text)
     return f"{page}{harness.table(columns, cases)}\n{harness.fact_list(run['facts'])}"
 
 

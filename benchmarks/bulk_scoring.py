@@ -40,11 +40,11 @@ SETTINGS = {
 }  # fmt: skip
 MB = 1e6
 INTRODUCTION = """
-The rounds are in the JSON file next to it. *engine*: rows per second of the forward passes alone, from token ids in
-memory. *scoring*: the same rows from Parquet to Parquet, from planning the job to the finished output, with the loaded
-model. Both take the same passes on the same threads, one right after the other in each round. *ratio*: scoring divided
-by engine, the median of {rounds} rounds and their range. *CPU ratio*: the same of rows per second of processor time,
-which other work on the machine disturbs less.
+The rounds are in the JSON file next to this page. *engine*: rows per second of only the forward passes, from token ids
+in memory. *scoring*: the same rows from Parquet to Parquet, from planning the job to the finished output, with the
+model already loaded. Both run the same passes on the same threads, one right after the other in each round. *ratio*:
+scoring divided by engine, the median of {rounds} rounds and their range. *CPU ratio*: the same for rows per second of
+processor time, which other work on the machine disturbs less.
 """
 
 
@@ -176,7 +176,7 @@ def render(run: dict[str, Any]) -> str:
     """The page of a run."""
     speed, memory = run.get("speed"), run.get("memory")
     rounds = min((len(case["rounds"]) for case in speed["cases"]), default=0) if speed else 0
-    page = harness.introduction(MODULE, "Scoring of files", INTRODUCTION.format(rounds=rounds))
+    page = harness.introduction(MODULE, "Scoring files", INTRODUCTION.format(rounds=rounds))
     if speed:
         columns: dict[str, Callable[[dict[str, Any]], str]] = {
             "model": lambda case: f"{case['model']}, {case['engine']}",
@@ -196,8 +196,8 @@ def render(run: dict[str, Any]) -> str:
         }
         page += (
             "## Memory\n\nResident memory of a process that scores headlines (60 characters) from Parquet to Parquet. "
-            "The model is loaded, but answers at once in place of its forward passes, so that so many rows take "
-            "minutes; its buffers for forward passes are therefore not in these figures.\n\n"
+            "The model is loaded, but answers immediately instead of running its forward passes, so that this many "
+            "rows take minutes; its buffers for forward passes are therefore not in these figures.\n\n"
         )
         page += f"{harness.table(columns, memory['cases'])}\n{harness.fact_list(memory['facts'])}"
     return page.rstrip() + "\n"

@@ -55,19 +55,20 @@ ONE_BUCKET_MB = 1000  # more than any model here has
 STEPS = "steps"  # their name in a profile
 INTRODUCTION = f"""
 Two processes train the same model on the same batches in five variants, which alternate. *no communication*: each rank
-keeps its own gradients; the ranks do not train together, but a step cannot take less. *by hand*: `average_gradients` of
+keeps its own gradients; the ranks do not train together, but no step can be faster. *by hand*: `average_gradients` of
 `learn/by_hand/data_parallel.py`, one all-reduce per tensor, after the backward pass. *in one call*: the same, with all
 gradients in one vector. *DDP, one bucket*: DDP that can send nothing before the last gradient is ready. *DDP*:
-gradients go into buckets in the order in which they are ready. A bucket is sent once it holds as much as its limit,
+gradients go into buckets in the order in which they are ready. A bucket is sent once it has reached its size limit,
 while the backward pass continues; the last one cannot overlap, because nothing is left to compute. *calls* says how
 many buckets that makes.
 
-Times are medians over rounds, of the slower rank, with the smallest and the largest; *×* is the median of the ratio
-within a round. *ms in calls*: while a collective was running, as the profiler saw it, including the wait for the other
-rank. *hidden*: the share of it in which the rank computed too. Both are medians over rounds and ranks, of separate
-steps, taken in each round right after the timed ones, from when both ranks were there. The batches are small, so that
-communication is a visible share of a step between two processes of one machine. The conclusions are computed too: what
-holds in {CLEAR:.0%} of the rounds is called a gain or a loss.
+Times are medians over rounds of the slower rank, with the smallest and the largest; *×* is the median of the ratios
+within a round. *ms in calls*: the time in which a collective was running, as the profiler saw it, including the wait
+for the other rank. *hidden*: the share of that time in which the rank was also computing. Both are medians over rounds
+and ranks. They come from separate steps, run in each round right after the timed ones, and count from the moment when
+both ranks were ready. The batches are small, so that communication between two processes on one machine is a visible
+share of a step. The conclusions are computed too: a difference that holds in at least {CLEAR:.0%} of the rounds is
+called a gain or a loss.
 """
 Results = Sequence[dict[str, Any]]  # one per rank; by variant: seconds, profiles, gap
 
@@ -229,7 +230,7 @@ def case_section(name: str, results: Results) -> str:
     limits = f"{case.bucket_mb} MiB" if case.bucket_mb else "1 MiB for the first bucket, 25 MiB for others"
     return (
         f"## {len(tensors)} tensors, {4 * sum(tensors) / 1e6:.2f} MB of gradients\n\n"
-        f"`{name}`, {case.rows} images per rank and step. DDP's limit: {limits}.\n\n"
+        f"`{name}`, {case.rows} images per rank per step. DDP's limit: {limits}.\n\n"
         f"{step_table(results)}\n{conclusion(results)}"
     )
 
@@ -254,17 +255,15 @@ def step_table(results: Results) -> str:
         return lambda name: f"{harness.median_ratio(milliseconds(name), milliseconds(reference)):.2f}"
 
     columns: dict[str, Callable[[str], str]] = {
-        "step": str,
+        "variant": str,
         "calls": lambda name: f"{in_profiles(results, name, 'calls'):.0f}",
         "ms": lambda name: f"{median(milliseconds(name)):.1f}",
-        "rounds": lambda name: harness.spread(milliseconds(name)),
+        "range": lambda name: harness.spread(milliseconds(name)),
         "× no communication": times(SILENT),
         "× by hand": times(BY_HAND),
         "ms in calls": lambda name: f"{1e3 * in_profiles(results, name, 'seconds'):.1f}",
-        "of these hidden": lambda name: (
-            harness.NONE if name == SILENT else f"{in_profiles(results, name, 'hidden'):.0%}"
-        ),
-        "weights differ from DDP's": lambda name: f"{max(rank[name]['gap'] for rank in results):.0e}",
+        "hidden": lambda name: harness.NONE if name == SILENT else f"{in_profiles(results, name, 'hidden'):.0%}",
+        "largest difference from DDP's weights": lambda name: f"{max(rank[name]['gap'] for rank in results):.0e}",
     }
     return harness.table(columns, results[0])
 
@@ -272,21 +271,21 @@ def step_table(results: Results) -> str:
 def conclusion(results: Results) -> str:
     """What the rounds say about fewer calls and about overlap."""
     calls, buckets = (in_profiles(results, name, "calls") for name in (BY_HAND, DDP))
-    one_call = compared(slower(results, ONE_CALL), slower(results, BY_HAND))
-    overlap = "none is possible, DDP has one bucket too."
+    one_call = compared(slower(results, ONE_CALL), slower(results, BY_HAND), f"{calls:.0f} calls")
+    overlap = "none is possible, because DDP has only one bucket too."
     if buckets > 1:
-        versus = compared(slower(results, DDP), slower(results, ONE_BUCKET))
-        overlap = f"DDP's {buckets:.0f} buckets take {versus} as one bucket."
-    return f"- Fewer calls: by hand, one call takes {one_call} as {calls:.0f} calls.\n- Overlap: {overlap}\n"
+        versus = compared(slower(results, DDP), slower(results, ONE_BUCKET), "one bucket")
+        overlap = f"DDP's {buckets:.0f} buckets take {versus}."
+    return f"- Fewer calls: by hand, one call takes {one_call}.\n- Overlap: {overlap}\n"
 
 
-def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """How often one variant is the faster one, and whether that is clear."""
+def compared(ours: Sequence[float], theirs: Sequence[float], what: str) -> str:
+    """How long one variant takes compared with ``what``, how often it is the faster one, and whether that is clear."""
     faster = sum(a < b for a, b in zip(ours, theirs, strict=True))
     share = faster / len(ours)
     verdict = "a gain" if share >= CLEAR else "a loss" if share <= 1 - CLEAR else "no clear gain or loss"
     ratio = harness.median_ratio(ours, theirs)
-    return f"{ratio:.2f} times as long (faster in {faster} of {len(ours)} rounds: {verdict})"
+    return f"{ratio:.2f} times as long as {what} (faster in {faster} of {len(ours)} rounds: {verdict})"
 
 
 def cifar10_section(data: Path) -> str:
@@ -302,7 +301,7 @@ def cifar10_section(data: Path) -> str:
         rows.append([str(ranks), f"{last['accuracy']}%", last["loss"], f"{minutes:.1f}", f"{cpu:.1f}"])
     shown = f"`torchrun --standalone --nproc_per_node=RANKS {SCRIPT} --data {data.name}`"
     header = ["ranks", "test accuracy", "loss", "wall time, min", "CPU time, min"]
-    about = f"{shown}, {last['epoch']} epochs; all 10,000 test images count once."
+    about = f"{shown}, {last['epoch']} epochs; each of the 10,000 test images counts once."
     return f"## CIFAR-10\n\n{about}\n\n{harness.markdown_table(header, rows)}"
 
 

@@ -30,10 +30,10 @@ START_TIMEOUT = 120  # seconds
 PORT = 18_760
 MB = 1e6
 INTRODUCTION = """
-*MB*: the files of the unpacked image, in millions of bytes; *beside*: without the base image and the model. *ready*:
-seconds from the start of the container to the first 200 of `/readyz`, the median of
-{rounds} starts, and from the shortest to the longest. *memory*: resident after {answers} answers. Goals: at most 350 MB
-beside, ready within 2 s on 2 cores, at most 600 MB of memory.
+*MB*: the files of the unpacked image, in millions of bytes. *ready*: seconds from the start of the container to the
+first 200 from `/readyz`, the median of {rounds} starts, with the shortest and the longest. *memory*: resident memory
+after {answers} answers. Goals: at most 350 MB without the base image and the model, ready within 2 s on 2 cores, at
+most 600 MB of memory.
 """
 
 
@@ -51,8 +51,8 @@ def main() -> None:
             sizes.append(_size_row(model.name, container, base))
             starts += [_start_row(model, container, engine, options.rounds) for engine in exported_artefacts(model)]
     about = INTRODUCTION.format(rounds=options.rounds, answers=NUM_ANSWERS)
-    size_table = markdown_table(["image, MB", "all", "base", *PARTS, "beside"], sizes)
-    start_table = markdown_table(["model, engine", "ready, s", "of all starts", "memory, MB"], starts)
+    size_table = markdown_table(["image, MB", "all", "base", *PARTS, "all without base and model"], sizes)
+    start_table = markdown_table(["model, engine", "ready, s", "range", "memory, MB"], starts)
     text = harness.introduction(MODULE, "The served image", about) + harness.fact_list(facts)
     harness.write_page(options.output, f"{text}\n## Size\n\n{size_table}\n## Start and memory\n\n{start_table}")
 

@@ -32,10 +32,10 @@ VARIANTS = {
     "`--sampling balanced`": ("--sampling", "balanced"),
 }
 INTRODUCTION = """
-{rows} training rows, in which {rare} are twenty times as rare as the other two labels; the test set is left as it is,
-with all labels equally frequent. Each variant was trained {seeds} times, with a seed that also chooses the rows.
-Epochs: {epochs}, the best one chosen by macro-F1. Figures are means over the runs, with the lowest and the highest.
-*rare*, *frequent*: mean recall of these two labels.
+In the {rows} training rows, {rare} are each twenty times rarer than either of the other two labels; the test set is
+left as it is, with all labels equally frequent. Each variant was trained {seeds} times, each time with another seed,
+which also chooses the rows. Epochs: {epochs}; the best epoch is chosen by macro-F1. Figures are means over the runs,
+with the lowest and the highest. *rare*, *frequent*: the mean recall of the two rare and of the two frequent labels.
 """
 
 

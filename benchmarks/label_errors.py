@@ -41,15 +41,17 @@ VALIDATION_ROWS = 200
 NOT_PLANTED = 10  # rows that are shown
 ACTIONS = ("list", "drop", "reweight")
 INTRODUCTION = """
-{rows} training rows with a share of wrong labels planted at random; {tests} test rows as they are. Epochs: {epochs},
-learning rate {learning_rate}, texts cut at {max_length} tokens, each run with a seed of its own. Only planted errors
-count: rows that were labelled wrongly to begin with count against the precision. *at 80% recall*: the precision of the
-ranking in `suspects.csv` down to the row at which four of five planted errors are found, with the lowest and the
-highest of the runs, and *steps alone* that of the same runs without what the words of the rows say. *flagged*: the rows
-that a run calls wrong. *time*: the share of the run's time that finding them took.
+Wrong labels are planted at random in a share of the {rows} training rows; the {tests} test rows are left as they are.
+Epochs: {epochs}, learning rate {learning_rate}, texts cut at {max_length} tokens; each run has its own seed. Only
+planted errors count as errors: rows that were labelled wrongly to begin with count against the precision. *at 80%
+recall*: the precision of the ranking in `suspects.csv` down to the row at which four of five planted errors are found,
+with the lowest and the highest of the runs. *steps only*: the same if the ranking uses only the training steps and not
+the words of the rows. *flagged*: the rows that a run calls wrong. *time*: the share of the run's time that finding them
+took.
 """
 OWN_ERRORS = """
-The first rows in the ranking of seed {seed}, {rate:.0%} planted, that were not planted and so count as mistakes here:
+These are the first rows in the ranking of seed {seed}, with {rate:.0%} planted, that were not planted and so count as
+mistakes here:
 """
 
 
@@ -215,7 +217,7 @@ def render(run: dict[str, Any]) -> str:
             "precision at 80% recall, %": lambda rate: spread(
                 [one["precision_at_recall"] for one in run["found"][rate]]
             ),
-            "steps alone, %": percent("steps_alone"),
+            "steps only, %": percent("steps_alone"),
             "flagged: precision, %": percent("flagged_precision"),
             "flagged: recall, %": percent("flagged_recall"),
             "time, %": percent("time", 2),

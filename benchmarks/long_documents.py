@@ -27,12 +27,12 @@ MODULE = "benchmarks.long_documents"
 FILLER = 0  # World
 VARIANTS = ("cut", "windows")
 INTRODUCTION = """
-An article joins {parts} texts of AG News about {filler} and one about {topics}, at a place
-drawn at random; the topic of that one is its label. So one answer in {labels} is right by guessing, and nothing but
-that text helps. {rows} training and {tests} test articles of {words} words on average, `--max_length {max_length}`,
-{epochs} epochs from `{model}`; each of {seeds} seeds also draws the articles. Figures are means over the seeds, with
-the lowest and the highest. *begins*: accuracy on articles whose deciding text is the first; *later*: on all others.
-Seconds are those of the training steps, on a machine that other programs used too.
+Each article joins {parts} texts of AG News about {filler} with one about {topics}, which is inserted at a random place
+and whose topic is the article's label. So guessing gets one answer in {labels} right, and only that text helps. There
+are {rows} training and {tests} test articles of {words} words on average, and training uses `--max_length {max_length}`
+and {epochs} epochs from `{model}`; each of {seeds} seeds also draws the articles. Figures are means over the seeds,
+with the lowest and the highest. *first*: accuracy on articles that begin with the deciding text; *later*: on all
+others. Seconds are those of the training steps, on a machine that other programs used too.
 """
 
 
@@ -121,7 +121,7 @@ def render(run: dict[str, Any]) -> str:
     columns = {
         "`--long`": lambda name: name,
         "accuracy, %": lambda name: cell(name, "accuracy"),
-        "begins, %": lambda name: cell(name, "begins"),
+        "first, %": lambda name: cell(name, "begins"),
         "later, %": lambda name: cell(name, "later"),
         "seconds": lambda name: cell(name, "seconds", 1),
     }

@@ -30,12 +30,12 @@ VARIANTS = {
 }
 MIB = 2**20
 INTRODUCTION = """
-{rows:,} training rows of {name}, drawn with the seed, a tenth of them for validation; {test_rows:,} of its
-{all_test_rows:,} test rows, the same for all. One process, {epochs} epoch, 16 rows per step, texts cut at 64 tokens.
-Learning rates: {rates}. {seeds} seeds, with the variants in alternating order.
-Accuracy is the mean over the seeds, with the lowest and the highest; the seconds of training are the median, and *time*
-is the median ratio to full fine-tuning with the same seed. *Optimizer state*: AdamW's two moments. *Memory*: the most
-that the process held.
+Each run trains on {rows:,} rows of {name}, drawn with the seed, a tenth of them for validation, and is tested on
+{test_rows:,} of its {all_test_rows:,} test rows, the same for all runs. Each uses one process, {epochs} epoch and 16
+rows per step, with texts cut at 64 tokens. The learning rates are {rates}. There are {seeds} seeds, with the variants
+in alternating order. Accuracy is the mean over the seeds, with the lowest and the highest; the seconds of training are
+the median, and *time* is the median ratio to full fine-tuning with the same seed. *Optimizer state*: AdamW's two
+moments. *Memory*: the most that the process held at any time.
 """
 
 
@@ -126,7 +126,7 @@ def render(run: dict[str, Any]) -> str:
         "checkpoint, MiB": lambda name: f"{values(name, 'checkpoint_bytes')[0] / MIB:.1f}",
         "memory, MiB": lambda name: f"{max(values(name, 'host_bytes')) / MIB:,.0f}",
     }
-    rates = ", ".join(f"{flags[flags.index('--learning_rate') + 1]} for {name}" for name, flags in VARIANTS.items())
+    rates = " and ".join(f"{flags[flags.index('--learning_rate') + 1]} for {name}" for name, flags in VARIANTS.items())
     facts = {name: run[name] for name in ("rows", "name", "test_rows", "all_test_rows", "epochs")}
     text = INTRODUCTION.format(**facts, rates=rates, seeds=len(run["rounds"]))
     page = harness.introduction(MODULE, "LoRA", text)

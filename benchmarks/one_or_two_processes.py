@@ -31,7 +31,7 @@ from common.hardware import usable_cpus
 MODULE = "benchmarks.one_or_two_processes"
 SEED = 42
 TITLES = {"cpu": "CPUs", "gpu": "GPUs"}
-FILLED_BY = {"cpu": f"`python -m {MODULE}`", "gpu": "`make gpu-check`, on a machine with GPUs,"}
+FILLED_BY = {"cpu": f"`python -m {MODULE}` is run", "gpu": "`make gpu-check` is run on a machine with GPUs"}
 ON_CPUS = {
     "one process, one core": Layout(1, 1),
     "two processes, one core each": Layout(2, 1),
@@ -40,14 +40,15 @@ ON_CPUS = {
 # The threads of a process that trains on a GPU only assemble its batches.
 ON_GPUS = {"one process, one GPU": Layout(1, 2), "two processes, one GPU each": Layout(2, 2)}
 INTRODUCTION = """
-The rounds are in the JSON file next to it. Whole runs of the trainer under DDP on rows of AG News, with the
-same global batch for any number of processes. The runs alternate within a round, in another order each round.
+The rounds are in the JSON file next to this page. Each run is a complete run of the trainer under DDP on rows of AG
+News, with the same global batch for any number of processes. The runs alternate within a round, in a different order
+each round.
 
-- *s per epoch*: the steps of an epoch, without validation and saving; the median over epochs and rounds. *samples/s*:
-  training rows over that time, with the slowest and the fastest round next to it. *×*: the median of the ratios within
-  a round.
-- *MB per process*: the most that a process held at any time, of a GPU's memory or else of the machine's. On CPUs it
-  includes Python and its libraries, so with two processes twice.
+- *s per epoch*: the time for the steps of an epoch, without validation and saving; the median over epochs and rounds.
+  *samples/s*: training rows divided by that time, with the slowest and the fastest round next to it. *×*: the median of
+  the ratios within a round.
+- *MB per process*: the most memory that a process held at any time, of its GPU or, on CPUs, of the machine. On CPUs it
+  includes Python and its libraries, which two processes hold twice.
 - *validation accuracy*: after each epoch, the median over rounds. All runs have the same seed, the same split and the
   same global batches, so they should learn alike; the difference between them is rounding.
 """
@@ -156,7 +157,7 @@ def render(results: Mapping[str, dict[str, Any]], figure: str) -> str:
         if device in results:
             text += _section(results[device]["facts"], results[device]["rounds"])
         else:
-            text += f"Empty until {FILLED_BY[device]} has filled it.\n\n{harness.table(_columns([]), [])}"
+            text += f"Empty until {FILLED_BY[device]}.\n\n{harness.table(_columns([]), [])}"
     return text
 
 
@@ -174,7 +175,7 @@ def _columns(rounds: Rounds) -> dict[str, Callable[[str], str]]:
         "run": str,
         "s per epoch": lambda name: f"{median(seconds(name)):.1f}",
         "samples/s": lambda name: f"{median(rates(name)):.1f}",
-        "rounds": lambda name: harness.spread(rates(name)),
+        "range": lambda name: harness.spread(rates(name)),
         "× the first row": times_first,
         "MB per process": lambda name: f"{max(found[name]['bytes'] for found in rounds) / 1e6:,.0f}",
     }

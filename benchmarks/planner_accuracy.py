@@ -110,7 +110,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 def describe(layout: Layout) -> str:
-    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "copies": layout.dp_replicate}
+    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "replicas": layout.dp_replicate}
     words = [layout.strategy, *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)]
     words += [f"{layout.accumulation} x {layout.micro_batch} rows"]
     return ", ".join(words + ["full checkpointing"] * (layout.activation_checkpointing == "full"))
@@ -146,12 +146,13 @@ def real_section(results: dict[str, Any]) -> str:
             times.append([*name, *rates, *(f"{1000 * s:,.0f}" for s in seconds), f"{seconds[1] / seconds[0] - 1:+.0%}"])
     return (
         f"{fact_list(results['facts'])}\n"
-        "Peak: that of the third step, on the rank that needs most. It is what is alive in tensors when the optimizer\n"
-        "begins, corrected by what PyTorch's allocator gave out and took back before and after that moment, by the\n"
-        "profiler's memory events.\n\n"
+        "The peak is that of the third step, on the rank that needs most. It is the memory of all tensors that are\n"
+        "alive when the optimizer begins, corrected by what PyTorch's allocator allocated and freed before and after\n"
+        "that moment, according to the profiler's memory events.\n\n"
         f"{markdown_table(MEMORY_HEADER, memory)}\n"
-        "Steps: the median of seven, with at most as many processes as cores, one thread each. The simulated ones use\n"
-        "what a process reached in matrix products and copies right before and after those steps.\n\n"
+        "A step's time is the median of seven steps, with at most as many processes as cores and one thread each.\n"
+        "The simulated steps use the rates that a process reached in matrix products and copies right before and\n"
+        "after them.\n\n"
         f"{markdown_table(TIME_HEADER, times)}"
     )
 
@@ -160,12 +161,13 @@ def page(results: dict[str, Any]) -> str:
     real = real_section(results) if results else "Not measured yet: `python -m benchmarks.planner_accuracy --real`.\n"
     return (
         "# How accurate the planner is\n\nWritten by `python -m benchmarks.planner_accuracy`. Every figure under "
-        '"simulated" is predicted, none was measured.\n\n'
+        '"simulated" is a prediction, not a measurement.\n\n'
         f"## Against real steps of gloo processes\n\n{real}\n## Against published runs\n\n"
-        "The measured figures are in `benchmarks/published_training.yaml`, each with its source. They come from other "
-        "programs than\nours: Megatron-LM overlaps tensor-parallel sums with products on H100s, which is not modelled; "
-        "llm-foundry's ALiBi models\nand TorchTitan's compiled ones differ in their element-wise kernels. No constant "
-        "is fitted to a row; each source says\nwhether it was in view when the constants were set.\n\n"
+        "The measured figures are in `benchmarks/published_training.yaml`, each with its source. They come from "
+        "programs other\nthan ours: Megatron-LM overlaps tensor-parallel sums with matrix products on H100s, which is "
+        "not modelled; llm-foundry's\nALiBi models and TorchTitan's compiled ones differ in their element-wise kernels."
+        " No constant is fitted to a row; for each\nsource the page says whether we had seen it when the constants were"
+        " set.\n\n"
         f"{published_section()}\n{states_section()}"
     )
 

@@ -111,16 +111,17 @@ def published_section() -> str:
     chosen = sum(run.is_chosen for run in every)
     text = (
         f"{markdown_table(_SUMMARY_HEADER, _summary(found))}\n"
-        f"All {len(every)} runs did fit on their GPUs; by the formulas {misfits} do not, as the last column says. The "
-        "formulas are\nthose of this trainer; what those programs keep less of is not modelled.\n"
-        f"Of {chosen} runs the source leaves out the micro-batch or the checkpointing. There the plan has what is "
-        "predicted to be the\nfastest that fits, or the smallest where nothing does: their errors are a choice's too.\n"
+        f"In reality all {len(every)} runs fit on their GPUs, but according to the formulas {misfits} do not, as the "
+        "last column shows. The\nformulas are those of this trainer; the memory that the other programs save is not "
+        f"modelled.\nFor {chosen} runs the source leaves out the micro-batch or the checkpointing. For these the plan "
+        "uses the choice that is\npredicted to be the fastest that fits, or the smallest if none fits, so their errors "
+        "include the effect of that choice.\n"
     )
     text += _trend_section(every)
     for title, (source, runs) in found.items():
         text += f"\n### {title}\n\nSource: {source['from']}.\n"
         text += f"{source['constants']}\n"
-        text += f"Assumed where it is silent: {source['assumed']}.\n" if "assumed" in source else ""
+        text += f"Assumed because the source does not say: {source['assumed']}.\n" if "assumed" in source else ""
         text += "\n" + markdown_table(_HEADER, [_table_row(run) for run in runs])
     return text
 
@@ -149,21 +150,21 @@ def _trend_section(runs: Sequence[Comparison]) -> str:
     header = ("run", "GPUs", "tokens/s per GPU, measured", "simulated", "error")
     return (
         "\n### More GPUs, with everything else unchanged\n\n"
-        "How the speed of each GPU changes between the smallest and the largest published run. The prediction falls "
-        "less than\nthe measurement, so it becomes more optimistic with every machine that is added: the latency of a "
-        "ring is modelled,\nbut neither GPUs that are slower than the others nor traffic that competes for the same "
-        f"switches.\n\n{markdown_table(header, rows)}"
+        "The table shows how the speed of each GPU changes between the smallest and the largest published run. The "
+        "prediction\nfalls less than the measurement, so it becomes more optimistic with every machine that is added: "
+        "the latency of a ring is\nmodelled, but neither GPUs that are slower than the others nor traffic that "
+        f"competes for the same switches.\n\n{markdown_table(header, rows)}"
     )
 
 
-_SUMMARY_HEADER = ("runs", "count", "within 25%", "median error", "largest", "fit by the formulas")
+_SUMMARY_HEADER = ("runs", "count", "within 25%", "median error", "largest error", "fit by the formulas")
 
 
 def _summary(found: dict[str, tuple[dict[str, Any], list[Comparison]]]) -> list[list[str]]:
     every = [run for _, runs in found.values() for run in runs]
     groups = {
-        "held out from the constants": [run for run in every if run.held_out],
-        "in sight when they were set": [run for run in every if not run.held_out],
+        "held out when the constants were set": [run for run in every if run.held_out],
+        "seen when the constants were set": [run for run in every if not run.held_out],
         **{title: runs for title, (_, runs) in found.items()},
     }
     return [[name, *_accuracy(runs)] for name, runs in groups.items()]
@@ -180,7 +181,7 @@ _HEADER = ("run", "GPUs", "layout", "tokens/s per GPU", "simulated", "error", "G
 
 def _table_row(run: Comparison) -> list[str]:
     layout = run.plan.layout
-    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "copies": layout.dp_replicate}
+    degrees = {"tp": layout.tp, "pp": layout.pp, "shards": layout.dp_shard, "replicas": layout.dp_replicate}
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     words += [f"{layout.accumulation} x {layout.micro_batch} rows", f"checkpointing {layout.activation_checkpointing}"]
     words += [word for word in ("compiled", "pure_bf16") if run.row.get(word)]
@@ -202,9 +203,9 @@ def states_section() -> str:
             sum(zero_states(figure["parameters"], figure["ranks"], stage, each)) / 1e9 for each in (paper, trainer)
         )
         rows.append([f"stage {stage}", f"{published:g}", f"{same:.1f}", f"{same / published - 1:+.0%}", f"{ours:.1f}"])
-    header = ("ZeRO", "published, GB per rank", "simulated", "error", "simulated, this trainer's bytes")
+    header = ("ZeRO", "published, GB per rank", "simulated", "error", "simulated with this trainer's bytes")
     return (
-        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} and {paper[2]} "
-        f"bytes of weights, gradients and optimizer there, {WEIGHT}, {GRADIENT} and {MOMENTS} here.\n\n"
+        f"### ZeRO's states\n\nSource: {figure['from']}.\nA parameter has {paper[0]}, {paper[1]} and {paper[2]} bytes "
+        f"of weights, gradients and optimizer state there, and {WEIGHT}, {GRADIENT} and {MOMENTS} here.\n\n"
         f"{markdown_table(header, rows)}"
     )

@@ -28,11 +28,10 @@ CLIENTS = 32
 STEADY_SHARE = 0.7
 WORKERS = (1, 2)
 INTRODUCTION = """
-The engine answers at once, so this is the cost of HTTP, JSON, tokenizing, batching, metrics and the log line.
-*requests/s*: single texts of AG News from {clients} connections of wrk, which shares the cores. *CPU ms/request*:
-processor time of all processes of the server. *p99 at 70%*: latency when
-requests arrive evenly at 70% of that rate, each on a connection of its own. Medians over {rounds} rounds, with the
-smallest and the largest.
+The engine answers immediately, so this is the cost of HTTP, JSON, tokenizing, batching, metrics and the log line.
+*requests/s*: single texts of AG News, sent over {clients} connections by wrk, which shares the cores with the server.
+*CPU ms/request*: processor time of all the server's processes. *p99 at 70%*: latency when requests arrive evenly at 70%
+of that rate, each on its own connection. Figures are medians over {rounds} rounds, with the smallest and the largest.
 """
 # wrk sends the bodies of a file in turn.
 _SCRIPT = """

@@ -50,8 +50,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 STATES = {"parameters": "#0072b2", "gradients": "#e69f00", "optimizer": "#009e73"}
 INTRODUCTION = """
-A process has one core; the global batch is the same for all. Bytes are those of the fullest rank when its optimizer
-steps. With more processes than cores only the bytes mean something.
+Each process has one core, and the global batch is the same for all. Bytes are those of the rank that holds the most,
+counted when its optimizer steps. With more processes than cores, only the bytes are meaningful.
 """
 Job = tuple[str, int]  # strategy, processes
 Rounds = dict[str, list[dict[str, Any]]]  # by "strategy processes"
@@ -152,19 +152,19 @@ def page(facts: dict[str, str], rounds: Rounds, figure: str, cores: int | None =
         "strategy": lambda job: job[0],
         "processes": lambda job: str(job[1]),
         "samples/s": lambda job: f"{median(rates(rounds, job)):.1f}",
-        "rounds": lambda job: harness.spread(rates(rounds, job)),
+        "range": lambda job: harness.spread(rates(rounds, job)),
         "× one process": lambda job: f"{speed_up(job):.2f}",
         "efficiency": lambda job: f"{speed_up(job) / job[1]:.0%}" if job[1] <= cores else "cores shared",
-        "weights MB": lambda job: f"{held(job)['parameters'] / 1e6:.1f}",
-        "gradients MB": lambda job: f"{held(job)['gradients'] / 1e6:.1f}",
-        "optimizer MB": lambda job: f"{held(job)['optimizer'] / 1e6:.1f}",
-        "together": lambda job: f"{sum(held(job).values()) / 1e6:.1f}",
-        "of ddp's": lambda job: f"{sum(held(job).values()) / sum(held(('ddp', 1)).values()):.0%}",
+        "weights, MB": lambda job: f"{held(job)['parameters'] / 1e6:.1f}",
+        "gradients, MB": lambda job: f"{held(job)['gradients'] / 1e6:.1f}",
+        "optimizer, MB": lambda job: f"{held(job)['optimizer'] / 1e6:.1f}",
+        "total, MB": lambda job: f"{sum(held(job).values()) / 1e6:.1f}",
+        "share of ddp's": lambda job: f"{sum(held(job).values()) / sum(held(('ddp', 1)).values()):.0%}",
     }
     facts = facts | {"Rounds": str(min(map(len, rounds.values())))}
     text = harness.introduction(MODULE, "Scaling over processes and strategies", INTRODUCTION)
     body = harness.table(columns, jobs_in_order(rounds))
-    return f"{text}{harness.fact_list(facts)}\n{body}\n![Throughput and memory of a rank]({figure})\n"
+    return f"{text}{harness.fact_list(facts)}\n{body}\n![Throughput, and memory per rank]({figure})\n"
 
 
 def draw(rounds: Rounds) -> bytes:

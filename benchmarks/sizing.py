@@ -33,12 +33,13 @@ CLIENTS = 64
 STEADY_SHARE = 0.7
 MB = 1e6
 INTRODUCTION = """
-The rounds are in the JSON file next to it. A server has its cores to itself and is asked for single texts by
-{clients} clients on the others (if the server has all, the client shares them). *texts/s*: what it answers then. *p50,
-p99*: milliseconds at {share:.0%} of that, sent evenly. *memory*: resident after load. *CPU-s*: of the server, per 1,000
-texts. *$*: per million texts, at {dollars:.2f} dollars per core and hour (an assumption: `--dollars_per_core_hour`),
-kept busy; a server that idles half of the time costs twice as much per text. Figures are medians over {rounds} rounds
-of {seconds:g} s per load.
+The rounds are in the JSON file next to this page. A server has its cores to itself and is sent single texts by
+{clients} clients, which run on the other cores (if the server has all cores, the clients share them). *texts/s*: the
+rate at which it answers them. *p50, p99*: latency in milliseconds if texts are sent evenly at {share:.0%} of that rate.
+*memory*: resident memory after load. *CPU-s*: CPU seconds of the server per 1,000 texts. *$*: dollars per million
+texts, at {dollars:.2f} dollars per core per hour (an assumption: `--dollars_per_core_hour`), if the server is kept
+busy; one that is idle half the time costs twice as much per text. Figures are medians over {rounds} rounds of
+{seconds:g} s per load.
 """
 Case = tuple[Path, str, int]  # model, engine, cores
 

@@ -30,10 +30,10 @@ ROWS = {
     "the built-in texts": FINE_TUNING,
 }
 INTRODUCTION = """
-Trained on rows of {name}, drawn with the seed, or on the {built_in:,} texts of the built-in sample.
-Tested on all {tests:,} test rows of {name}. {processes} processes; no rows are kept for validation
-(`--validation_fraction 0`). {seeds} seeds, with the variants in alternating order. Accuracy is the mean over the seeds,
-with the lowest and the highest; *training* is the median of the seconds that all steps took. Flags: {flags}.
+Each encoder is trained on rows of {name}, drawn with the seed, or on the {built_in:,} texts of the built-in sample, and
+is tested on all {tests:,} test rows of {name}. Runs use {processes} processes and keep no rows for validation
+(`--validation_fraction 0`). There are {seeds} seeds, with the variants in alternating order. Accuracy is the mean over
+the seeds, with the lowest and the highest; *training* is the median of the seconds that all steps took. Flags: {flags}.
 """
 
 

@@ -1,4 +1,5 @@
-"""How many seconds until so much accuracy? Ours beside a linear model, transformers' Trainer and SetFit.
+"""How many seconds until so much accuracy? Ours beside a linear model, static embeddings,
+transformers' Trainer and SetFit.
 
 Every line is a new process, timed from its start until it has answered all test rows, on the same machine.
 """
@@ -27,14 +28,13 @@ from training.data.dataset import load_news
 
 MODULE = "benchmarks.time_to_accuracy"
 GOALS = (0.90, 0.92, 0.93)
-PACKAGES = (*harness.PACKAGES, "scikit-learn", "setfit")
+PACKAGES = (*harness.PACKAGES, "scikit-learn", "setfit", "model2vec")
 INTRODUCTION = """
 *Seconds* count from the start of a process until it has answered all {tests:,} test rows of {name}. Rounds: {rounds},
-with the variants in alternating order, other rows and order with each seed. `ours` is `training/run_ddp.sh {cores}
---budget TIME`; the linear model is TF-IDF of words and pairs with a linear SVM; `Trainer` is `transformers.Trainer`
-at its defaults (batches of 8 rows, learning rate 5e-5, one process on all cores), but for one epoch, and in bf16 if
-the processor is faster with it. {setfit} Static embeddings (`model2vec`) are not among them: the package comes
-without a model, and there was no network to load one.
+with the variants in alternating order; each seed uses different rows in a different order. `ours` is
+`training/run_ddp.sh {cores} --budget TIME`; the linear model is TF-IDF of words and word pairs with a linear SVM;
+`Trainer` is `transformers.Trainer` at its defaults (batches of 8 rows, learning rate 5e-5, one process on all cores),
+except that it trains for one epoch, and in bf16 if the processor is faster with it. {setfit} {static}
 """
 
 
@@ -48,6 +48,8 @@ def main() -> None:
         cases[f"ours, {Path(model).name}, --budget {time_}"] = ("ours", model, time_)
     for rows in options.trainer:
         cases[f"Trainer, {options.encoder.name}, {rows} rows"] = ("trainer", rows)
+    for rows in options.static:
+        cases[f"static, {options.encoder.name}, {rows} rows"] = ("static", rows)
     if options.setfit:
         cases[f"SetFit, {options.encoder.name}, 16 rows per label"] = ("setfit", "16")
 
@@ -89,7 +91,7 @@ def run_one(options: Namespace) -> None:
     else:
         rows = order if size == "all" else order[: int(size)]
     texts = [data.train.texts[i] for i in rows]
-    answer = {"linear": _linear, "trainer": _trainer, "setfit": _setfit}[kind]
+    answer = {"linear": _linear, "trainer": _trainer, "setfit": _setfit, "static": _static}[kind]
     predicted = answer(texts, labels[rows], data.test.texts, options, int(seed))
     write_json(Path(file), {"accuracy": float((predicted == data.test.labels).mean())})
 
@@ -154,6 +156,22 @@ def _setfit(
     return np.asarray(model.predict(list(tests)))
 
 
+def _static(
+    texts: Sequence[str], labels: np.ndarray, tests: Sequence[str], options: Namespace, seed: int
+) -> np.ndarray:
+    try:
+        from model2vec.distill import distill
+        from model2vec.train import StaticModelForClassification
+    except ImportError as error:
+        raise UserError(
+            'model2vec is missing: pip install "model2vec[distill,train]", or leave out --static',
+            code="package-missing",
+        ) from error
+    model = StaticModelForClassification.from_static_model(model=distill(str(options.encoder)))
+    model.fit(list(texts), [str(label) for label in labels], random_seed=seed)
+    return np.asarray(model.predict(list(tests))).astype(np.int64)
+
+
 def render(run: dict[str, Any]) -> str:
     """The page of a run."""
     cases = list(run["rounds"][0])
@@ -165,26 +183,36 @@ def render(run: dict[str, Any]) -> str:
         return harness.median_and_spread([100 * found[case]["accuracy"] for found in run["rounds"]], 2)
 
     columns = {
-        "what": lambda case: case,
+        "run": lambda case: case,
         "seconds": lambda case: harness.median_and_spread([found[case]["seconds"] for found in run["rounds"]], 0),
         "accuracy, %": accuracy,
     }
     has_setfit = any(case.startswith("SetFit") for case in cases)
     setfit = "SetFit trains on 16 rows per label, its usual case." if has_setfit else "SetFit was not measured."
-    text = INTRODUCTION.format(
-        setfit=setfit, tests=run["tests"], name=run["name"], rounds=len(run["rounds"]), cores=usable_cpus()
+    has_static = any(case.startswith("static") for case in cases)
+    static = (
+        "`static` is `model2vec` at its defaults: embeddings that it distills from the encoder, and its classifier."
     )
-    page = harness.introduction(MODULE, "Seconds to an accuracy", text)
+    static = static if has_static else "Static embeddings (`model2vec`) were not measured."
+    text = INTRODUCTION.format(
+        static=static,
+        setfit=setfit,
+        tests=run["tests"],
+        name=run["name"],
+        rounds=len(run["rounds"]),
+        cores=usable_cpus(),
+    )
+    page = harness.introduction(MODULE, "Time to accuracy", text)
     page += harness.table(columns, sorted(cases, key=lambda case: middle(case, "seconds")))
     kinds = list(dict.fromkeys(case.split(", ")[0] for case in cases))
-    page += "\nThe fastest line of each kind whose median reaches the accuracy:\n\n"
+    page += "\nThe fastest run of each kind whose median reaches the accuracy:\n\n"
 
     def fastest(kind: str, goal: float) -> str:
         reached = [case for case in cases if case.split(", ")[0] == kind and middle(case, "accuracy") >= goal]
         best = min(reached, key=lambda case: middle(case, "seconds"), default=None)
         return "not reached" if best is None else f"{middle(best, 'seconds'):,.0f} s"
 
-    header = ["what", *(f"{goal:.0%}" for goal in GOALS)]
+    header = ["kind", *(f"{goal:.0%}" for goal in GOALS)]
     page += harness.markdown_table(header, [[kind, *(fastest(kind, goal) for goal in GOALS)] for kind in kinds])
     return f"{page}\n{harness.fact_list(run['facts'])}"
 
@@ -201,6 +229,7 @@ def _parse() -> Namespace:
         help="MODEL:TIME of our runs",
     )
     parser.add_argument("--trainer", nargs="*", default=["8000", "32000"], help="rows for transformers' Trainer")
+    parser.add_argument("--static", nargs="*", default=[], help="rows for model2vec, which must be installed")
     parser.add_argument("--setfit", action="store_true", help="measure SetFit too, which must be installed")
     parser.add_argument("--one", nargs=4, help=SUPPRESS)
     return parser.parse_args()

@@ -85,11 +85,12 @@ def write(options: Namespace, title: str, text: str, runs: str, body: str) -> No
 
 FIRST_BALANCED_STEP = 21  # by then the ranks have agreed on shares, and have corrected them once
 BALANCE = f"""
-The last rank computes each of its rows several times, forward and backward, and learns from one of them: real work in
-proportion to its rows. Runs with `--balance none` and `--balance auto` alternate. A time is the median over rounds of
-the mean step from step {FIRST_BALANCED_STEP} on, with the smallest and the largest; both train the same batches.
-*expected*: what arithmetic promises if a step were nothing but rows. With N ranks of which one is k times slower, even
-shares wait k/N for a batch that takes 1, shares by speed take 1/(N - 1 + 1/k): the mean, not the slowest.
+The last rank computes each of its rows several times, forward and backward, and learns from one of them, so its work is
+real and in proportion to its rows. Runs with `--balance none` and `--balance auto` alternate. Each time is the median
+over rounds of the mean step from step {FIRST_BALANCED_STEP} on, with the smallest and the largest; both kinds of run
+train on the same batches. *expected*: what arithmetic predicts if a step consisted only of computing rows. If one of N
+ranks is k times slower, then even shares take k/N of the time that one of the other ranks would need for the whole
+batch, and shares by speed take 1/(N - 1 + 1/k) of it: the mean speed counts, not that of the slowest rank.
 """
 
 
@@ -131,7 +132,7 @@ def balance(options: Namespace) -> None:
         "balanced, ms per step": lambda slowdown: harness.median_and_spread(times(slowdown, "auto")),
         "× faster": lambda slowdown: f"{harness.median_ratio(times(slowdown, 'none'), times(slowdown, 'auto')):.2f}",
         "× expected": lambda slowdown: f"{slowdown * (num_ranks - 1 + 1 / slowdown) / num_ranks:.2f}",
-        "its share of the rows": lambda slowdown: f"{median(r[f'{slowdown} × auto']['share'] for r in rounds):.0%}",
+        "its share of rows": lambda slowdown: f"{median(r[f'{slowdown} × auto']['share'] for r in rounds):.0%}",
     }
     for found in harness.run_rounds(
         cases, options.rounds, measure, lambda one: f"{one['milliseconds']:.1f} ms per step"
@@ -147,10 +148,10 @@ def balance(options: Namespace) -> None:
 # compression: how many bytes do compressed gradients save, and what do they do to the loss?
 
 COMPRESSION = """
-Every seed trains a whole run with each kind of compression; the test is that of the best epoch. *MB per step and rank*:
-what a rank gives to the all-reduces of a step, counted as it is sent, once PowerSGD's first uncompressed steps are
-over; a ring carries twice that, less a rank's part, whatever the kind. *points against none*: the mean over seeds of
-the difference within a seed. The number after ± is the standard deviation over seeds.
+Each seed trains a complete run with each kind of compression; the test is that of the best epoch. *MB per step per
+rank*: what a rank passes to the all-reduces of a step, counted in the form in which it is sent, after PowerSGD's first
+uncompressed steps; a ring carries twice that, less a rank's part, with any kind of compression. *points vs. none*: the
+mean over seeds of the difference within a seed. The number after ± is the standard deviation over seeds.
 """
 
 
@@ -184,12 +185,12 @@ def compression(options: Namespace) -> None:
 
     columns: dict[str, Callable[[str], str]] = {
         "`--compress`": str,
-        "MB per step and rank": lambda kind: f"{seeds[0][kind]['sent'] / 1e6:.3g}",
-        "× fewer": lambda kind: f"{seeds[0][kind]['uncompressed'] / seeds[0][kind]['sent']:.1f}",
+        "MB per step per rank": lambda kind: f"{seeds[0][kind]['sent'] / 1e6:.3g}",
+        "× less": lambda kind: f"{seeds[0][kind]['uncompressed'] / seeds[0][kind]['sent']:.1f}",
         "training loss, last epoch": lambda kind: shown(kind, "train_loss", 4),
         "test loss": lambda kind: shown(kind, "test_loss", 4),
         "test accuracy": lambda kind: shown(kind, "accuracy", 2) + "%",
-        "points against none": lambda kind: harness.NONE if kind == "none" else points(kind),
+        "points vs. none": lambda kind: harness.NONE if kind == "none" else points(kind),
     }
     kinds = {kind: kind for kind in ["none", *options.kinds]}
     for found in harness.run_rounds(
@@ -206,13 +207,14 @@ def compression(options: Namespace) -> None:
 # async_saving: how long does a checkpoint stop training, if training waits for it and if a thread writes it?
 
 ASYNC_SAVING = """
-DistilBERT with random weights and AdamW's moments, under ddp: each of N ranks copies and writes 1/N. *waited for*:
-training stops until the checkpoint is complete, its files synced, hashed and renamed. *blocked*: the same save by a
-thread; training stops only for the copy. *until it is complete*: how long the thread takes during training, with the
-cores that training leaves it. *costs in all*: the time that training loses to the save by a thread, which is *blocked*
-plus what the *steps meanwhile* take longer, because the thread computes hashes on the cores that train. A GPU's
-training does not use those cores, so it should lose little more than *blocked*; that was not measured. The two kinds of
-save alternate; medians over rounds of the slowest rank, with the smallest and the largest.
+What is saved is a DistilBERT with random weights and AdamW's moments. Under ddp, each of N ranks copies and writes 1/N
+of it. *synchronous*: training stops until the checkpoint is complete, with its files synced, hashed and renamed.
+*blocked*: a thread does the same save, and training stops only for the copy. *until complete*: how long the thread
+takes during training, with the cores that training leaves it. *total cost*: the time that training loses to the save by
+a thread, which is *blocked* plus the extra time of the *steps while saving*, because the thread computes hashes on the
+cores that train. Training on a GPU does not use those cores, so it should lose little more than *blocked*; that was not
+measured. The two kinds of save alternate; figures are medians over rounds of the slowest rank, with the smallest and
+the largest.
 """
 LABELS = ["World", "Sports", "Business", "Science"]
 
@@ -220,7 +222,7 @@ LABELS = ["World", "Sports", "Business", "Science"]
 def add_async_saving_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--layouts", nargs="+", default=["1x2", "2x1"], metavar="PxT", help="default: 1x2 2x1")
     parser.add_argument("--steps", type=positive, default=3, help="undisturbed steps before each save (default: 3)")
-    parser.add_argument("--rows", type=positive, default=8, help="per rank and step (default: 8)")
+    parser.add_argument("--rows", type=positive, default=8, help="per rank per step (default: 8)")
     parser.add_argument("--tokens", type=positive, default=64, help="per row (default: 64)")
     parser.add_argument("--place", type=Path, help="a folder on the disk to save to (default: a temporary one)")
 
@@ -228,18 +230,18 @@ def add_async_saving_flags(parser: ArgumentParser) -> None:
 def async_saving(options: Namespace) -> None:
     columns: dict[str, Callable[[list[dict[str, Any]]], str]] = {
         "MB": lambda ranks: f"{ranks[0]['bytes'] / 1e6:.0f}",
-        "waited for, s": lambda ranks: harness.median_and_spread(slowest(ranks, "waited"), 2),
+        "synchronous, s": lambda ranks: harness.median_and_spread(slowest(ranks, "waited"), 2),
         "blocked, s": lambda ranks: harness.median_and_spread(slowest(ranks, "blocked"), 2),
-        "blocked : waited for": lambda ranks: (
+        "blocked ÷ synchronous": lambda ranks: (
             f"{harness.median_ratio(slowest(ranks, 'blocked'), slowest(ranks, 'waited')):.0%}"
         ),
-        "until it is complete, s": lambda ranks: harness.median_and_spread(slowest(ranks, "seconds"), 2),
+        "until complete, s": lambda ranks: harness.median_and_spread(slowest(ranks, "seconds"), 2),
         "ms per step": lambda ranks: f"{1000 * median(ranks[0]['quiet']):.0f}",
-        "while it is written, ms": lambda ranks: (
+        "ms per step while saving": lambda ranks: (
             f"{1000 * median(ranks[0]['disturbed']):.0f}" if ranks[0]["disturbed"] else harness.NONE
         ),
-        "steps meanwhile": lambda ranks: f"{len(ranks[0]['disturbed']) / options.rounds:.1f}",
-        "costs in all, s": lambda ranks: f"{cost_of_save(ranks):.2f}",
+        "steps while saving": lambda ranks: f"{len(ranks[0]['disturbed']) / options.rounds:.1f}",
+        "total cost, s": lambda ranks: f"{cost_of_save(ranks):.2f}",
     }
     rows = []
     for layout in map(Layout.parse, options.layouts):
@@ -248,9 +250,9 @@ def async_saving(options: Namespace) -> None:
             results = run_ranks(save_rank, layout, folder=folder, **{name: getattr(options, name) for name in names})
         rows.append([str(layout), *(cell(results) for cell in columns.values())])
         harness.report(", ".join(rows[-1]))
-        runs = f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank and step"
+        runs = f"{options.rounds} rounds, {options.rows} rows of {options.tokens} tokens per rank per step"
         body = harness.markdown_table(["processes × threads", *columns], rows)
-        write(options, "Saving beside training", ASYNC_SAVING, runs, body)
+        write(options, "Saving during training", ASYNC_SAVING, runs, body)
 
 
 def slowest(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
@@ -334,16 +336,16 @@ def random_batch(rows: int, tokens: int, place: Any) -> list[MicroBatch]:
 # restart: how long does a killed rank stop training, and what does the time go into?
 
 RESTART = """
-One run under `training/run_ddp.sh` with restarts; its ranks are killed by SIGKILL in turn, each after a checkpoint.
-Seconds; the median over kills, with the smallest and the largest. The times are those that the run writes into
-`events.jsonl`, and torchrun's own line about the rank that failed.
+The ranks of one run of `training/run_ddp.sh` with restarts are killed with SIGKILL in turn, each after a checkpoint.
+Seconds are medians over kills, with the smallest and the largest. The times come from the events that the run writes
+to `events.jsonl` and from torchrun's own line about the rank that failed.
 """
 RESTART_FLAGS = "--dataset sample --model tiny --epochs 1000 --save_every 50"
 RECOVERY_TIMEOUT = 300.0  # seconds
 STAGES = {
     "detection": "detection: torchrun sees that a rank is gone",
-    "rendezvous": "rendezvous: it ends the others, and starts all of them again",
-    "import": "import: Python reads the program and its libraries",
+    "rendezvous": "rendezvous: it ends the other ranks and starts all of them again",
+    "import": "import: Python imports the program and its libraries",
     "group": "group: the ranks form a process group",
     "load": "load: data, model, checkpoint",
     "first_step": "first step",
@@ -398,7 +400,7 @@ def restart(options: Namespace) -> None:
     # The events know only the last sign of life of the lost rank; the moment of the kill is more exact.
     seconds = [replace(split, lost=when).seconds() for split, when in zip(splits, killed, strict=True)]
     columns: dict[str, Callable[[str], str]] = {
-        "what": lambda stage: STAGES[stage],
+        "stage": lambda stage: STAGES[stage],
         "seconds": lambda stage: harness.median_and_spread([split[stage] for split in seconds]),
     }
     shown = f"`MAX_RESTARTS={options.rounds} training/run_ddp.sh {options.processes} {RESTART_FLAGS}`"
@@ -409,10 +411,10 @@ def restart(options: Namespace) -> None:
 # sequence_parallel: what does a block keep for its backward pass under tensor parallelism, with the sequence cut too?
 
 SEQUENCE_PARALLEL = """
-*MiB kept*: what one block, in training in fp32 on the CPU, keeps on each rank for its backward pass, in addition to
-weights. *calls*: collective calls of the block, forward and backward together; an all-reduce carries the bytes of a
-reduce-scatter and an all-gather. Counted, not timed: one process stands in for any of the ranks, which all do the same,
-on a process group that sends nothing.
+*MiB kept*: what one block, trained in fp32 on the CPU, keeps on each rank for its backward pass, in addition to the
+weights. *calls*: collective calls of the block, forward and backward together; an all-reduce carries as many bytes as a
+reduce-scatter and an all-gather together. All figures are counted, not timed: one process stands in for any of the
+ranks, which all do the same, in a process group that sends nothing.
 """
 
 
@@ -498,14 +500,15 @@ OBSERVATION_COST = f"""
 All monitoring is on: metrics, events, metrics.jsonl and TensorBoard, status file, watchdog, loss spikes, and with two
 processes stragglers, collectives and the comparison of replicas.
 
-- *step*: from before its rows are read until all subscribers have its last event; the mean from step
+- *step*: the time from before its rows are read until all subscribers have its last event; the mean from step
   {FIRST_STEADY_STEP} on.
-- *hooks*: the part of it inside the subscribers, with the wait for other ranks when they communicate.
-- *look*: by how much a step whose collectives are recorded is longer outside the subscribers, between medians; one step
-  in {COMPARE_EVERY} is.
+- *hooks*: the part of that time spent inside the subscribers, including the wait for other ranks when they communicate.
+- *recording*: how much longer a step takes outside the subscribers if its collectives are recorded, as the difference
+  of two medians; one step in {COMPARE_EVERY} is recorded.
 - *comparison* of replicas, counted once in {COMPARISON_EVERY} steps; a *page* of metrics, every {PAGE_EVERY:.0f} s; the
-  *status* file, every {STATUS_EVERY:.0f} s: timed separately, the median of {REPEATS} times.
-- *all together*: as a share of a step without monitoring; its median over rounds, with the smallest and the largest.
+  *status* file, every {STATUS_EVERY:.0f} s. Each is timed separately, and its figure is the median of {REPEATS} times.
+- *all together*: the cost of all of it as a share of a step without monitoring; the median over rounds, with the
+  smallest and the largest.
 """
 OBSERVED = {  # model, processes, flags
     "tiny, 1 process": (TINY, 1, {"batch_size": 16, "epochs": 3}),
@@ -567,14 +570,14 @@ def observation_cost(options: Namespace) -> None:
         "processes": lambda case: str(cases[case][1]),
         "step, ms": shown("step", digits=1),
         "hooks, ms": shown("hooks"),
-        "look, ms": shown("look", of_two=True),
+        "recording, ms": shown("look", of_two=True),
         "comparison, ms": shown("comparison", of_two=True),
         "page, ms": shown("page"),
         "status, ms": shown("status"),
         "all together": share,
     }
     runs = f"the built-in sample, one thread per process, {options.rounds} rounds"
-    write(options, "What watching costs", OBSERVATION_COST, runs, harness.table(columns, cases))
+    write(options, "What monitoring costs", OBSERVATION_COST, runs, harness.table(columns, cases))
 
 
 def monitoring_share(found: dict[str, float]) -> float:

@@ -37,30 +37,31 @@ TITLES = {"minilm": "MiniLM", "base": "Base"}
 SCALED = {"1x1": "2x1"}  # on the first layout only our own variants run, for comparison with the second
 DEFAULT_VARIANTS = ["plain", "trainer", "trainer-grouped", "ours", "ours-bf16"]
 LANGUAGE_MODEL_VARIANTS = ["trainer", "trainer-grouped", "trainer-packed", "ours", "ours-bf16"]
-LANGUAGE_MODEL = f"""A sample is a text here. A batch has {GLOBAL_BATCH} texts, or, where texts are joined, about as
-many tokens in blocks of {MAX_LENGTH}. The head over {VOCABULARY:,} tokens counts as work.
+LANGUAGE_MODEL = f"""Here a sample is a text. A batch has {GLOBAL_BATCH} texts or, if texts are joined, about the same
+number of tokens in blocks of {MAX_LENGTH}. The head over {VOCABULARY:,} tokens counts as work.
 
 """
 INTRODUCTION = f"""
-The rounds are in the JSON file next to it. Every variant trains the same rows from the same random weights of
-the same DistilBERT (dropout 0.1) with a global batch of {GLOBAL_BATCH}, fp32 unless it says bf16, fused AdamW, a peak
-learning rate of 2e-5 and gradients clipped to a norm of 1. Texts are tokenised before the clock starts and cut at
-{MAX_LENGTH} tokens. A round times one whole epoch of every variant, from before its first batch is assembled to the end
-of its last step, after a few steps on other rows with a throw-away copy of the model; nothing is evaluated, logged to
-files or saved. Each process has its own cores.
+The rounds are in the JSON file next to this page. Every variant trains on the same rows from the same random weights of
+the same DistilBERT (dropout 0.1), with a global batch of {GLOBAL_BATCH}, in fp32 unless its name says bf16, with fused
+AdamW, a peak learning rate of 2e-5 and gradients clipped to a norm of 1. Texts are tokenised before the clock starts
+and cut at {MAX_LENGTH} tokens. A round times one whole epoch of every variant, from before its first batch is assembled
+to the end of its last step, after a few steps on other rows with a throwaway copy of the model; nothing is evaluated,
+logged to files or saved. Each process has its own cores.
 
 - *samples/s*: the median of the rounds, with the smallest and the largest next to it. *×*: the median of the ratios
-  within a round, against the variant of the same processes × threads.
-- *padding*: the share of the tokens computed that are padding.
+  within a round, compared with the variant in the column's header at the same processes × threads.
+- *padding*: the share of the computed tokens that are padding.
 - *GFLOP/s, nominal*: matrix products of the blocks, forward and backward, for the real tokens with every block in full,
-  although ours computes the last block only for the first token. *GFLOP/s, done*: those really carried out, with
-  padding, and without what ours leaves out. In brackets the share of this machine's matrix rate in that precision: the
-  best `torch.mm` of 2048 × 2048 matrices, in all processes at once, measured in the same run. A nominal share above the
-  other one is work saved, not speed of the machine. Embeddings, head, normalisation, dropout and the optimizer count as
-  no work, but take time.
+  although ours computes the last block only for the first token. *GFLOP/s, done*: the products that are actually
+  computed, with padding and without what ours leaves out. In brackets is the share of this machine's matrix rate in
+  that precision, which is the best `torch.mm` of 2048 × 2048 matrices, in all processes at once, measured in the same
+  run. If the nominal share is above the other one, this is because work is saved, not because the machine is faster.
+  Embeddings, head, normalisation, dropout and the optimizer count as no work, but take time.
 - `transformers.Trainer` runs at its defaults except for what is named here; its progress bar and log are off, and
-  `average_tokens_across_devices=False`: otherwise it multiplies a classifier's gradients by the number of ranks.
-- *loss*: the mean over the epoch, to see that all of them train alike.
+  `average_tokens_across_devices=False` is set, because otherwise it multiplies a classifier's gradients by the number
+  of ranks.
+- *loss*: the mean over the epoch, to check that all variants train alike.
 """
 
 
@@ -190,9 +191,10 @@ def render(section: dict[str, Any]) -> str:
         seconds = section["seconds"]
         row = [f"`{STARTUP_COMMAND}`", f"{median(seconds):.1f}", harness.spread(seconds), str(len(seconds))]
         note = (
-            "Wall time from starting the launcher to the first step's line in `metrics.jsonl`, tokens cached before.\n"
+            "This is the wall time from starting the launcher to the first step's line in `metrics.jsonl`, with the "
+            "tokens already cached.\n"
         )
-        header = ["command", "seconds to the first optimizer step", "rounds", "number"]
+        header = ["command", "seconds to the first optimizer step", "range", "rounds"]
         return f"## Start-up\n\n{harness.fact_list(section['facts'])}\n{note}\n{harness.markdown_table(header, [row])}"
     rounds, blocks = section["rounds"], SIZES[section["size"]]
     family, width, note = "DistilBERT", blocks.hidden_dim, ""
@@ -244,7 +246,7 @@ def _columns(section: dict[str, Any]) -> dict[str, Callable[[tuple[str, str]], s
         "variant": lambda job: VARIANTS[job[0]].title,
         "processes × threads": lambda job: job[1].replace("x", " × "),
         "samples/s": lambda job: f"{median(rates(job)):.1f}",
-        "rounds": lambda job: harness.spread(rates(job)),
+        "range": lambda job: harness.spread(rates(job)),
         "× plain": against("plain"),
         "× Trainer": against("trainer"),
         "× Trainer, length grouping": against("trainer-grouped"),
@@ -279,7 +281,7 @@ def _scaling(section: dict[str, Any]) -> str:
             shares = [100 * b / (2 * a) for a, b in zip(one, two, strict=True)]
             title = VARIANTS[name].title.replace("*", "")
             lines.append(
-                f"\nScaling of {title}: two pinned cores with a process each train at {median(shares):.0f}% of twice "
+                f"\nScaling of {title}: two pinned cores with one process each train at {median(shares):.0f}% of twice "
                 f"the speed of one pinned core (rounds: {harness.spread(shares, 0)}%).\n"
             )
     return "".join(lines)

@@ -268,7 +268,7 @@ VARIANTS = {
         "`transformers.Trainer`, batch rebalancing", lambda *given: trainer(*given, sampling="batch_rebalance")
     ),
     "trainer-packed": Variant(
-        "`transformers.Trainer`, texts joined in blocks", lambda *given: trainer(*given, packed=True)
+        "`transformers.Trainer`, texts joined into blocks", lambda *given: trainer(*given, packed=True)
     ),
     "ours": Variant("**ours**", ours, is_ours=True),
     "ours-bf16": Variant("**ours, bf16**", lambda *given: ours(*given, precision="bf16"), "bf16", is_ours=True),

@@ -48,70 +48,71 @@ TITLES = {
 }
 
 INTRODUCTION = """
-The rounds are in the JSON file next to it. Every server classifies the same texts with the same weights on the
-same cores, asked by the same client; they alternate within a round, in another order each round, only one running at a
-time, each started from scratch. Figures are medians over rounds; a ratio is the median of the ratios within a round.
+The rounds are in the JSON file next to this page. Every server classifies the same texts with the same weights on the
+same cores, for the same client. The servers alternate within a round, in a different order each round; only one runs at
+a time, and each is started from scratch. Figures are medians over rounds; a ratio is the median of the ratios within a
+round.
 """
 
 CLOSED_LOOP = f"""
 ### Closed loop: each client sends when it has its answer
 
-*texts/s*: each client's answers over the time they took, summed. *1, 8, 64 clients* send single texts, *lists* are
-one client's requests of {BATCH} texts. *not answered*: anything but a 200, over all loads and rounds. Nothing is
-cached.
+*texts/s*: each client's answers divided by the time they took, summed over the clients. *1, 8, 64 clients* send single
+texts; *lists* are one client's requests of {BATCH} texts. *not answered*: requests that ended in anything but a 200,
+over all loads and rounds. Nothing is cached.
 
 """
 
 OPEN_STEADY = f"""
 ### Open loop below capacity
 
-Texts are sent at {STEADY_SHARE:.0%} of what the server itself reached with 64 clients in the same round, however it
-answers. Latency counts from the time at which a text *should* have been sent, so a late client does not flatter the
-server.
+Texts are sent at {STEADY_SHARE:.0%} of the rate that the server itself reached with 64 clients in the same round,
+regardless of its answers. Latency counts from the time at which a text *should* have been sent, so a late client does
+not flatter the server.
 
 """
 
 OPEN_OVERLOAD = f"""
 ### Open loop at {OVERLOAD_SHARE:.0f} times the capacity
 
-*answered in time*: answers of 200 while texts were being sent. *refused*: 429 or 503. *taken in and lost*: requests
-that were neither refused nor answered with 200: too late by the server's own clock (408, 504), failed, broken off, or
-still unanswered {PATIENCE:.0f} s after the last was sent. A server with no bound on its queue refuses nothing and
-loses what it cannot do.
+*answered in time*: answers with 200 while texts were being sent. *refused*: 429 or 503. *accepted and lost*: requests
+that were neither refused nor answered with 200, because they timed out on the server (408, 504), failed, were broken
+off, or were still unanswered {PATIENCE:.0f} s after the last one was sent. A server with no bound on its queue refuses
+nothing, so what it cannot process comes late or is lost.
 
 """
 
 RESOURCES = """
-### What it takes
+### Resources
 
-*start*: from the start of the process to its first answer to a text, files in the page cache. *memory*: resident, of
-all its processes, shared pages counted once (PSS), before the first load and after the last. *CPU-s*: of all its
-processes, at 64 clients. *$*: at 64 clients, for a machine of {dollars:.2f} dollars per hour (an assumption:
-`--dollars_per_hour`) that is kept busy.
+*start*: from the start of the process to its first answer to a text, with its files in the page cache. *memory*:
+resident memory of all its processes, with shared pages counted once (PSS), before the first load and after the last.
+*CPU-s*: CPU seconds of all its processes, with 64 clients. *$*: the cost with 64 clients, on a machine that costs
+{dollars:.2f} dollars per hour (an assumption: `--dollars_per_hour`) and is kept busy.
 
 """
 
 ACCURACY = """
 ### Accuracy
 
-From the manifests of the artefacts of {model}, which were compared with fp32 on the same rows when they were
-exported.{note} In this run, each server's labels for the same {batch} texts:
+The accuracies are from the manifests of {model}'s artefacts, which were compared with fp32 on the same rows when they
+were exported.{note} The first table compares the servers' labels for the same {batch} texts in this run:
 
 """
 
 TRUST = """
-### How far to trust it
+### How far to trust these figures
 
-- Client and server share the cores. The client took {client} of them at most, other processes {others} in the median
-  and {others_most} at most, the machine's host {stolen} at most, over all loads and rounds.
-  {disturbed} of {loads} loads were disturbed (others and host took more than {max_noise:.0%}): their figures are too
-  low, and by how much differs from server to server.
-- A difference smaller than the spread of the rounds is not a finding; p99 of a load with fewer than a few hundred
+- Client and server share the cores. Over all loads and rounds, the client took at most {client} of them, other
+  processes {others} in the median and at most {others_most}, and the machine's host at most {stolen}. {disturbed} of
+  {loads} loads were disturbed (other processes and the host took more than {max_noise:.0%}): their figures are too low,
+  by an amount that differs from server to server.
+- A difference smaller than the spread of the rounds is not a finding; the p99 of a load with fewer than a few hundred
   answers (a lone client of a slow server, lists) is close to its maximum.
-- The client's p99 of lateness in the open loops was {lateness:.1f} ms at most; it is part of the latencies.
+- In the open loops, the p99 of the client's lateness was at most {lateness:.1f} ms; it is part of the latencies.
 - Loopback only: no network, no TLS, no proxy.
-- Peers are measured as their documentation sets them up, tuned where it says so; another setting may suit another
-  machine better.
+- Peers are measured as their documentation sets them up, or tuned if their name says so; another setting may suit
+  another machine better.
 """
 
 SETTINGS = """
@@ -122,7 +123,8 @@ SETTINGS = """
 PEERS = """
 ## How to repeat this
 
-Peers with an int8 artefact clean and tokenise as ours do and answer with the same JSON. They run in a separate Python:
+Peers with an int8 artefact clean and tokenise texts as ours do and answer with the same JSON. They run in a separate
+Python:
 
 ```
 python -m venv peers                       # torch first, in its CPU build
@@ -135,7 +137,7 @@ python -m inference.export MODEL --engine onnx
 python -m benchmarks.serving_load --model MODEL --peer_python peers/bin/python --infinity_python infinity/bin/python
 ```
 
-`--avx2_only` measures the section of AVX2 on a newer processor: everything newer is hidden from all servers.
+`--avx2_only` measures the AVX2 section on a newer processor: everything newer is hidden from all servers.
 """
 
 
@@ -314,14 +316,14 @@ def goals_table(results: Results) -> str:
         ("64 clients, × mosec tuned", against(TUNED, rate(MANY)), "at least", 1.48 if has_vnni else 1.5, "{:.2f}"),
         ("64 clients, p99 ÷ median", tail, "at most", 1.5, "{:.2f}"),
         ("8 clients, × mosec tuned", against(TUNED, rate(EIGHT)), "at least", 1.5 if has_vnni else 1.6, "{:.2f}"),
-        ("1 client, median × mosec tuned's", against(TUNED, latency(ONE, "p50"), max), "at most", 0.7, "{:.2f}"),
+        ("1 client, median ÷ mosec tuned's", against(TUNED, latency(ONE, "p50"), max), "at most", 0.7, "{:.2f}"),
         ("lists of 64, × mosec tuned", against(TUNED, rate(LISTS)), "at least", 1.3 if has_vnni else 1.4, "{:.2f}"),
         ("70% of capacity, p99 ÷ a lone client's median", results.median(OURS, STEADY_TAIL), "at most", 6, "{:.1f}"),
         ("3 × capacity, goodput ÷ capacity", results.median(OURS, CAPACITY_KEPT), "at least", 0.9, "{:.2f}"),
         ("3 × capacity, p99 of a refusal", worst(refusal_latency("p99"), 1e3), "at most", 10, "{:.1f} ms"),
         ("3 × capacity, accepted and lost", worst(outcomes(OVERLOAD, LOST)), "at most", 0, "{:.0f}"),
         ("first answer after the start", start, "at most", 1.0, "{:.2f} s"),
-        ("memory after load, the default engine", results.median(OURS, memory), "at most", 300, "{:.0f} MB"),
+        ("memory after load, default engine", results.median(OURS, memory), "at most", 300, "{:.0f} MB"),
     ]
     if not has_vnni:
         goals.insert(3, ("64 clients, share of the bare int8 loop's rate", share, "at least", 0.8, "{:.0%}"))
@@ -347,9 +349,9 @@ def _closed_loop(results: Results) -> list[str]:
     loads: dict[str, Cell] = {
         "texts/s": _title,
         **{load: results.cell(rate(load)) for load in (ONE, EIGHT, MANY)},
-        "rounds": lambda name: spread(results.series(name, rate(MANY))),
+        "64 clients, range": lambda name: spread(results.series(name, rate(MANY))),
         LISTS: results.cell(rate(LISTS)),
-        f"{LISTS}, rounds": lambda name: spread(results.series(name, rate(LISTS))),
+        f"{LISTS}, range": lambda name: spread(results.series(name, rate(LISTS))),
         "not answered": results.total(unanswered(*CLOSED)),
     }
     latencies: dict[str, Cell] = {"server": _title}
@@ -402,7 +404,7 @@ def _overload(results: Results) -> str:
         "p50 / p99 ms of those answered": _joined(" / ", *answered),
         "refused": results.total(outcomes(OVERLOAD, REFUSALS)),
         "refusals, p50 / p99 ms": _joined(" / ", *refused),
-        "taken in and lost": results.total(outcomes(OVERLOAD, LOST)),
+        "accepted and lost": results.total(outcomes(OVERLOAD, LOST)),
     }
     return table(columns, results.names)
 
@@ -432,8 +434,8 @@ def _accuracy(results: Results) -> list[str]:
     note = ""
     if run["accuracy_model"] != run["model"]:
         note = (
-            f" {run['model']} is that model widened by doubling its channels, only for the time it takes: its twin "
-            "columns make quantisation look unlike a real model's, so its accuracy is not given."
+            f" {run['model']} is that model widened by doubling its channels, and is used only to measure speed: its "
+            "doubled columns make quantisation behave differently from a real model's, so its accuracy is not given."
         )
     # The plain recipe computes in fp32, so its labels are what int8 should not change.
     reference = "naive" if "naive" in results.names else results.names[0]

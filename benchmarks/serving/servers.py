@@ -90,42 +90,45 @@ def _litserve(title: str, settings: str, **environment: str) -> Server:
 
 _TUNED = (
     "the worker sorts what it is given (up to 64 requests) by length and runs sub-batches of 8, so that hardly "
-    "anything is padded; it waits 1 ms for a batch, as a lone client pays every millisecond more. The best of six "
-    "settings in an earlier comparison, two workers of one thread among them; its default deadline of 3 s"
+    "anything is padded; it waits 1 ms for a batch, because a lone client pays for every extra millisecond. These are "
+    "the best of six settings in an earlier comparison, which included two workers with one thread each; its deadline "
+    "is the default of 3 s"
 )
-_STOCK = "batches of up to 32, as its documentation shows them, padded to their longest text"
+_STOCK = "batches of up to 32, as in its documentation, padded to their longest text"
 
 SERVERS = {
     "ours": _ours("**ours**", "", "everything at its default: `auto` picks the engine"),
-    "ours_native": _ours("ours, native", "native", "as ours, with this artefact"),
-    "ours_openvino": _ours("ours, OpenVINO", "openvino", "as ours, with this artefact"),
-    "ours_onnx": _ours("ours, onnxruntime", "onnx", "as ours, with this artefact"),
+    "ours_native": _ours("ours, native", "native", "the same as ours, with this artefact"),
+    "ours_openvino": _ours("ours, OpenVINO", "openvino", "the same as ours, with this artefact"),
+    "ours_onnx": _ours("ours, onnxruntime", "onnx", "the same as ours, with this artefact"),
     "naive": Server(
         "plain FastAPI + PyTorch",
         ("-m", f"{PEERS}.naive"),
         "",
-        "the recipe of most tutorials: fp32, every text padded to 128, a forward pass per request in FastAPI's threads",
+        "the recipe of most tutorials: fp32, every text padded to 128 tokens, one forward pass per request in "
+        "FastAPI's threads",
         ("fastapi", "torch", "transformers"),
     ),
     "bentoml": Server(
         "BentoML",
         ("-m", "bentoml", "serve", f"{PEERS}.bentoml_server:Classify", "--port", "{port}", "--host", "127.0.0.1"),
         "openvino",
-        f"{_STOCK}; its adaptive batcher decides when; one worker with both cores; metrics and access log off",
+        f"{_STOCK}; its adaptive batcher decides when to run them; one worker with both cores; metrics and access log "
+        "off",
         ("bentoml",),
         environment={"BENTOML_DO_NOT_TRACK": "true"},
         body=_always_list,
     ),
     "litserve": _litserve("LitServe", f"{_STOCK}; 5 ms wait; one worker with both cores, one API process"),
     "litserve_tuned": _litserve(
-        "LitServe, tuned", "as mosec tuned, with LitServe's 5 ms wait", SUB_BATCH="8", MAX_BATCH="64"
+        "LitServe, tuned", "the same as mosec tuned, with LitServe's 5 ms wait", SUB_BATCH="8", MAX_BATCH="64"
     ),
     "mosec": _mosec(
         "mosec", "openvino", f"{_STOCK}; its default wait of 10 ms and deadline of 3 s; one worker with both cores"
     ),
     "mosec_tuned": _mosec("mosec, tuned", "openvino", _TUNED, SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"),
     "mosec_tuned_onnx": _mosec(
-        "mosec, tuned, onnxruntime", "onnx", "as mosec tuned", SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"
+        "mosec, tuned, onnxruntime", "onnx", "the same as mosec tuned", SUB_BATCH="8", MAX_BATCH="64", WAIT_MS="1"
     ),
     "ray": Server(
         "Ray Serve",
@@ -140,8 +143,8 @@ SERVERS = {
         ("-m", f"{PEERS}.infinity_server"),
         "onnx",
         "its optimum engine, the fastest that it has on a CPU, which reads the ONNX artefact; batches of up to 32, "
-        "sorted by length by its own queue. Two of its faults are stepped around (see its script). Texts go in as "
-        "they are: it has no cleaning",
+        "sorted by length by its own queue. Two of its bugs are worked around (see its script). Texts are sent as "
+        "they are, because it does no cleaning",
         ("infinity_emb", "optimum", "onnxruntime"),
         python="infinity",
         environment={"INFINITY_ANONYMOUS_USAGE_STATS": "0", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},

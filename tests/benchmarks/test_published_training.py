@@ -37,7 +37,7 @@ def test_predictions_hold_on_runs_that_the_constants_were_set_without(runs: list
 def test_a_run_that_fits_nowhere_is_the_smallest_and_says_so(runs: list[Comparison]) -> None:
     misfits = [run for run in runs if not run.plan.fits]
 
-    assert f"by the formulas {len(misfits)} do not" in published_section()
+    assert f"according to the formulas {len(misfits)} do not" in published_section()
     assert published_section().count(" | no |") == len(misfits)
     for run in misfits:
         if run.row["activation_checkpointing"] is None:
