@@ -166,45 +166,45 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; of plain text without labels, embedding = the vector that --distill gives a text, to make a small encoder of a large one, masked_lm = tokens that are hidden, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
-    loss: str = _field("", "task", "import path of a loss of your own, from scores and labels to the loss of each row; unset = that of the task")
-    metric: str = _field("", "task", "import path of a metric of your own, from scores and labels of all rows to figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
+    task: Literal["classification", "pair", "multi_label", "regression", "embedding", "masked_lm", "causal_lm"] = _field("classification", "task", "what the model answers; classification = one label per text, pair = one label per pair of texts, multi_label = each label that applies, from none to all, regression = a number; on plain text without labels, embedding = the vector that --distill gives a text, to make a small encoder from a large one, masked_lm = hidden tokens, to pretrain or adapt an encoder, causal_lm = the next token (decoders such as Llama)")
+    loss: str = _field("", "task", "import path of your own loss, which turns scores and labels into the loss of each row; unset = that of the task")
+    metric: str = _field("", "task", "import path of your own metric, which turns the scores and labels of all rows into figures by name, the larger the better; --best_metric may name one of them; unset = only those of the task")
     dataset: str = _field("ag_news", "data", "ag_news (from the hub), sample (built in), a hub name owner/data, or a local folder or file: AG News' train.csv/test.csv, a folder saved by `datasets`, or CSV/TSV/JSONL/Parquet with columns text and label; for language models also .txt, each line a text")
     dataset_config: str = _field("", "data", "which configuration (subset) of a dataset on the hub, such as sst2 of nyu-mll/glue; unset = its default")
     dataset_revision: str = _field("", "data", "branch, tag or commit of a dataset on the hub; unset = its main branch")
-    train_split: str = _field("train", "data", "split to train on, or in a folder the file of that name", min_length=1)
+    train_split: str = _field("train", "data", "split to train on; in a folder, the file of that name", min_length=1)
     validation_split: str = _field("", "data", "split to validate on; unset = validation, valid, val or dev if the data has it, otherwise training rows are kept for it")
     test_split: str = _field("", "data", "split to test on; unset = test if the data has it, otherwise training rows are set aside")
-    text_column: str = _field("text", "data", "column of the text, if the columns have names; case-insensitive; of several, such as title,body, the texts are joined", min_length=1, on_resume="any")
-    label_column: str = _field("label", "data", "column of the label; for multi_label also several with 0 or 1, such as billing,login, each named as a label", min_length=1, on_resume="any")
-    pair_column: str = _field("", "data", "column of a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
-    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; of language models tokens per block, into which all texts are joined", ge=8, le=8192)
-    long: Literal["cut", "windows"] = _field("cut", "data", "what becomes of texts of more than max_length tokens: cut = only their beginning is read; windows = they are read as up to 16 windows of max_length tokens, each with the last quarter of the one before, whose answers learned attention weighs")
+    text_column: str = _field("text", "data", "column with the text, if the columns have names; case-insensitive; if you name several, such as title,body, their texts are joined", min_length=1, on_resume="any")
+    label_column: str = _field("label", "data", "column with the label; for multi_label also several columns of 0 and 1, such as billing,login, each named after its label", min_length=1, on_resume="any")
+    pair_column: str = _field("", "data", "column with a second text that the model reads together with the first, such as the answer to a question, for pair, multi_label and regression; unset = text_pair for --task pair, otherwise none", on_resume="any")
+    max_length: int = _field(128, "data", "tokens per text; longer texts are cut, and the report says how many; for language models, tokens per block, into which all texts are joined", ge=8, le=8192)
+    long: Literal["cut", "windows"] = _field("cut", "data", "what happens to texts of more than max_length tokens: cut = only their beginning is read; windows = they are read in up to 16 windows of max_length tokens, each of which repeats the last quarter of the one before, and learned attention weights the answers of the windows")
     clean: Literal["auto", "news", "none"] = _field("auto", "data", "how texts are cleaned before tokenization, in training and in serving: news = decode character references, drop HTML tags and backslashes, collapse white space; none = as they are; auto = news for AG News (recognized by its name, CSV layout or four labels) and sample, otherwise none; a resumed run keeps its own")
-    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data brings validation rows", ge=0, lt=0.9)
-    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, in which 80% of all word triples are common (12 s for 100,000 short texts)")
+    validation_fraction: float = _field(0.1, "data", "share of the training rows kept for choosing the best epoch, stratified; 0 = train on all rows and keep the last epoch; not used if the data has validation rows", ge=0, lt=0.9)
+    duplicates: Literal["report", "drop", "report_near", "drop_near"] = _field("report", "data", "texts that occur more than once: report = count them; drop = also leave out training rows that repeat an earlier one, or a validation or test text; report_near and drop_near = also near duplicates, which have 80% of all their word triples in common (12 s for 100,000 short texts)")
     max_train_rows: int = _field(0, "data", "train on at most this many rows, drawn with the seed; 0 = all", ge=0)
-    suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself disbelieves: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
+    suspects: Literal["none", "list", "drop", "reweight"] = _field("none", "data", "training rows whose label the run itself doubts: list = the report and OUTPUT_DIR.run/suspects.csv name them; drop = the run also leaves them out from the second epoch on; reweight = it gives them a tenth of the weight in the loss from then on; none = do not look for them")
     cache_dir: Path = _field(Path("~/.cache/distrinews"), "data", "where tokenized data is cached", on_resume="any")
 
-    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository, good with few rows and without a network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter takes the place of the default")
+    model: str = _field("distilbert-base-uncased", "model", "a hub name or local folder of an encoder, or of a decoder for causal_lm; starter = the small encoder that comes with this repository, good with few rows and without a network; tiny = a small, randomly initialized DistilBERT (for causal_lm Llama), for tests; if unset and the hub cannot be reached, starter is used instead of the default")
     model_revision: str = _field("", "model", "branch, tag or commit of a model on the hub; unset = its main branch")
     network: str = _field("", "model", "import path of a class or function that builds a network of your own from (vocabulary size, number of scores), such as my_models:TextCNN; --model then only gives the tokenizer; unset = the network of --model")
     activation_checkpointing: Literal["none", "selective", "full"] = _field("none", "model", "recompute activations in the backward pass: full keeps only the input of each block (a third more work), selective also the outputs of matrix products (little more work)", on_resume="any")
-    compile: bool = _field(False, "model", "torch.compile each block; pays on GPUs in long runs", on_resume="any")
+    compile: bool = _field(False, "model", "torch.compile each block; pays off on GPUs in long runs", on_resume="any")
     float8: bool = _field(False, "model", "matrix products of the blocks in float8, on GPUs that have it (Ada, Hopper and newer); needs the extra float8", on_resume="any")
 
-    layers: int = _field(0, "model", "keep this many blocks of --model, evenly spaced, the first and the last among them, for a smaller model; 0 = all", ge=0)
+    layers: int = _field(0, "model", "keep this many blocks of --model, evenly spaced, including the first and the last, for a smaller model; 0 = all", ge=0)
     lora: int = _field(0, "model", "rank of LoRA adapters: the encoder is frozen, and only the head and small matrices beside the linear layers of its blocks are trained, then merged into the written model; 0 = off, train all weights; needs the extra lora", ge=0, le=1024)
-    lora_alpha: float | None = _field(None, "model", "what the adapters add counts lora_alpha / lora times; unset = 2 x lora", gt=0)
+    lora_alpha: float | None = _field(None, "model", "what the adapters add is multiplied by lora_alpha / lora; unset = 2 x lora", gt=0)
 
-    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; for embedding the folder of an encoder, whose vectors of the texts are the targets; they are computed once and kept in --cache_dir; unset = train on the labels alone", on_resume="any")
-    distill_share: float = _field(0.9, "distillation", "share of the teacher's answer in the loss of a row that has a label, which gets the rest; 1 = no label counts", gt=0, le=1)
-    distill_texts: str = _field("", "distillation", "a file or folder of more texts, without labels, that are training rows with the teacher's answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the columns of the text", on_resume="any")
+    distill: str = _field("", "distillation", "a teacher: the folder of a trained model of the same task and labels, whose answers to the training rows are targets too; several, separated by commas, answer with their mean; for embedding, the folder of an encoder whose vectors for the texts are the targets; they are computed once and kept in --cache_dir; unset = train on the labels only", on_resume="any")
+    distill_share: float = _field(0.9, "distillation", "share of the teacher's answer in the loss of a row that has a label; the label gets the rest; 1 = labels do not count", gt=0, le=1)
+    distill_texts: str = _field("", "distillation", "a file or folder of more texts, without labels, which become training rows with the teacher's answer as their only target: .txt with one text per line, or CSV, TSV, JSONL or Parquet with the text columns", on_resume="any")
 
-    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count alike; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
-    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some of frequent ones wait for a later epoch")
-    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; of multi_label micro_f1, macro_f1, exact_match or loss; of regression rmse, mae, r2, spearman or loss; of embedding cosine or loss; of language models perplexity, token_accuracy or loss; unset = the first of the task")
+    class_weights: str = _field("none", "imbalance", "weight of each label in the training loss: none = all rows count equally; auto = rows of rare labels count more, so that every label has the same total weight; or a YAML or JSON file with a weight for each label")
+    sampling: Literal["shuffled", "balanced"] = _field("shuffled", "imbalance", "shuffled = each row once per epoch; balanced = every label equally often, so rows of rare labels repeat and some rows of frequent labels wait for a later epoch")
+    best_metric: str = _field("", "imbalance", "the metric on the validation rows that decides which epoch is best: accuracy, macro_f1 (every label has the same weight, however rare) or loss; for multi_label micro_f1, macro_f1, exact_match or loss; for regression rmse, mae, r2, spearman or loss; for embedding cosine or loss; for language models perplexity, token_accuracy or loss; unset = the first of the task")
     evaluate_every: int = _field(0, "imbalance", "optimizer steps between evaluations on the validation rows, in addition to those at the end of each epoch; 0 = only those", ge=0)
     early_stopping: int = _field(0, "imbalance", "stop after this many evaluations in a row without a new best; there is one per epoch, or more with --evaluate_every; 0 = train to the end", ge=0, on_resume="any")
 
@@ -213,20 +213,20 @@ class TrainConfig(BaseModel):
     batch_size: BatchSize = _field(32, "optimization", "rows per rank in one micro-batch; the global batch = batch_size x data ranks x gradient_accumulation; auto = the most that fit, found at the start and kept (ddp, zero1, zero2, zero3)", on_resume="same global batch")
     gradient_accumulation: int = _field(1, "optimization", "micro-batches per optimizer step; 1 = off", ge=1, on_resume="same global batch")
     learning_rate: float | None = _field(None, "optimization", "peak learning rate; unset = 2e-5, or 1e-3 for tiny, 1.5e-4 for starter, or 2e-4 with --lora", gt=0, lt=1)
-    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its root")
-    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine to 0 at the end, inverse_sqrt with the root of the step, constant not at all")
-    warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 a share of all steps, from 1 on their number; 0 = off", ge=0)
+    scale_lr: Literal["none", "linear", "sqrt"] = _field("none", "optimization", "multiply the learning rate by the number of data ranks or its square root")
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = _field("linear", "optimization", "how the learning rate falls after the warm-up: linear and cosine fall to 0 at the end, inverse_sqrt falls with the square root of the step, constant does not fall")
+    warmup: float = _field(0.06, "optimization", "steps over which the learning rate rises: below 1 it is a share of all steps, from 1 on a number of steps; 0 = off", ge=0)
     weight_decay: float = _field(0.01, "optimization", "AdamW's weight decay, except for biases and LayerNorm; 0 = off", ge=0, lt=1)
-    betas: tuple[float, float] = _field((0.9, 0.999), "optimization", "AdamW's averaging of gradients and of their squares per step, such as 0.9,0.98; the closer to 1, the longer the memory")
-    epsilon: float = _field(1e-8, "optimization", "what AdamW adds to the root of the squares before it divides by it", gt=0, lt=1)
-    layer_decay: float = _field(1.0, "optimization", "factor of the learning rate from each block to the one below it, and to the embeddings, which get the smallest; 1 = off", gt=0, le=1)
-    freeze: str = _field("none", "optimization", "what keeps its pretrained weights: none, embeddings, or a number of blocks = the embeddings and so many of the lowest blocks")
+    betas: tuple[float, float] = _field((0.9, 0.999), "optimization", "AdamW's decay rates per step for the averages of gradients and of their squares, such as 0.9,0.98; the closer to 1, the longer the memory")
+    epsilon: float = _field(1e-8, "optimization", "what AdamW adds to the square root of the averaged squares before it divides by the sum", gt=0, lt=1)
+    layer_decay: float = _field(1.0, "optimization", "factor by which the learning rate changes from each block to the one below it, and on to the embeddings, which get the smallest; 1 = off", gt=0, le=1)
+    freeze: str = _field("none", "optimization", "what keeps its pretrained weights: none, embeddings, or a number of blocks = the embeddings and that many of the lowest blocks")
     ema: float = _field(0.0, "optimization", "decay per step of a moving average of the weights, such as 0.999, which is validated, tested and written instead of the weights of single steps; 0 = off", ge=0, lt=1)
     clip_norm: float = _field(1.0, "optimization", "largest global gradient norm; 0 = no clipping", ge=0)
     label_smoothing: float = _field(0.0, "optimization", "probability spread over the other labels; 0 = off", ge=0, lt=1)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "optimization", "auto = bf16 if the processor is faster with it, fp16 with a loss scale on older GPUs, otherwise fp32")
     tf32: bool = _field(False, "optimization", "round the inputs of fp32 matrix products to TF32 on GPUs that have it (Ampere and newer), also in the final test: faster, with 10 instead of 23 bits of precision; off = exact", on_resume="any")
-    dropout: float | None = _field(None, "optimization", "share of values that the model's dropout layers leave out in training; 0 = none, which also computes faster, for a small model or a single pass over many rows; unset = what the model's configuration says", ge=0, lt=1)
+    dropout: float | None = _field(None, "optimization", "share of values that the model's dropout layers leave out in training; 0 = none, which is also faster to compute, for a small model or a single pass over many rows; unset = what the model's configuration says", ge=0, lt=1)
     seed: int = _field(42, "optimization", "seed of the validation split, the row order, new weights and dropout", ge=0, lt=2**32)
     deterministic: bool = _field(False, "optimization", "refuse operations that are not reproducible bit for bit; slower on GPUs")
 
@@ -241,7 +241,7 @@ class TrainConfig(BaseModel):
     cpu_offload: bool = _field(False, "processes", "offload sharded state to host memory (zero2, zero3, deepspeed)", on_resume="any")
     balance: Literal["none", "auto"] = _field("none", "processes", "auto = measure the speed of the ranks from time to time, and give slower ones fewer rows (ddp, zero1)", on_resume="any")
     deepspeed_stage: int = _field(2, "processes", "what DeepSpeed shards: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights", ge=0, le=3, on_resume="any")
-    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here; where it sets what a flag sets, such as the learning rate, it counts unless the flag is given", on_resume="any")
+    deepspeed_config: Path | None = _field(None, "processes", "a DeepSpeed JSON file, for settings without a flag here; if it sets what a flag also sets, such as the learning rate, the file counts unless the flag is given", on_resume="any")
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "processes", "auto = one GPU per process if available, else the CPU")
 
     output_dir: Path = _field(Path("checkpoints/distilbert_agnews"), "output", "the model folder; the one-file model OUTPUT_DIR.pt and the run folder OUTPUT_DIR.run are written next to it", on_resume="any")
@@ -263,9 +263,9 @@ class TrainConfig(BaseModel):
     bad_rows: Literal["stop", "skip"] = _field("stop", "fault tolerance", "malformed rows (truncated line, empty text, unknown label ...): stop = report the first one and do not start; skip = leave them out and report them", on_resume="any")
 
     check_replicas_every: int = _field(500, "monitoring", "optimizer steps between comparisons of all replicas, which are also compared at the start and before each checkpoint; 0 = off", ge=0, on_resume="any")
-    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all replicas in this many first steps, in case a model's own code breaks their synchronization; 0 = off", ge=0, on_resume="any")
+    check_gradient_sync: int = _field(0, "monitoring", "compare the reduced gradients of all replicas in the first N steps, in case a model's own code breaks their synchronization; 0 = off", ge=0, on_resume="any")
     record_collectives_every: int = _field(20, "monitoring", "optimizer steps between recordings of a step's collectives with PyTorch's profiler, for the metrics collective_*; 0 = off, needed with another profiler such as nsys", ge=0, on_resume="any")
-    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, to which the metric scaling_efficiency then compares; 0 = the ranks measure it under ddp", ge=0, on_resume="any")
+    one_rank_rate: float = _field(0, "monitoring", "rows per second of a run on a single rank, with which the metric scaling_efficiency then compares this run; 0 = the ranks measure it under ddp", ge=0, on_resume="any")
     trackers: str = _field("", "monitoring", "also send metrics to wandb, mlflow or trackio, several separated by commas; each needs the extra of that name; unset = none", on_resume="any")
     profile: int = _field(0, "monitoring", "optimizer steps to record with PyTorch's profiler, into OUTPUT_DIR.run/profile and the report; 0 = off", ge=0, le=1000, on_resume="any")
     profile_start: int = _field(0, "monitoring", "the first step to record; 0 = ten steps after the first one of this process, or fewer in a short run", ge=0, on_resume="any")
@@ -360,14 +360,16 @@ class TrainConfig(BaseModel):
     def _check_across(self) -> TrainConfig:
         if self.best_metric not in METRICS_OF_TASKS[self.task] and not self.metric:
             raise ValueError(
-                f"--best_metric {self.best_metric} and --task {self.task}: it has {', '.join(METRICS_OF_TASKS[self.task])}"
+                f"--best_metric {self.best_metric} and --task {self.task}: this task has "
+                f"{', '.join(METRICS_OF_TASKS[self.task])}"
             )
         if self.precision == "fp16" and self.device == "cpu":
             raise ValueError("--precision fp16 and --device cpu: fp16 trains on GPUs only; use fp32 or bf16")
         for first, second in combinations(("train_split", "validation_split", "test_split"), 2):
             if getattr(self, first) == getattr(self, second) != "":
                 raise ValueError(
-                    f"--{first} {getattr(self, first)} and --{second} {getattr(self, second)}: must be two splits"
+                    f"--{first} {getattr(self, first)} and --{second} {getattr(self, second)}: must be two different "
+                    "splits"
                 )
         if self.duplicates.endswith("_near") and (pair := self.columns.pair):
             raise ValueError(
@@ -382,7 +384,8 @@ class TrainConfig(BaseModel):
             raise ValueError("--tf32 and --device cpu: only GPUs have TF32; leave it out")
         if self.loss and self.label_smoothing:
             raise ValueError(
-                f"--loss {self.loss} and --label_smoothing {self.label_smoothing:g}: your own loss does not know it"
+                f"--loss {self.loss} and --label_smoothing {self.label_smoothing:g}: your own loss does not apply it; "
+                "drop one"
             )
         if self.class_weights != "none" and self.sampling == "balanced":
             raise ValueError(
@@ -400,7 +403,10 @@ class TrainConfig(BaseModel):
         if self.lora and self.float8:
             raise ValueError(f"--lora {self.lora} and --float8: adapters are too narrow for float8; drop one")
         if self.layers and self.model == TINY:
-            raise ValueError(f"--layers {self.layers} and --model tiny: its blocks are random, none is worth keeping")
+            raise ValueError(
+                f"--layers {self.layers} and --model tiny: its blocks are random, so there is nothing to keep; leave out "
+                "--layers"
+            )
         self._check_distillation()
         if self.long == "windows":
             self._check_windows()
@@ -417,12 +423,12 @@ class TrainConfig(BaseModel):
             )
         if self.budget and self.schedule in ("inverse_sqrt", "constant"):
             raise ValueError(
-                f"--budget {self.budget} and --schedule {self.schedule}: the learning rate is to end at zero; use "
+                f"--budget {self.budget} and --schedule {self.schedule}: the learning rate must end at zero; use "
                 "linear or cosine"
             )
         if self.suspects in ("drop", "reweight") and self.epochs == 1:
             raise ValueError(
-                f"--suspects {self.suspects} and --epochs 1: it begins with the second epoch; raise --epochs"
+                f"--suspects {self.suspects} and --epochs 1: this takes effect from the second epoch on; raise --epochs"
             )
         if self.balance == "auto" and self.deterministic:
             raise ValueError(
@@ -450,35 +456,40 @@ class TrainConfig(BaseModel):
                 if (value := getattr(self, flag)) != defaults[flag].default:
                     raise ValueError(f"--{flag} {value}: does nothing without --distill")
             return
-        teacher = Path(self.distill).expanduser().absolute()
-        if teacher in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
+        for name in self.teachers:
+            if Path(name).expanduser().absolute() in (self.output_dir.absolute(), self.checkpoint_file.absolute()):
+                raise ValueError(
+                    f"--distill {name} and --output_dir {self.output_dir}: the student would replace its teacher; "
+                    "name another --output_dir"
+                )
+        if self.task == "embedding" and len(self.teachers) > 1:
             raise ValueError(
-                f"--distill {self.distill} and --output_dir {self.output_dir}: the student would replace its teacher; "
-                "name another --output_dir"
+                f"--distill {self.distill}: vectors of different encoders have no useful mean; for --task embedding "
+                "name one"
             )
         if self.distill_share == 1 and self.label_smoothing:
             raise ValueError(
-                f"--distill_share 1 and --label_smoothing {self.label_smoothing:g}: no label counts; drop one"
+                f"--distill_share 1 and --label_smoothing {self.label_smoothing:g}: the labels do not count; drop one"
             )
         for flag in ("class_weights", "sampling", "suspects") if self.distill_texts else ():
             if (value := getattr(self, flag)) != defaults[flag].default:
                 raise ValueError(
-                    f"--distill_texts {self.distill_texts} and --{flag} {value}: that asks for the label of every row, "
-                    "and these texts have none; drop one"
+                    f"--distill_texts {self.distill_texts} and --{flag} {value}: this needs a label for every row, and "
+                    "these texts have none; drop one"
                 )
 
     def _check_windows(self) -> None:
         if self.network:
             raise ValueError(
                 f"--long windows and --network {self.network}: windows are pooled by a row that is added to the last "
-                "layer, which only encoders of transformers are known to have; drop one"
+                "layer, and only encoders of transformers are known to have such a layer; drop one"
             )
         if self.task != "pair" and (pair := self.columns.pair):
             raise ValueError(f"--long windows and --pair_column {pair}: windows are cut from single texts; drop one")
         if self.batch_size == "auto":
             raise ValueError(
-                "--long windows and --batch_size auto: rows have different numbers of windows, so no number of rows is "
-                "the most that fit; give a number"
+                "--long windows and --batch_size auto: rows have different numbers of windows, so there is no largest "
+                "number of rows that always fits; give a number"
             )
 
     def _check_auto_size(self) -> None:
@@ -499,6 +510,10 @@ class TrainConfig(BaseModel):
     @property
     def budget_seconds(self) -> float:
         return float(self.budget[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.budget[-1]]
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        return _names(self.distill)
 
     @property
     def is_distilled(self) -> bool:

@@ -99,7 +99,7 @@ def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
     # A student of another length, with other validation rows.
     written = file.stat().st_mtime_ns
     assert answers_for(max_length=16, seed=7).tolist() == answers.tolist()
-    assert [line for line in said if "to 40 texts are known" in line]
+    assert [line for line in said if "to 40 texts are already known" in line]
     assert file.stat().st_mtime_ns == written
 
     # A damaged file is not used.
@@ -111,10 +111,41 @@ def test_a_teacher_is_asked_once_and_another_student_finds_its_answers(
 
 def test_answers_are_given_in_the_order_of_the_labels_of_the_data() -> None:
     raw = np.array([[0.9, 0.1], [0.2, 0.8]], dtype=np.float32)
-    teacher = TeacherAnswers("key", raw, rows=np.array([3, 7]), order=np.array([1, 0]), num_labelled=5)
+    teacher = TeacherAnswers("key", [raw], rows=np.array([3, 7]), orders=[np.array([1, 0])], num_labelled=5)
 
     assert teacher.of(np.array([7, 3, 7])).tolist() == raw[[1, 0, 1]][:, ::-1].tolist()
     assert teacher.has_label(np.array([7, 3])).tolist() == [False, True]
+
+
+def test_several_teachers_answer_with_their_mean_whatever_the_order_of_their_labels() -> None:
+    first = np.array([[0.75, 0.25], [0.25, 0.75]], dtype=np.float32)
+    second = np.array([[0.5, 0.5], [1.0, 0.0]], dtype=np.float32)  # its labels are the other way round
+    orders = [np.array([0, 1]), np.array([1, 0])]
+    teachers = TeacherAnswers("key", [first, second], rows=np.array([3, 7]), orders=orders, num_labelled=8)
+
+    assert teachers.of(np.array([3, 7])).tolist() == [[0.625, 0.375], [0.125, 0.875]]
+    assert teachers.of(np.array([3])).dtype == np.float32
+
+
+def test_a_student_of_two_teachers_learns_from_the_mean_of_both(
+    weather: Path, teacher: Path, tmp_path: Path, train_here: Train
+) -> None:
+    second = tmp_path / "second"
+    flags = ("--dataset", weather, *ALL_ROWS, "--epochs", 1)
+    assert train_here(*flags, "--seed", 5, "--output_dir", second) == 0
+    both = f"{teacher},{second}"
+    texts = [line.partition(";")[0] for line in (weather / "train.csv").read_text().splitlines()[1:]]
+    asked = {"dataset": str(weather), "model": "tiny", "distill": both, "cache_dir": tmp_path / "cache"}
+
+    news = prepare_news(TrainConfig(**asked), ALONE, lambda line: None)
+
+    mean = np.mean([_probabilities(folder, texts) for folder in (teacher, second)], axis=0)
+    assert news.teacher.of(news.train_index) == pytest.approx(mean, abs=1e-4)
+    assert len(list((tmp_path / "cache").glob("teacher-*"))) == 2  # each has a file of its own
+    student = tmp_path / "student"
+    assert train_here(*flags, "--distill", both, "--cache_dir", tmp_path / "cache", "--output_dir", student) == 0
+    assert json.loads((student / "metrics.json").read_text())["distilled_from"] == both
+    assert "which learned from the answers of `model` and `second` to its rows" in (student / "README.md").read_text()
 
 
 def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(
@@ -129,7 +160,7 @@ def test_a_start_that_fails_leaves_no_answers_and_the_next_one_has_them(
             prepare_news(config, ALONE, print)
     assert not list(tmp_path.glob("teacher-*.safetensors"))
 
-    assert len(prepare_news(config, ALONE, print).teacher.answers) == 40
+    assert prepare_news(config, ALONE, print).teacher.of(np.arange(40)).shape == (40, 2)
 
 
 @pytest.mark.slow
@@ -168,11 +199,11 @@ def test_a_student_is_the_same_on_two_ranks_and_after_a_resume_and_with_no_other
     other = shutil.copytree(teacher, tmp_path / "other_teacher")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "dropout": 0.2}))
-    for changed, what in ((("--distill", other), "has changed"), ((), "is not there")):
+    for changed, what in ((("--distill", other), "has changed"), ((), "is no longer given")):
         again = ("--dataset", weather, "--max_train_rows", 0, "--batch_size", 8, "--save_every", 4, *changed)
         again += ("--distill_texts", texts) if changed else ()
         assert train_here(*again, *(("--keep_last", 9)), "--output_dir", tmp_path / "one") == 2
-        expected = f"the teacher, --distill, {what}" if changed else "have changed"
+        expected = f"the teacher (--distill) {what}" if changed else "have changed"
         assert expected in capfd.readouterr().err
 
 
@@ -389,7 +420,8 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
     assert train_here(*flags, "--output_dir", tmp_path / "model") == 2
     error = capfd.readouterr().err
     assert (
-        f"error: --export: the model in {tmp_path / 'model'} is complete and stays: python -m inference.export" in error
+        f"error: --export: the model in {tmp_path / 'model'} is complete and is kept: python -m inference.export"
+        in error
     )
     assert "[serving-command-failed]" in error
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -408,11 +440,16 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
         (("--distill", "TEACHER", "--task", "causal_lm"), "does nothing with --task causal_lm"),
         (("--distill_texts", "more.txt"), "--distill_texts more.txt: does nothing without --distill"),
         (("--distill", "TEACHER", "--output_dir", "TEACHER"), "the student would replace its teacher"),
+        (("--distill", "first,second", "--output_dir", "second"), "the student would replace its teacher"),
+        (
+            ("--distill", "a,b", "--task", "embedding"),
+            "vectors of different encoders have no useful mean",
+        ),
         (("--distill_share", "0.5"), "--distill_share 0.5: does nothing without --distill"),
         (("--distill", "TEACHER", "--distill_share", "0"), "--distill_share 0: must be greater than 0"),
         (
             ("--distill", "TEACHER", "--distill_share", "1", "--label_smoothing", "0.1"),
-            "--distill_share 1 and --label_smoothing 0.1: no label counts",
+            "--distill_share 1 and --label_smoothing 0.1: the labels do not count",
         ),
         (
             ("--distill", "TEACHER", "--distill_texts", "more.txt", "--class_weights", "auto"),
@@ -429,7 +466,7 @@ def test_a_refused_export_leaves_the_model_and_ends_with_its_reason(
         (("--distill", "TEACHER", "--loss", "torch:mean"), "--loss and --distill"),
         (("--distill", "TEACHER", "--distill_texts", "none.txt", "--dataset", "WEATHER"), "none.txt: no such file"),
         (("--layers", "2"), "--layers 2 and --model tiny"),
-        (("--layers", "9", "--model", "TEACHER"), "has 4 blocks; keep at most these"),
+        (("--layers", "9", "--model", "TEACHER"), "has 4 blocks; keep at most that many"),
         (("--layers", "2", "--model", "TEACHER", "--network", "torch:nn"), "--network and --layers 2"),
         (("--export", "--network", "torch:nn"), "--network and --export"),
     ],

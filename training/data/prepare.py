@@ -23,7 +23,7 @@ from training.data.dataset import SAMPLE, NewsData, default_cleaning, load_news,
 from training.data.duplicates import Repeats
 from training.data.hub_access import cache_is_shared, download_once, hub_may_have
 from training.data.source_cache import read_known, remembered, repeats_file, source_file
-from training.data.teacher import TeacherAnswers, ask_teacher
+from training.data.teacher import TeacherAnswers, ask_teachers
 from training.data.teacher_vectors import vectors_file, with_vectors, write_vectors
 from training.data.tokenized import (
     Blocks,
@@ -223,7 +223,7 @@ def prepare_news(config: TrainConfig, ranks: Ranks, say: Callable[[str], None]) 
     for line in found["lines"]:
         say(line)
     tokens = replace(tokens, notes=[*tokens.notes, *found["lines"]])
-    teacher = ask_teacher(config, ranks, texts, tokens, train, say) if config.is_distilled else None
+    teacher = ask_teachers(config, ranks, texts, tokens, train, say) if config.is_distilled else None
     return PreparedNews(tokens, train, validation, cleaning, texts, tokenizer, separator, vocabulary, teacher)
 
 
@@ -308,8 +308,8 @@ def _split(
         train, validation = chosen[kept], chosen[held_out]
     if len(validation) == 0 and config.validation_fraction:
         raise UserError(
-            f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; bring more rows, "
-            "or validation rows of their own (validation.csv beside train.csv), or train on all rows with "
+            f"--dataset {config.dataset}: no label has two rows, so none can be kept for validation; add more rows, or "
+            "separate validation rows (validation.csv beside train.csv), or train on all rows with "
             "--validation_fraction 0",
             code="rows-too-few",
         )
@@ -329,7 +329,7 @@ def _check_no_validation_needed(config: TrainConfig) -> None:
         if value != getattr(defaults, name):
             raise UserError(
                 f"--{name} {value} and --validation_fraction 0: without validation rows no epoch is better than "
-                f"another, and --dataset {config.dataset} brings none; drop one",
+                f"another, and --dataset {config.dataset} has none; drop one",
                 code="flags-conflict",
             )
 

@@ -44,35 +44,42 @@ ANSWERS_VERSION = 1
 class TeacherAnswers:
     """The answers to some rows of the training split: probabilities, or of a regression model the number.
 
-    ``key`` identifies teacher and texts together. ``answers``: float32, (rows, labels), mapped from a file; ``rows``:
-    the number of each row, ascending; ``order``: at which place the teacher has each label of the data. Rows from
-    number ``num_labelled`` on have no label.
+    ``key`` identifies teachers and texts together. ``answers``: of each teacher, float32, (rows, labels), mapped from a
+    file; ``rows``: the number of each row, ascending; ``orders``: of each teacher, at which place it has each label of
+    the data. Rows from number ``num_labelled`` on have no label.
     """
 
     key: str
-    answers: np.ndarray
+    answers: Sequence[np.ndarray]
     rows: np.ndarray
-    order: np.ndarray
+    orders: Sequence[np.ndarray]
     num_labelled: int
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """(rows, labels), in the order of the data's labels."""
-        return self.answers[np.searchsorted(self.rows, rows)][:, self.order]
+        """The mean over the teachers: (rows, labels), in the order of the data's labels."""
+        places = np.searchsorted(self.rows, rows)
+        return np.mean(
+            [answers[places][:, order] for answers, order in zip(self.answers, self.orders, strict=True)], axis=0
+        )
 
     def has_label(self, rows: np.ndarray) -> np.ndarray:
         return rows < self.num_labelled
 
 
-def read_teacher(config: TrainConfig) -> SavedModel:
-    """Read the model that ``--distill`` names.
+def read_teachers(config: TrainConfig) -> dict[str, SavedModel]:
+    """Read the models that ``--distill`` names.
 
     Raises:
-        UserError: there is none, or it has another task.
+        UserError: one is missing, or has another task.
     """
-    path, task = Path(config.distill).expanduser(), TASKS[config.task]
+    return {name: _read_teacher(name, config) for name in config.teachers}
+
+
+def _read_teacher(name: str, config: TrainConfig) -> SavedModel:
+    path, task = Path(name).expanduser(), TASKS[config.task]
     if not path.exists():
         raise UserError(
-            f"--distill {config.distill}: no such model; name the folder of a model that was trained here",
+            f"--distill {name}: no such model; name the folder of a model that was trained here",
             code="model-not-found",
         )
     saved = read_saved_model(path)
@@ -80,13 +87,13 @@ def read_teacher(config: TrainConfig) -> SavedModel:
         kind = f"a {saved.problem_type.name} model of {'pairs of texts' if saved.reads_pairs else 'single texts'}"
         pair = f" --pair_column {config.columns.pair}" if config.columns.pair else ""
         raise UserError(
-            f"--distill {config.distill}: is {kind}, which does not answer what --task {config.task}{pair} asks",
+            f"--distill {name}: is {kind}, which does not answer what --task {config.task}{pair} asks",
             code="teacher-unlike",
         )
     return saved
 
 
-def ask_teacher(
+def ask_teachers(
     config: TrainConfig,
     ranks: Ranks,
     texts: NewsData | None,
@@ -94,44 +101,48 @@ def ask_teacher(
     train_index: np.ndarray,
     say: Callable[[str], None],
 ) -> TeacherAnswers:
-    """The teacher's answers to the training rows, on every rank; on each machine its first rank has them computed.
+    """The teachers' answers to the training rows, on every rank; on each machine its first rank has them computed.
 
     All rows of the split are asked, because another seed trains on others; with ``--max_train_rows`` only the chosen
     ones are. ``texts``: on the first rank of each machine.
 
     Raises:
-        UserError: the teacher has other labels, does not answer a text, or cannot be run.
+        UserError: a teacher has other labels, does not answer a text, or cannot be run.
     """
     rows = train_index if config.max_train_rows else np.arange(len(tokens.train))
 
-    def ask() -> tuple[str, list[int]] | None:
+    def ask() -> list[tuple[str, list[int]]] | None:
         if texts is None:
             return None
-        saved = read_teacher(config)
-        order = _places_of_labels(config, saved.labels, tokens.label_names)
         chosen = texts.train.take(rows).texts if len(rows) < len(texts.train) else texts.train.texts
-        key = _key(saved.path, chosen)
-        _compute(config, saved, chosen, key, say)
-        return key, order
+        answered = []
+        for name, saved in read_teachers(config).items():
+            order = _places_of_labels(name, saved.labels, config, tokens.label_names)
+            key = _key(saved.path, chosen)
+            _compute(name, saved, config, chosen, key, say)
+            answered.append((key, order))
+        return answered
 
     found = [one for one in ranks.gather(ranks.run_on_all_ranks(ask)) if one]
     if any(one != found[0] for one in found):
         raise UserError(
-            f"--distill {config.distill}: is another model on another machine; copy the same folder to all",
+            f"--distill {config.distill}: is a different model on another machine; copy the same folder to all of them",
             code="teacher-unlike",
             quiet=not ranks.is_first,
         )
-    key, order = found[0]
-    answers = ArrayFile.open(_file(config, key))["answers"]
-    return TeacherAnswers(key, answers, rows, np.array(order), tokens.num_labelled)
+    keys, orders = zip(*found[0], strict=True)
+    answers = [ArrayFile.open(_file(config, key))["answers"] for key in keys]
+    return TeacherAnswers("+".join(keys), answers, rows, [np.array(order) for order in orders], tokens.num_labelled)
 
 
-def _places_of_labels(config: TrainConfig, of_teacher: Sequence[str], of_data: Sequence[str]) -> list[int]:
+def _places_of_labels(
+    teacher: str, of_teacher: Sequence[str], config: TrainConfig, of_data: Sequence[str]
+) -> list[int]:
     if TASKS[config.task].problem_type is REGRESSION:
         return [0]  # one number, whatever the column is called
     if sorted(of_teacher) != sorted(of_data):
         raise UserError(
-            f"--distill {config.distill}: its labels are {', '.join(of_teacher)}, those of --dataset {config.dataset} "
+            f"--distill {teacher}: its labels are {', '.join(of_teacher)}, those of --dataset {config.dataset} "
             f"are {', '.join(of_data)}; a teacher must answer with the same labels",
             code="teacher-unlike",
         )
@@ -157,7 +168,7 @@ def _file(config: TrainConfig, key: str) -> Path:
 
 
 def _compute(
-    config: TrainConfig, teacher: SavedModel, texts: Sequence[Text], key: str, say: Callable[[str], None]
+    name: str, teacher: SavedModel, config: TrainConfig, texts: Sequence[Text], key: str, say: Callable[[str], None]
 ) -> None:
     """Write the answers to the file of this key, unless it is there and undamaged.
 
@@ -166,10 +177,10 @@ def _compute(
     """
     file = _file(config, key)
     if file.exists() and not find_damage(file):
-        say(f"The answers of --distill {config.distill} to {len(texts):,} texts are known, from {file}")
+        say(f"The answers of --distill {name} to {len(texts):,} texts are already known, from {file}")
         return
-    say(f"Asking --distill {config.distill} about {len(texts):,} texts ...")
-    asked, answered = (file.with_suffix(f".{name}.jsonl") for name in ("texts", "answers"))
+    say(f"Asking --distill {name} about {len(texts):,} texts ...")
+    asked, answered = (file.with_suffix(f".{what}.jsonl") for what in ("texts", "answers"))
     record = Path(f"{answered}.job.json")
     has_probabilities = teacher.problem_type is not REGRESSION
     try:
@@ -178,10 +189,10 @@ def _compute(
                 row = dict(zip(("text", "text_pair"), (text,) if isinstance(text, str) else text, strict=False))
                 lines.write(json.dumps(row).encode() + b"\n")
         flags = ["--model", str(teacher.path), "--bad_rows", "keep", *(["--probabilities"] * has_probabilities)]
-        what = f"--distill {config.distill}"
+        what = f"--distill {name}"
         run_command_of_serving("inference.score", [str(asked), str(answered), *flags], what, say, quiet=True)
         about = {"teacher": str(teacher.path), "labels": teacher.labels}
-        write_arrays(file, {"answers": _read_answers(config, answered, teacher, len(texts))}, about)
+        write_arrays(file, {"answers": _read_answers(name, answered, teacher, len(texts))}, about)
     except (OSError, UserError) as error:
         if file.exists() and not find_damage(file):
             return  # another start was first, and has removed what both had worked on
@@ -194,7 +205,7 @@ def _compute(
         left_over.unlink(missing_ok=True)
 
 
-def _read_answers(config: TrainConfig, path: Path, teacher: SavedModel, num_texts: int) -> np.ndarray:
+def _read_answers(name: str, path: Path, teacher: SavedModel, num_texts: int) -> np.ndarray:
     answers = np.empty((num_texts, len(teacher.labels)), dtype=np.float32)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines):
@@ -202,7 +213,7 @@ def _read_answers(config: TrainConfig, path: Path, teacher: SavedModel, num_text
             if "error" in answer:
                 reason = answer["error"].partition(": ")[2] or answer["error"]
                 raise UserError(
-                    f'--distill {config.distill}: does not answer the training text "{answer["text"][:80]}" '
+                    f'--distill {name}: does not answer the training text "{answer["text"][:80]}" '
                     f"({reason}); remove that row from the data",
                     code="row-unusable",
                 )

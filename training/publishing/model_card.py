@@ -80,7 +80,8 @@ def _teacher(metrics: dict[str, Any]) -> str:
     if "distilled_from" not in metrics:
         return ""
     more = f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
-    return f", which learned from the answers of `{public_name(metrics['distilled_from'])}` to its rows{more}"
+    names = " and ".join(f"`{public_name(name)}`" for name in metrics["distilled_from"].split(","))
+    return f", which learned from the answers of {names} to its rows{more}"
 
 
 def _classes(test: dict[str, Any]) -> str:
@@ -128,7 +129,7 @@ classify(clean_text({text}))
 def _limits(metrics: dict[str, Any]) -> str:
     dataset, left_out = metrics["dataset"], metrics.get("rows_left_out", 0)
     trained_on = (
-        "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "the data above alone"
+        "English newswire headlines with a lead sentence" if dataset in _ENGLISH_NEWS else "only the data above"
     )
     without = f" Rows of the data that could not be used and were left out: {left_out:,}." if left_out else ""
     return f"Trained on {trained_on}; other styles, languages and subjects were not tested.{without}"

@@ -139,7 +139,8 @@ def _distilled_from(context: RunContext) -> dict[str, Any]:
     if not context.config.is_distilled:
         return {}
     unlabelled = len(context.news.train_index) - len(context.news.labelled_index)
-    return {"distilled_from": recorded_name(context.config.distill), "unlabelled_rows": unlabelled}
+    names = ",".join(map(recorded_name, context.config.teachers))
+    return {"distilled_from": names, "unlabelled_rows": unlabelled}
 
 
 def export_model(config: TrainConfig) -> None:
@@ -148,7 +149,7 @@ def export_model(config: TrainConfig) -> None:
     Raises:
         UserError: it was refused, or failed.
     """
-    flag = f"--export: the model in {config.output_dir} is complete and stays"
+    flag = f"--export: the model in {config.output_dir} is complete and is kept"
     print(f"--export: python -m inference.export {shlex.quote(str(config.output_dir))}", flush=True)
     run_command_of_serving("inference.export", [str(config.output_dir)], flag, print)
 
@@ -201,20 +202,21 @@ def _report_data(
         notes.append(f"Validated, tested and written: the moving average of the weights, --ema {context.config.ema:g}.")
     if (last := context.state.epochs[-1].epoch) < context.config.epochs:
         notes.append(
-            f"Training stopped after epoch {last} of {context.config.epochs}, since {context.config.early_stopping} "
+            f"Training stopped after epoch {last} of {context.config.epochs}, because {context.config.early_stopping} "
             f"evaluations in a row had no better {context.config.best_metric} on the validation rows."
         )
     if context.state.skipped_steps:
         notes.append(f"The loss scale skipped {context.state.skipped_steps} steps.")
     if context.state.bad.total:
-        notes.append(f"{context.state.bad.total} steps were skipped, since loss or gradient was not finite.")
+        notes.append(f"{context.state.bad.total} steps were skipped, because loss or gradient was not finite.")
     if excluded := context.state.bad.excluded_rows:
         notes.append(f"After too many such steps in a row, {len(excluded)} training rows were left out.")
     if context.config.is_distilled:
         share, unlabelled = context.config.distill_share, _distilled_from(context)["unlabelled_rows"]
         notes.append(
-            f"Distilled from {context.config.distill}: {share:.0%} of a row's loss is by the teacher's answer"
-            + (f", of {unlabelled:,} rows without a label all of it." if unlabelled else ".")
+            f"Distilled from {', '.join(context.config.teachers)}: {share:.0%} of a row's loss comes from the "
+            f"{'answer of the teacher' if len(context.config.teachers) == 1 else 'mean answer of the teachers'}"
+            + (f", and all of it for {unlabelled:,} rows without a label." if unlabelled else ".")
         )
     if context.config.suspects in ("drop", "reweight"):
         left_out = "were left out" if context.config.suspects == "drop" else "had less weight in the loss"

@@ -31,7 +31,7 @@ from training.config import TrainConfig
 from training.data.balance import Balance
 from training.data.batching import LengthBucketSampler
 from training.data.prepare import class_weights_of, prepare_model, prepare_news, settle_model
-from training.data.teacher import read_teacher
+from training.data.teacher import read_teachers
 from training.evaluation.evaluator import EvaluationStopped
 from training.fault_tolerance.bad_steps import BadStep, BadSteps
 from training.fault_tolerance.failures import translate_errors
@@ -102,7 +102,7 @@ class Trainer:
         ranks.run_on_all_ranks(lambda: check_output(config.output_dir) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_trackers(config.tracker_names) if ranks.is_first else None)
         ranks.run_on_all_ranks(lambda: check_lora(config))
-        ranks.run_on_all_ranks(lambda: read_teacher(config) if config.is_distilled and ranks.is_first else None)
+        ranks.run_on_all_ranks(lambda: read_teachers(config) if config.is_distilled and ranks.is_first else None)
         check_shared(config.output_dir, ranks)
         check_storage(storage, ranks)
         # Before data and model, which take minutes, because its process group may fail to form.
@@ -186,7 +186,7 @@ class Trainer:
         self.watchdog, self.subscribers = Watchdog(self.context), subscribers
         if resumed and not self.budget and (before := resumed.state["config"]["epochs"]) != config.epochs:
             total_steps = self.context.plan.total_steps
-            say(f"--epochs was {before}, is {config.epochs}: the schedule now ends at step {total_steps:,}")
+            say(f"--epochs was {before} and is now {config.epochs}, so the schedule ends at step {total_steps:,}")
         if resumed:
             with translate_errors(ranks, step=1):
                 self.restore(resumed)
