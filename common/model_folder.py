@@ -115,7 +115,7 @@ class SavedModel:
         vocab_size = self.config.get("vocab_size", tokenizer.vocab_size)
         if tokenizer.vocab_size > vocab_size:
             what = f"the tokenizer has {tokenizer.vocab_size} token ids, the model only {vocab_size}"
-            raise ModelLoadError(self.path, what, "give both from the same training run")
+            raise ModelLoadError(self.path, what, "use the tokenizer and the model of the same training run")
         return tokenizer
 
 
@@ -184,7 +184,7 @@ def _labels(path: Path, config: dict[str, Any]) -> list[str]:
         kinds = [str(name) for name in config.get("architectures") or []]
         if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in kinds):
             remedy = f"train it to classify: python -m training.train_single --model {path.parent}"
-            raise ModelLoadError(path.parent, "a language model, which gives texts no labels", remedy)
+            raise ModelLoadError(path.parent, "a language model, which does not label texts", remedy)
         if not any("Classification" in name for name in kinds):
             remedy = f"train it: python -m training.train_single --model {path.parent}"
             raise ModelLoadError(path.parent, "an encoder without classes", remedy)
@@ -217,7 +217,7 @@ def _within_positions(path: Path, max_length: int, config: dict[str, Any]) -> in
 
 def _checked(saved: SavedModel) -> SavedModel:
     if own := saved.config.get("own_network"):
-        what = f"holds a network of your own ({own}), and no code is run that a model folder names"
+        what = f"holds a network of your own ({own}), and code that a model folder names is never run"
         raise ModelLoadError(saved.path, what, "load its model.safetensors into the network yourself")
     # What the scores mean depends on it, so a guess would be silently wrong.
     named = saved.config.get("problem_type")
@@ -225,7 +225,7 @@ def _checked(saved: SavedModel) -> SavedModel:
         what = f"problem_type {named!r} in config.json: must be one of {', '.join(PROBLEM_TYPES)}"
         raise ModelLoadError(saved.path, what, "set it to what the model was trained for")
     if saved.problem_type is REGRESSION and len(saved.labels) != 1:
-        what = f"a regression model with {len(saved.labels)} outputs: one number per text is supported"
+        what = f"a regression model with {len(saved.labels)} outputs: only one number per text is supported"
         raise ModelLoadError(saved.path, what, "train it with one output")
     if saved.problem_type is not REGRESSION and len(saved.labels) < 2:
         what = "a model with one label gives every text the same answer"
@@ -255,7 +255,11 @@ def _check_windows(saved: SavedModel) -> None:
     except ValueError as error:
         raise ModelLoadError(saved.path, f"{error} (in config.json)", remedy) from error
     if windows and saved.reads_pairs:
-        raise ModelLoadError(saved.path, "windows of pairs of texts in config.json, which are not read", remedy)
+        raise ModelLoadError(
+            saved.path,
+            "windows of pairs of texts in config.json, but only windows of single texts are supported",
+            remedy,
+        )
     if windows and windows.length != saved.max_length:
         what = f"windows of {windows.length} tokens in config.json, but a model_max_length of {saved.max_length}"
         raise ModelLoadError(saved.path, what, remedy)
@@ -265,10 +269,10 @@ def _check_thresholds(saved: SavedModel) -> None:
     found = saved.thresholds
     if not isinstance(found, list) or len(found) != len(saved.labels):
         what = f"{THRESHOLDS_KEY} in config.json must be a list of {len(saved.labels)} numbers, one per label"
-        raise ModelLoadError(saved.path, what, "remove it to answer every label from a probability of 0.5 on")
+        raise ModelLoadError(saved.path, what, "remove it to answer with every label whose probability is at least 0.5")
     if wrong := [one for one in found if not isinstance(one, int | float) or not 0 <= one <= 1]:
         what = f"{THRESHOLDS_KEY} in config.json has {wrong[0]!r}: must be probabilities, 0 to 1"
-        raise ModelLoadError(saved.path, what, "remove it to answer every label from a probability of 0.5 on")
+        raise ModelLoadError(saved.path, what, "remove it to answer with every label whose probability is at least 0.5")
 
 
 def _read_checkpoint(path: Path) -> SavedModel:

@@ -302,7 +302,7 @@ def _json_object(line: str) -> tuple[dict[str, Any], str]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        return {}, f"not valid JSON ({getattr(error, 'msg', 'nested too deep')}); one object per line is read"
+        return {}, f"not valid JSON ({getattr(error, 'msg', 'nested too deep')}); each line must hold one object"
     if not isinstance(row, dict):
         return {}, "must be an object"
     if "\\ud" in line.lower():  # half a character, spelt as an escape, is text that no file can hold

@@ -137,7 +137,7 @@ def utf8_bytes(data: bytes) -> bytes:
         try:
             data = data.decode("utf-16").encode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"UTF-16 text that is torn at byte {error.start}; save it as UTF-8") from error
+            raise ValueError(f"UTF-16 text that is damaged at byte {error.start}; save it as UTF-8") from error
     if b"\0" in data[:1000]:
         raise ValueError("not UTF-8 text (it looks like UTF-16); save it as UTF-8")
     return data.removeprefix(codecs.BOM_UTF8)
@@ -489,7 +489,7 @@ def in_ag_news_layout(path: Path) -> bool:
 
 def _headed_row(fields: list[str], places: Places) -> tuple[Any, str]:
     if len(fields) <= max(itertools.chain(*places)):
-        raise UnusableRow(f"{len(fields)} fields, but the header names text and label further right")
+        raise UnusableRow(f"{len(fields)} fields, but the header names text and label further to the right")
     return text_and_label(*([fields[place] for place in parts] for parts in places))
 
 
@@ -518,11 +518,12 @@ def joined(cells: Sequence[Any]) -> Any:
 
 def _ag_row(fields: list[str], names: Sequence[str]) -> tuple[str, str]:
     if len(fields) < 2:
-        raise UnusableRow(f'one field; rows without a header are "class 1-{len(names)}","title","description"')
+        raise UnusableRow(f'one field; rows without a header must be "class 1-{len(names)}","title","description"')
     label = fields[0].strip()
     if not label.isdecimal():
         raise UnusableRow(
-            f'label {label!r} is not a number; rows without a header are "class 1-{len(names)}","title","description"'
+            f'label {label!r} is not a number; rows without a header must be "class 1-{len(names)}","title",'
+            '"description"'
         )
     if not 1 <= int(label) <= len(names):
         raise UnusableRow(f"label {label} is out of range 1 to {len(names)}")
@@ -567,7 +568,7 @@ def _json_row(line: str, reading: Reading) -> tuple[Any, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UnusableRow(f"not valid JSON ({error.msg}); one object per line is read") from error
+        raise UnusableRow(f"not valid JSON ({error.msg}); each line must hold one object") from error
     if not isinstance(row, dict):
         raise UnusableRow("must be an object with text and label")
     try:
@@ -701,7 +702,7 @@ def _split_file(folder: Path, split: str) -> Path | None:
 
 
 def _rows_of_model(file: Path, columns: Columns, problem_type: ProblemType) -> Iterator[tuple[str, Text, Any]]:
-    remedy = "the columns must have the names of training's"
+    remedy = "the columns must have the same names as in training"
     reading = Reading(columns, skip=False, flag="--rows", remedy=remedy, problem_type=problem_type)
     classes = file.with_name("classes.txt")
     found = classes.read_text(encoding="utf-8").split("\n") if classes.is_file() else []

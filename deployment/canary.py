@@ -1,4 +1,4 @@
-"""Move a route's requests to a canary step by step, and all back as soon as it fails more often or answers more slowly.
+"""Move a route's requests to a canary step by step, and all of them back if it fails more often or is slower.
 
 python deployment/canary.py ROUTE --namespace NAMESPACE --prometheus URL
 """
@@ -79,9 +79,7 @@ class Route:
             names = [backend["name"] for backend in backends]
             if {self.stable, self.canary} <= set(names):
                 if len(names) > 2:
-                    what = (
-                        f"has other backends than {self.stable} and {self.canary}; shares of three are not known here"
-                    )
+                    what = f"has backends other than {self.stable} and {self.canary}; only two can share the requests"
                     raise UserError(f"httproute {self.name}: {what}", code="canary-route")
                 for position, name in enumerate(names):
                     place = f"{path}/{position}"
@@ -279,22 +277,26 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--canary", default="distrinews-canary", metavar="SERVICE", help="what may replace it")
     parser.add_argument("--steps", type=_steps, default=[5, 25, 50, 100], metavar="N,N", help="percent (5,25,50,100)")
     parser.add_argument("--step_s", type=above_zero, default=600.0, metavar="N", help="seconds per step (600)")
-    parser.add_argument("--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between looks (30)")
+    parser.add_argument("--every_s", type=above_zero, default=30.0, metavar="N", help="seconds between checks (30)")
     parser.add_argument(
-        "--least_requests", type=positive, default=200, metavar="N", help="below it nothing is decided (200)"
+        "--least_requests", type=positive, default=200, metavar="N", help="with fewer, nothing is decided (200)"
     )
     parser.add_argument(
         "--most_failed",
         type=above_zero,
         default=1.0,
         metavar="N",
-        help="how many percent more of its requests may end in 5xx than of the stable servers' (1)",
+        help="its share of 5xx answers may be this many percentage points above theirs (1)",
     )
     parser.add_argument(
-        "--most_slower", type=above_zero, default=1.5, metavar="N", help="its p99 may be so many times theirs (1.5)"
+        "--most_slower",
+        type=above_zero,
+        default=1.5,
+        metavar="N",
+        help="its p99 may be up to this many times theirs (1.5)",
     )
     parser.add_argument("--path", default="/predict", help="the route of the server whose p99 counts (/predict)")
-    parser.add_argument("--weight", type=_percent, metavar="N", help="only set the canary's percent, and end")
+    parser.add_argument("--weight", type=_percent, metavar="N", help="only set the canary's percentage, and exit")
     options = parser.parse_args()
     if options.prometheus is None and options.weight is None:
         parser.error("--prometheus is needed, because its metrics decide")

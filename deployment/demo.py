@@ -1,6 +1,6 @@
-"""Start the server on a model, ask it three headlines over HTTP, and show where its page is.
+"""Start the server on a model, send it three headlines over HTTP, and show where its page is.
 
-python deployment/demo.py MODEL [--port 7860]. In a terminal it serves on until Ctrl-C.
+python deployment/demo.py MODEL [--port 7860]. In a terminal it keeps serving until Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Show that a run outlives its processes: kill a rank, lose a machine, let another one join, and compare the end.
+"""Show that a run outlives its processes: kill a rank, lose a machine, let another one join, and compare the results.
 
 python deployment/demo_elastic.py [--output_dir FOLDER]. Machines are launchers on this one; no network is needed.
 """

@@ -1,4 +1,4 @@
-"""Classify rows on a machine of Hugging Face Jobs, at a price that is said beforehand.
+"""Classify rows on a machine of Hugging Face Jobs, at a price that is shown beforehand.
 
 python deployment/hub_jobs.py hf://datasets/ACCOUNT/NAME/FILE hf://buckets/ACCOUNT/NAME/FILE --model ACCOUNT/NAME
 --image IMAGE
@@ -78,7 +78,7 @@ def main() -> None:
     _check_price(api, options.flavor, price)
     for (source, target), command in zip(jobs, commands, strict=True):
         # A Job that is sent twice is paid twice, so nothing is sent again without a look.
-        with _job_errors(shlex.join(command), "look with hf jobs ps whether it has started before you start it again"):
+        with _job_errors(shlex.join(command), "check with hf jobs ps whether it has started before you start it again"):
             job = api.run_job(
                 image=options.image,
                 command=command,

@@ -69,7 +69,7 @@ def newest_digest(name: str, tag: str, registry: str | None = None) -> str:
             content = _get(address, headers)
     except (OSError, ValueError) as error:  # HTTPError is an OSError
         raise BaseUnknown(
-            f"{name}:{tag}: {address} does not tell its digest ({error}); the files are unchanged"
+            f"{name}:{tag}: {address} does not report its digest ({error}); the files are unchanged"
         ) from error
     listed = {entry.get("platform", {}).get("architecture") for entry in json.loads(content).get("manifests", [])}
     if missing := _PLATFORMS - listed:

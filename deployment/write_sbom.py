@@ -1,7 +1,7 @@
 """Write a CycloneDX bill of materials.
 
 python deployment/write_sbom.py [--output build/sbom]: of each lock, and one audit for known vulnerabilities. Exit code
-0: nothing is known; 1: something is; 2: not audited.
+0: no vulnerability is known; 1: at least one is; 2: not audited.
 
 python deployment/write_sbom.py --image NAME | --rootfs FOLDER: of all that is in a built image, or in the folder of an
 unpacked one: Debian's packages, CPython, Python's packages, the compiled kernels and the model.
@@ -47,8 +47,10 @@ def main() -> int:
     parser.add_argument("--osv_url", help="an OSV service to ask instead of the public one")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--image", help="a built image, to list all that is in it")
-    what.add_argument("--rootfs", type=Path, help="the same of an unpacked image")
-    parser.add_argument("--builder", choices=BUILDERS, help="what has the image; default: the first that answers")
+    what.add_argument("--rootfs", type=Path, help="the same for an unpacked image")
+    parser.add_argument(
+        "--builder", choices=BUILDERS, help="the program that has the image; default: the first that answers"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     if options.image or options.rootfs:

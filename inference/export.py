@@ -90,7 +90,9 @@ def _read_rows(options: argparse.Namespace, saved: SavedModel, console: Console)
     text, label = (str(saved.metadata.get(f"{name}_column", name)) for name in ("text", "label"))
     pair = str(saved.metadata.get("pair_column", "text_pair")) if saved.reads_pairs else ""
     if saved.reads_pairs and path == SAMPLE_NEWS:
-        what = f"{options.model}: reads pairs of texts, and the sample news are single ones; name rows with --rows"
+        what = (
+            f"{options.model}: reads pairs of texts, and the sample news has only single texts; name rows with --rows"
+        )
         raise UserError(what, code="data-not-found")
     columns = TEXT_AND_LABEL if path == SAMPLE_NEWS else Columns(text, label, pair)
     rows = read_labelled_rows(path, saved.labels, options.limit, columns, saved.problem_type)

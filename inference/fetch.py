@@ -45,7 +45,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m inference.fetch",
         description=_DESCRIPTION,
         epilog="HF_TOKEN is sent to the hub, FETCH_TOKEN to other hosts (as Bearer), and neither follows a redirect to "
-        "another host. Exit codes: 0 the model is there, 1 the source did not answer, 2 what was asked for cannot be.",
+        "another host. Exit codes: 0 the model is there, 1 the source did not answer, 2 what was asked for is not "
+        "possible.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="where the model is")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to put it; not a mount point itself")
@@ -54,7 +55,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="HASH",
         type=_sha256,
         default=os.environ.get("MANIFEST_SHA256") or None,
-        help="take only this manifest.json, of one artefact; then it is no matter who can write to ADDRESS "
+        help="take only this manifest.json, of one artefact; then it does not matter who can write to ADDRESS "
         "(default: MANIFEST_SHA256)",
     )
     parser.add_argument("--most_gb", metavar="N", type=above_zero, default=4.0, help="refuse a larger model (4)")
@@ -76,12 +77,12 @@ def main(arguments: list[str] | None = None) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, deadline):
             if options.manifest_sha256 and _has_manifest(folder, options.manifest_sha256):
-                print(f"{folder}: is there already, with the manifest that --manifest_sha256 names", flush=True)
+                print(f"{folder}: is already there, with the manifest that --manifest_sha256 names", flush=True)
                 return
             source = source_at(options.address, deadline, is_pinned=bool(options.manifest_sha256))
             manifests = _find_manifests(source, deadline, options.manifest_sha256)
             if _holds(folder, manifests):
-                print(f"{folder}: is there already, as at {options.address}", flush=True)
+                print(f"{folder}: is already there, as at {options.address}", flush=True)
                 return
             num_bytes = _fetch(source, manifests, folder, deadline, options.most_gb)
     except OSError as error:
@@ -133,7 +134,7 @@ def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: 
     """Fetch the files of all manifests; the folder is there once every hash is right. Returns how many bytes."""
     if folder.exists() and not _is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            f"{folder}: holds something else than a fetched model; name another FOLDER", code="not-writable"
+            f"{folder}: holds something other than a fetched model; name another FOLDER", code="not-writable"
         )
     aside = folder.with_name(f".{folder.name}.fetching")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
@@ -165,7 +166,7 @@ def _sizes(address: str, manifest: Manifest) -> dict[str, int]:
         is_plain = re.fullmatch(r"\w[\w.-]*", name) and name != MANIFEST_FILE
         size = described.get("bytes") if isinstance(described, dict) else None
         if not is_plain or not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ModelLoadError(f"{address}/{MANIFEST_FILE}", f"{name!r} is no file with a size", _FETCH_AGAIN)
+            raise ModelLoadError(f"{address}/{MANIFEST_FILE}", f"{name!r} is not a file with a size", _FETCH_AGAIN)
     return {name: described["bytes"] for name, described in manifest.files.items()}
 
 
@@ -259,7 +260,7 @@ def _locked(folder: Path, deadline: float) -> Iterator[None]:
 
 def _in_one_line(folder: Path, error: OSError) -> str:
     if error.errno == errno.EBUSY:
-        return f"{folder}: is a mount point, which nothing can replace at one instant; name a folder within it"
+        return f"{folder}: is a mount point, which cannot be replaced in one step; name a folder inside it"
     return f"{folder}: cannot be written ({error.strerror or error}); free some space, or name another FOLDER"
 
 

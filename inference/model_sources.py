@@ -63,7 +63,9 @@ def source_at(address: str, deadline: float, *, is_pinned: bool) -> Source:
     if address.startswith(("https://", "http://")):
         url = _checked(address)
         if url.scheme == "http" and not _is_loopback(url) and not is_pinned:
-            message = "anyone on the way could change what arrives over http; use https, or give --manifest_sha256"
+            message = (
+                "anyone on the network path could change what arrives over http; use https, or give --manifest_sha256"
+            )
             raise UserError(f"{address}: {message}", code="fetch-address")
         return HttpSource(address, address, os.environ.get("FETCH_TOKEN"), deadline)
     return StoredSource(address)

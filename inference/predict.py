@@ -31,7 +31,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("text", nargs="?", help="the text to classify")
     what.add_argument(
         "--file",
-        help="classify a file with one text per line, or for a model that reads pairs with two that a tab separates; - "
+        help="classify a file with one text per line, or, for a model that reads pairs, with two separated by a tab; - "
         "reads standard input",
     )
     parser.add_argument("--pair", metavar="TEXT", help="the second text, for a model that reads pairs")
@@ -95,7 +95,7 @@ def _chart(prediction: dict[str, Any], answering: Answering) -> str:
     by_probability = sorted(prediction["probabilities"].items(), key=lambda item: -item[1])
     for label, probability in by_probability:
         bar = "█" * round(probability * _BAR_WIDTH)
-        needed = f"  given from {thresholds[label]:.1%}" if thresholds else ""
+        needed = f"  given if at least {thresholds[label]:.1%}" if thresholds else ""
         lines.append(f"{label:{width}}  {bar:{_BAR_WIDTH}}  {probability:6.1%}{needed}")
     return "\n".join(lines)
 
@@ -122,7 +122,7 @@ def _predict_file(options: argparse.Namespace) -> None:
 def _pair(file: str, line: str) -> tuple[str, str]:
     first, _, second = line.partition("\t")
     if not second.strip() or "\t" in second:
-        what = f"--file {file}: the model reads pairs of texts, so each line needs two with a tab between; found"
+        what = f"--file {file}: the model reads pairs of texts, so each line needs two, separated by a tab; found"
         raise UserError(f"{what} {line.strip()[:60]!r}", code="prediction-failed")
     return first, second
 

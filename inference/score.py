@@ -68,7 +68,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "and with the reason in a column error (default: refuse)",
     )
     parser.add_argument("--probabilities", action="store_true", help="also write the probability of every label")
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="begins the names of the added columns")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="what the names of the added columns begin with")
     parser.add_argument(
         "--format",
         choices=("csv", "tsv", "jsonl", "parquet"),
@@ -80,7 +80,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         type=positive,
         default=ROWS_PER_PART,
         metavar="N",
-        help=f"rows of a part, which is what a killed process loses of its work (default: {ROWS_PER_PART})",
+        help=f"rows per part, which is the most work that a killed process loses (default: {ROWS_PER_PART})",
     )
     parser.add_argument(
         "--restart",

@@ -1,7 +1,7 @@
 """Serve a model over HTTP.
 
-MODEL_CHECKPOINT, LISTEN_HOST and PORT are environment variables, as is all else that can be set: docs/serving.md lists
-them with their defaults.
+MODEL_CHECKPOINT, LISTEN_HOST and PORT are environment variables, as is everything else that can be set: docs/serving.md
+lists them with their defaults.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ def _refuse_taken_port(host: str, port: int) -> None:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        line = f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop what has it"
-        raise UserError(line, code="port-in-use") from None
+        raise UserError(
+            f"--host {host}, --port {port}: cannot listen there ({reason}); give another --port, or stop the program "
+            "that uses it",
+            code="port-in-use",
+        ) from None
 
 
 def _load_from_now_on(settings: Settings) -> LoadModel:

@@ -34,8 +34,8 @@ class Settings(BaseModel):
     )
     engine: Literal["auto", "native", "openvino", "onnx", "torch", "torch_compiled"] = Field(
         default="auto",
-        description="What runs the model. auto takes the fastest artefact beside the model, else torch; another name "
-        "insists on that one.",
+        description="What runs the model. auto takes the fastest artefact beside the model, else torch; any other "
+        "name insists on that engine.",
     )
     threads: int = Field(
         default=0,
@@ -76,8 +76,8 @@ class Settings(BaseModel):
     )
     forwarded_allow_ips: str = Field(
         default="127.0.0.1",
-        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* for all). Too many "
-        "lets clients forge the address that the rate limit counts by.",
+        description="Addresses of proxies, comma-separated, whose X-Forwarded-For is believed (* for all). Trusting "
+        "too many lets clients forge the address that the rate limit counts by.",
     )
     max_text_chars: int = Field(
         default=20_000,
@@ -94,7 +94,7 @@ class Settings(BaseModel):
     max_body_mb: float = Field(
         default=8,
         gt=0,
-        description="Largest request body, in MiB; a larger one is refused with 413 (as is one that could not lie "
+        description="Largest request body, in MiB; a larger one is refused with 413 (as is one that could not be "
         "within the two limits above). A larger value costs memory and event-loop time per request.",
     )
     max_pending_mb: float = Field(
@@ -106,9 +106,9 @@ class Settings(BaseModel):
     max_batch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Most tokens in one forward pass. Smaller answers single texts sooner under load, larger "
-        "reads the weights less often per text. 0 is where the measured curve is flat: 512 on a processor, 8192 on a "
-        "GPU, or the longest text that the model reads if that is more.",
+        description="Most tokens in one forward pass. A smaller value answers single texts sooner under load, a "
+        "larger one reads the weights less often per text. 0 takes a value at which the measured curve is flat: 512 "
+        "on a processor, 8192 on a GPU, or the longest text that the model reads if that is more.",
     )
     max_wait_seconds: float = Field(
         default=5,
@@ -122,14 +122,14 @@ class Settings(BaseModel):
         gt=0,
         description="Seconds until a text that is not answered ends in 504, until a body that does not arrive "
         "ends in 408, and until a connection is closed whose headers do not arrive or whose answer is not read. "
-        "Shorter gives up sooner under overload.",
+        "A shorter time gives up sooner under overload.",
     )
     restart_after_s: float = Field(
         default=60,
         gt=0,
         description="Seconds without an answer, from a forward pass that hangs or a model that fails even on a known "
         "good text, until the process is considered dead: `/livez` fails, and the process ends with exit code 70 so "
-        "that whatever started it starts another. More than the slowest batch takes.",
+        "that whatever started it can start a new one. It must be longer than the slowest batch takes.",
     )
     max_connections: int = Field(
         default=1000,
@@ -148,19 +148,19 @@ class Settings(BaseModel):
         default=0,
         ge=0,
         description="Answers remembered for texts that are sent again; the least recently used goes first. 0 is off. "
-        "About 1 kB each; it pays only if texts repeat.",
+        "About 1 kB each; it pays off only if texts repeat.",
     )
     explain_max_passes: int = Field(
         default=64,
         ge=1,
         description="Most texts that one /explain request classifies; a longer text is explained in groups of "
-        "words. Larger is finer but slower, as each one costs a pass.",
+        "words. A larger value explains in finer detail but is slower, because each one costs a pass.",
     )
     rate_limit_per_s: float = Field(
         default=0,
         ge=0,
         description="Texts per second that may be sent with one API key, or from one client address if no key is "
-        "asked for, with bursts of twice that; more are refused with 429 and Retry-After. Other requests (pages, "
+        "asked for, with bursts of up to twice that; more are refused with 429 and Retry-After. Other requests (pages, "
         "`/metrics`) are limited to the same number per address, but never to fewer than 10 per second; probes are "
         "not. 0 is off.",
     )
@@ -171,7 +171,7 @@ class Settings(BaseModel):
     )
     api_keys_file: Path | None = Field(
         default=None,
-        description="A file of more keys, one on each line, each with a rate limit of its own if `KEY "
+        description="A file of more keys, one per line, each with a rate limit of its own if `KEY "
         "TEXTS_PER_SECOND` is written. It is read again when it changes, so keys are replaced without a restart. If "
         "it becomes missing, damaged or empty, none of its keys is valid.",
     )
@@ -195,7 +195,7 @@ class Settings(BaseModel):
         default=25,
         gt=0,
         description="Seconds after that for requests in progress to finish; then they are cut off. Drain and grace "
-        "together should be less than the time that the platform waits before it kills.",
+        "together should be less than the time that the platform waits before it kills the process.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",

@@ -25,7 +25,7 @@ ENDS = {
     "data_parallel": "This is data parallelism. DDP does the same thing, only faster.",
     "rows": "Training sees the same batches on any number of ranks now, and no test row counts twice.",
     "buckets": "This is what DDP adds to data parallelism: few calls, hidden behind the backward pass.",
-    "zero1": "This is ZeRO stage 1: plain Adam's weights for 1/N of its moments. FSDP also shards the rest.",
+    "zero1": "This is ZeRO stage 1: plain Adam's weights with 1/N of its moments per rank. FSDP also shards the rest.",
     "tensor_parallel": "This is tensor parallelism as in Megatron-LM: two all-reduces per pair of layers.",
     "pipeline": "This is a pipeline in the order that Megatron-LM and torch.distributed.pipelining call 1F1B.",
 }
@@ -57,7 +57,7 @@ def main() -> int:
 
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     sizes = " and ".join(map(str, world_sizes))
-    console.print(f"{options.solution}: each function is called on {sizes} ranks, processes of their own\n")
+    console.print(f"{options.solution}: each function is called on {sizes} ranks, in separate processes\n")
     verdicts = []
     for name in functions_of(options.lesson):
         with console.status(f"{name} ..."):

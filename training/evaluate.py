@@ -21,9 +21,9 @@ def main() -> None:
     parser.add_argument(
         "--dataset", help="as in training, such as my_rows.csv (default: what the model was trained on)"
     )
-    parser.add_argument("--text_column", help="column of the text (default: as in training)")
-    parser.add_argument("--label_column", help="column of the label (default: as in training)")
-    parser.add_argument("--pair_column", help="column of the second text of a pair (default: as in training)")
+    parser.add_argument("--text_column", help="column with the text (default: as in training)")
+    parser.add_argument("--label_column", help="column with the label (default: as in training)")
+    parser.add_argument("--pair_column", help="column with the second text of a pair (default: as in training)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--json", action="store_true", help="print the metrics as JSON")
     options = parser.parse_args()

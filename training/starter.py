@@ -101,7 +101,8 @@ def _shrink(options: Namespace, folder: Path) -> None:
     family = next((one for one in FAMILIES if one.network_class == type(network).__name__), None)
     if family is None or family.gate or family.final_norm or not family.position_embeddings:
         raise UserError(
-            f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give a BERT or one of its kin",
+            f"--teacher {options.teacher}: {type(network).__name__} cannot be shrunk; give BERT or a close relative of "
+            "it",
             code="model-layers-unknown",
         )
     head_width = getattr(network.config, family.hidden_size_key) // getattr(network.config, family.num_heads_key)
@@ -127,7 +128,9 @@ def _shrink(options: Namespace, folder: Path) -> None:
     about = {"texts": len(texts), "parameters": small.distilbert.num_parameters()}
     about["flags"] = {name: getattr(options, name) for name in SHRINKING}
     known = sum(counts[id_] for id_ in ids) / counts.total()
-    print(f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} pieces are {known:.1%} of those in the texts")
+    print(
+        f"Shrunk: {about['parameters']:,} parameters; {len(ids):,} word pieces cover {known:.1%} of those in the texts"
+    )
     write_json(aside / ABOUT, about)
     replace_folder(aside, folder)
 
@@ -226,8 +229,8 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--dataset", required=True, help="texts: a file or folder, as for training; labels are not read"
     )
-    parser.add_argument("--text_column", default="text", help="column of the text, if the columns have names")
-    parser.add_argument("--teacher", required=True, help="folder of an encoder of BERT's kind")
+    parser.add_argument("--text_column", default="text", help="column with the text, if the columns have names")
+    parser.add_argument("--teacher", required=True, help="folder of BERT or a close relative of it")
     parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/starter"), help="default: %(default)s")
     parser.add_argument("--vocabulary", type=positive, default=8_800, help="word pieces to keep (default: %(default)s)")
     parser.add_argument("--width", type=positive, default=256, help="of the hidden states (default: %(default)s)")

@@ -43,7 +43,9 @@ class Arguments(BaseModel):
 
     model: Path = Field(description="The model folder, on every machine or on storage that all share.")
     min_replicas: int = Field(default=1, ge=1, description="Replicas without load.")
-    max_replicas: int = Field(default=1, ge=1, description="Most replicas under load; as min_replicas: no scaling.")
+    max_replicas: int = Field(
+        default=1, ge=1, description="Most replicas under load; the same as min_replicas: no scaling."
+    )
     cpus_per_replica: int = Field(default=1, ge=1, description="Cores that a replica computes on.")
 
     @model_validator(mode="after")

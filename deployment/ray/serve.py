@@ -109,10 +109,12 @@ def _reason(status: ServeStatus, otherwise: str) -> str:
 
 
 def _parse() -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, epilog="All else is environment: docs/serving.md lists the variables.")
+    parser = OneLineParser(
+        description=__doc__, epilog="Everything else is set by environment variables, which docs/serving.md lists."
+    )
     parser.add_argument("--model", type=Path, required=True, help="model folder, where all machines find it")
     parser.add_argument(
-        "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or from how few to how many (1)"
+        "--replicas", type=_range, default=(1, 1), metavar="N|N..M", help="how many, or the fewest and the most (1)"
     )
     parser.add_argument("--cpus_per_replica", type=positive, default=1, metavar="N", help="cores for each (1)")
     parser.add_argument("--address", help="the cluster, auto for this machine's (default: RAY_ADDRESS, else a new one)")

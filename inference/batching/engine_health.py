@@ -76,7 +76,7 @@ class EngineHealth:
         is_news = self.failure is None
         if is_news:
             self._broken_since = time.monotonic()
-        self.failure = f"the model fails on every text, a known good one included ({problem}); {remedy}"
+        self.failure = f"the model fails on every text, including a known good one ({problem}); {remedy}"
         if is_news:
             logger.error("not ready: %s", self.failure)
 

@@ -56,7 +56,7 @@ class ServedModel:
         metrics.watch("queue_tokens", "Tokens that wait for a forward pass.", lambda: self._reading("queued_tokens"))
         metrics.watch(
             "queue_seconds",
-            "Seconds until all that was accepted is answered, by the measured speed.",
+            "Seconds until all that was accepted is answered, at the measured speed.",
             lambda: self._reading("queue_seconds"),
         )
         metrics.watch("tokens_per_second", "Measured speed of the model.", lambda: self._reading("tokens_per_second"))
@@ -74,7 +74,7 @@ class ServedModel:
         if not classifier.is_alive:
             return "the worker that runs the model is down and is being restarted; see the log"
         if classifier.heartbeat_age_s > self._stuck_after_s:
-            return f"the model has been at one batch for {classifier.heartbeat_age_s:.0f} s"
+            return f"the model has been working on one batch for {classifier.heartbeat_age_s:.0f} s"
         return classifier.health.failure
 
     @property
@@ -130,8 +130,8 @@ class ServedModel:
                 if self._current is None:
                     self._load_error = str(refusal)
                     logger.error(
-                        "the server runs, but without a model: every request for an answer gets 503. Put the model "
-                        "right and send SIGHUP (kill -HUP %d), or start again with another one",
+                        "the server runs, but without a model: every request for an answer gets 503. Fix the model "
+                        "and send SIGHUP (kill -HUP %d), or start again with another one",
                         os.getpid(),
                     )
                 raise refusal from error

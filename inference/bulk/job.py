@@ -124,8 +124,8 @@ class Job:
             return record
         if self._out_exists():
             raise UserError(
-                f"{missing[0]}: was complete and is gone, but not the rest of {self.out}; remove all of it to have it "
-                "written again, or name another OUT",
+                f"{missing[0]}: was complete and is gone, but the rest of {self.out} is still there; remove all of it "
+                "to have it written again, or name another OUT",
                 code="score-out-exists",
             )
         self.outputs.remove(self.record_path)  # the output was removed to have it written again
@@ -158,7 +158,7 @@ class Job:
                 return
             earlier = self.earlier_record()  # another process was first
         changed = [
-            f"{name} was {_short(old.get(name))} and is {_short(new.get(name))}"
+            f"{name} was {_short(old.get(name))} and is now {_short(new.get(name))}"
             for old, new in ((earlier["model"], model), (earlier["settings"], self.settings))
             for name in sorted(old.keys() | new.keys())
             if old.get(name) != new.get(name)
@@ -205,7 +205,7 @@ class Job:
         """
         if self._has_changed(self.files[number], self.record["inputs"][number]):
             raise UserError(
-                f"{self.files[number].path}: has changed while it was scored; begin again with --restart",
+                f"{self.files[number].path}: changed while it was scored; begin again with --restart",
                 code="score-job-changed",
             )
 
@@ -264,7 +264,7 @@ def plan_job(source: str, out: str, settings: dict[str, Any]) -> Job:
     else:
         if suffix in OUT_FORMATS:
             raise UserError(
-                f"{out}: names one file, and {source} stands for {len(found)}; name a folder", code="data-format"
+                f"{out}: names one file, and {source} matches {len(found)}; name a folder", code="data-format"
             )
         files = list(_files_of(source, found, out, settings["format"], inputs))
         if not files:
@@ -306,7 +306,7 @@ def _files_of(source: str, found: list[str], out: str, wanted: str, inputs: Loca
         target = f"{out}/{name[: len(name) - len(suffix)]}{out_suffix}"
         if target in outs:
             raise UserError(
-                f"{path}: its rows would go to {target}, as those of {outs[target]}; rename one",
+                f"{path}: its rows would go to {target}, like those of {outs[target]}; rename one",
                 code="score-overwrites",
             )
         outs[target] = path
@@ -322,13 +322,13 @@ def _refuse_overwriting(
     target = outputs.absolute(out)
     if inputs.is_folder(source) and (target == ours or target.startswith(ours + "/")):
         raise UserError(
-            f"{out}: lies in {source}, so the output would be input of the next start; name a folder elsewhere",
+            f"{out}: is in {source}, so the output would become input of the next start; name a folder elsewhere",
             code="score-overwrites",
         )
     for file in files:
         path = inputs.absolute(file.path)
         if path == target or path.startswith(target + "/"):
-            raise UserError(f"{out}: is IN itself or holds it; name another OUT", code="score-overwrites")
+            raise UserError(f"{out}: is IN itself or contains it; name another OUT", code="score-overwrites")
 
 
 class Claims:

@@ -167,7 +167,7 @@ class RemoteStorage(LocalStorage):
         try:
             import fsspec
         except ImportError:
-            message = f"{address}: addresses need fsspec: pip install fsspec, and the driver of this one"
+            message = f"{address}: addresses need fsspec: pip install fsspec, and the driver for this one"
             raise UserError(message, code="score-address") from None
         try:
             # Other processes write here too, so a cached listing would be wrong.

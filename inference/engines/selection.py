@@ -214,7 +214,7 @@ def _load_artefact(folder: Path, model: Path | None, reason: str, hardware: Hard
     if manifest.engine == "native":
         reason += f"; its kernels use {engine.instructions}"
     elif manifest.precision == "int8" and not has_fast_int8():
-        reason += "; this processor has no fast int8 instructions (VNNI), so it gains less than measured"
+        reason += "; this processor has no fast int8 instructions (VNNI), so int8 gains less than measured"
     revision = str(manifest.source.get("weights_sha256"))[:12]
     return LoadedModel(saved, tokenizer, engine, manifest.precision, revision, reason)
 
@@ -304,7 +304,7 @@ def _load_torch(path: Path, reason: str, hardware: Hardware, *, compiled: bool =
     except ModelLoadError:
         raise
     except Exception as error:  # every library has its own errors for damaged files
-        what = f"the weights do not load into the model of its configuration ({first_line(error)})"
+        what = f"the weights do not load into the model that config.json describes ({first_line(error)})"
         raise ModelLoadError(place, what, "copy the files again or export the model again") from error
     tolerance = FLOAT_TOLERANCE if engine.precision == "fp32" else HALF_TOLERANCE
     answering = with_windows(engine, saved.config)

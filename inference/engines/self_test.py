@@ -91,8 +91,8 @@ def check_engine(
     if not difference <= tolerance:
         raise ModelLoadError(
             place,
-            f"the {engine.name} engine answers a text differently among longer texts, by {difference:.3f}{unit} where "
-            f"{tolerance:.3f} is allowed: the model does not mask padding",
+            f"the {engine.name} engine answers a text differently in a batch with longer texts, by "
+            f"{difference:.3f}{unit}, more than the {tolerance:.3f} allowed: the model does not mask padding",
             "serve a model that does, such as BERT or RoBERTa",
         )
     return alone

@@ -47,7 +47,7 @@ def browser_files(model: Path) -> dict[str, bytes]:
         what = f"{model}: reads long texts in windows (--long windows), and the page in a browser cuts them"
         raise UserError(f"{what}; serve it with a server, or train it with --long cut", code="browser-windows")
     if saved.reads_pairs:
-        what = f"{model}: reads pairs of texts, and the page in a browser has one text"
+        what = f"{model}: reads pairs of texts, and the page in a browser reads only one text"
         raise UserError(f"{what}; serve it with a server", code="browser-pairs")
     assert isinstance(engine, NativeEngine)
     tokenizer = tokenizer_settings(

@@ -192,7 +192,7 @@ def replaced_whole(target: Path) -> Iterator[Path]:
         UserError: The target exists, and no export wrote it.
     """
     if target.exists() and not is_artefact(target):
-        raise UserError(f"{target}: is in the way and not an artefact; move it elsewhere", code="export-failed")
+        raise UserError(f"{target}: is in the way and is not an artefact; move it elsewhere", code="export-failed")
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield aside

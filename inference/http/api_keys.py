@@ -115,7 +115,7 @@ def read_keys(file: Path) -> list[Key]:
         raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})", code="api-keys-file") from None
     keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]
     if not keys:
-        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key on each line", code="api-keys-file")
+        raise SettingsError(f"API_KEYS_FILE: {file} holds no key; write one key per line", code="api-keys-file")
     return keys
 
 

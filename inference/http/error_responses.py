@@ -160,6 +160,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 def _wrong_method(request: Request, error: HTTPException) -> str:
-    line = f"this path does not take {request.method}; use {(error.headers or {}).get('Allow')}"
+    line = f"this path does not accept {request.method}; use {(error.headers or {}).get('Allow')}"
     example = getattr(request.scope.get("route"), "example", None)  # of a route that takes JSON
     return f"{line} with JSON such as {example}" if example else line

@@ -18,7 +18,7 @@ _PROBES = frozenset(("/livez", "/readyz", "/health", "/v2/health/live", "/v2/hea
 _LEAST_PAGES_PER_S = 10.0
 # Wrong keys per second from one address, if no rate is set.
 _GUESSES_PER_S = 10.0
-_USED_UP = "the rate limit of this key or address is used up; wait as Retry-After says"
+_USED_UP = "the rate limit of this key or address is used up; wait as long as Retry-After says"
 
 Refusal = tuple[int, str, str, float | None]
 ReportTaken = Callable[[str, str, float | None, float], None]

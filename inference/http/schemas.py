@@ -87,10 +87,10 @@ class AnyResponse(BaseModel):
     """What every answer to one text has."""
 
     truncated: bool = Field(description="Whether the text is longer than what the model reads of it.")
-    num_tokens: int = Field(description="Tokens of the whole text, the two special ones included.")
+    num_tokens: int = Field(description="Tokens of the whole text, including the two special ones.")
     passage: Passage | None = Field(
         default=None,
-        description="Of a model that reads long texts in windows: the window that decided the answer, or the first of "
+        description="For a model that reads long texts in windows: the window that decided the answer, or the first of "
         "several labels. Absent if the text has one window.",
     )
 
@@ -146,7 +146,7 @@ class Explained(BaseModel):
 
     words: list[WordWeight] = Field(description="Every word of the text, in order.")
     pair_words: list[WordWeight] | None = Field(
-        default=None, description="Of a pair: every word of the second text, in order."
+        default=None, description="For a pair: every word of the second text, in order."
     )
 
 
@@ -185,7 +185,7 @@ class ProbeResponse(BaseModel):
     """What a probe asks."""
 
     status: Literal["alive", "ready", "not_ready", "dead"]
-    reason: str | None = Field(default=None, description="Why it is not ready, or dead.")
+    reason: str | None = Field(default=None, description="Why it is not ready, or why it is dead.")
 
 
 class ModelResponse(BaseModel):
@@ -197,15 +197,15 @@ class ModelResponse(BaseModel):
     problem_type: str = Field(
         description="single_label_classification, multi_label_classification or regression: what /predict answers."
     )
-    labels: list[str] = Field(description="The labels; of a regression model the name of its number.")
+    labels: list[str] = Field(description="The labels; for a regression model, the name of its number.")
     thresholds: dict[str, float] | None = Field(
-        default=None, description="Of a multi-label model: the probability from which on each label is given."
+        default=None, description="For a multi-label model: the lowest probability at which each label is given."
     )
     reads_pairs: bool = Field(description="Whether requests have a second text, text_pair, that is read with the text.")
     max_length: int = Field(description="Tokens that the model reads of a text, or of both texts of a pair together.")
     engine: dict[str, Any] = Field(description="What runs it, in which precision, and why that was picked.")
     training_data: str | None = None
-    test_accuracy: float | None = Field(default=None, description="Share of right answers on the test rows, 0 to 1.")
+    test_accuracy: float | None = Field(default=None, description="Share of correct answers on the test rows, 0 to 1.")
     metrics: dict[str, Any] = Field(description="All that training measured (metrics.json).")
 
     @classmethod

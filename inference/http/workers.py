@@ -416,7 +416,7 @@ class Supervisor:
             if worker in self._next:
                 self._give_up(self._next, message["refused"])
             else:
-                logger.error("a worker cannot take a dead one's place: %s", message["refused"])
+                logger.error("a new worker cannot replace a dead one: %s", message["refused"])
         elif "model" in message:
             worker.is_ready = True
             if worker not in self._next:  # it takes a dead worker's place
@@ -465,7 +465,7 @@ class Supervisor:
         try:
             worker.connection.sendall(_encoded(message))
         except TimeoutError:
-            logger.error("worker %d takes no message any more and is killed", worker.pid)
+            logger.error("worker %d no longer accepts messages and is killed", worker.pid)
             self._kill(worker, signal.SIGKILL)
         except OSError:
             pass  # it has just ended, which is heard next

@@ -163,7 +163,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run a script of several ranks and say what goes wrong between them.")
-    parser.add_argument("--seconds", type=float, default=30, help="without a move on any rank, then it is stuck (30)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=30,
+        help="without progress on any rank, after which the script counts as stuck (30)",
+    )
     parser.add_argument("script", type=Path)
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     given = parser.parse_args()

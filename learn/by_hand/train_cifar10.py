@@ -149,7 +149,7 @@ def one_cycle(optimizer: Optimizer, steps: int) -> LambdaLR:
 def _parse() -> Namespace:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--data", default="cifar10", help="cifar10 (the hub; default), shapes, or a folder or .tar.gz")
-    parser.add_argument("--solution", type=Path, help="use your three functions, of your copy of the lesson's file")
+    parser.add_argument("--solution", type=Path, help="use your three functions, from your copy of the lesson's file")
     parser.add_argument("--epochs", type=positive, default=8, help="default: 8")
     parser.add_argument("--batch_size", type=positive, default=512, help="rows of a step over all ranks (default: 512)")
     parser.add_argument("--learning_rate", type=_rate, default=3e-3, help="at its peak (default: 3e-3)")

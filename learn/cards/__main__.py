@@ -27,7 +27,7 @@ def build_parser() -> OneLineParser:
     serve = commands.add_parser("serve", help="step through a pipeline on a page")
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="on this machine; 0: any (default: %(default)s)")
     for command in (run, serve):
-        kept = "for what the ranks held; a run takes the place of the one before it (default: %(default)s)"
+        kept = "folder for what the ranks held; a run replaces the one before it (default: %(default)s)"
         command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=kept)
         on_ray = "run the ranks on the machines of a Ray cluster; auto: this machine's, local: one for this command"
         command.add_argument("--cluster", metavar="ADDRESS", help=on_ray)

@@ -59,8 +59,8 @@ class LoadDataset(BaseCard[LoadDatasetConfig]):
 def _column(target: str, table: Table) -> int:
     if len(table.columns) < 2:
         raise UserError(
-            f"{table.name}: has one column; there must be one to predict and one to predict it from, "
-            "with commas between",
+            f"{table.name}: has only one column; there must be one to predict and one to predict it from, separated by "
+            "commas",
             code="table-unusable",
         )
     if target in table.columns:
@@ -160,7 +160,7 @@ def stratified_split(
     for number, name in enumerate(classes):
         rows = (labels == number).nonzero().flatten()
         if len(rows) < 2:
-            raise UserError(f"class {name}: has one row; training and test need one each", code="table-unusable")
+            raise UserError(f"class {name}: has only one row; training and test need one each", code="table-unusable")
         count = min(max(1, round(test_ratio * len(rows))), len(rows) - 1)
         test.append(rows[torch.randperm(len(rows), generator=generator)[:count]])
     is_test = torch.zeros(len(labels), dtype=torch.bool)
@@ -183,7 +183,7 @@ class ShardData(BaseCard[ShardDataConfig]):
 
     card_type = "dist_shard_data"
     display_name = "Shard data"
-    description = "Shuffles the training rows again for every epoch, and deals them out to the ranks like cards."
+    description = "Shuffles the training rows again for every epoch, and deals them to the ranks like cards."
     look_at = "Every row goes to exactly one rank: together the ranks see what one process would see."
     category = "sharding"
     execution_mode = "local"

@@ -55,7 +55,7 @@ def read_architecture(text: str, num_features: int, num_classes: int) -> list[in
         )
     if (count := num_parameters(layers)) > MAX_PARAMETERS:
         raise UserError(
-            f"model_arch {text}: {count:,} parameters; at most {MAX_PARAMETERS:,} can be looked at",
+            f"model_arch {text}: {count:,} parameters; at most {MAX_PARAMETERS:,} can be shown",
             code="card-network",
         )
     return layers

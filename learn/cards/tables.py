@@ -117,7 +117,7 @@ def _fetch(source: str, seconds: float, max_bytes: int) -> bytes:
         data = reading.result(seconds)
     except TimeoutError as error:
         raise UserError(
-            f"source_url {source}: cannot be read (no end within {seconds:g} s)", code="data-unreadable"
+            f"source_url {source}: cannot be read (not complete within {seconds:g} s)", code="data-unreadable"
         ) from error
     except (OSError, HTTPException, ValueError) as error:
         raise UserError(f"source_url {source}: cannot be read ({first_line(error)})", code="data-unreadable") from error

@@ -83,7 +83,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
     num_sent = max(one.num_sent for one in seen)
     if num_sent > 1:
         hint = (
-            "The gradient is right, but only the last one had to travel. What has to happen inside of no_sync()? Read "
+            "The gradient is right, but only the last one had to be sent. What has to happen inside no_sync()? Read "
             "its documentation: DDP decides in the forward pass."
         )
         return Finding(f"sends gradients {num_sent} times for {NUM_MICRO_BATCHES} micro-batches", hint)

@@ -66,7 +66,7 @@ def _suspect(
         ([sum(shares)] * num_ranks, "adds up the ranks' accuracies", "What has to be added up before the division?"),
         ([correct / rows for _, rows in counts_by_rank], "sums correct over the ranks, but not total", _BOTH),
         ([right / total for right, _ in counts_by_rank], "sums total over the ranks, but not correct", _BOTH),
-        ([100 * correct / total] * num_ranks, "returns per cent", "It must be a share between 0 and 1."),
+        ([100 * correct / total] * num_ranks, "returns a percentage", "It must be a share between 0 and 1."),
         (
             [correct / total / num_ranks] * num_ranks,
             "divides by the number of ranks too",

@@ -99,8 +99,12 @@ def _wrong_values(
         )
         return Finding("forgot the buffers", hint, detail)
     if found == {"own"}:
-        hint = "Which parameters does your loop pass over? A frozen one, or one without gradient, is part of the model."
-        return Finding(f"only some of the model is broadcast, {', '.join(wrong)} not", hint, detail)
+        hint = "Which parameters does your loop visit? A frozen one, or one without gradient, is part of the model."
+        return Finding(
+            f"only part of the model is broadcast, {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not",
+            hint,
+            detail,
+        )
     return Finding("not all ranks hold rank 0's values", "Every rank makes the same calls, in the same order.", detail)
 
 

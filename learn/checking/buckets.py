@@ -86,7 +86,7 @@ def judge(seen: Sequence[Seen]) -> Finding | None:
         held = [one.gradients[step] for one in seen]
         wrong = [place for place in range(len(SIZES)) if not _is_mean(place, held, own)]
         if wrong and step > 0:
-            hint = f"What have the hooks counted or collected in the first step, and who sets it back? {WAIT}"
+            hint = f"What have the hooks counted or collected in the first step, and what resets it? {WAIT}"
             return Finding(f"right in step 1, wrong in step {step + 1}", hint, _example(wrong[0], held, own))
         if wrong:
             return _wrong_values(wrong, held, own)
@@ -111,7 +111,7 @@ def _wrong_values(wrong: Sequence[int], held: Sequence[Gradients], own: Sequence
         hint = f"Does what the all-reduce computes get into each .grad? {WAIT}"
         return Finding("each rank still has its own gradients", hint, detail)
     if left:
-        hint = f"When is a bucket that never becomes full launched, and one whose last gradient comes last? {WAIT}"
+        hint = f"When do you launch a bucket that never becomes full, and one whose last gradient comes last? {WAIT}"
         names = ", ".join(map(str, left))
         return Finding(f"only some gradients are averaged, those of parameters {names} are not", hint, detail)
     if all(same(gradients[place], total[place]) for gradients in held for place in wrong):
@@ -135,7 +135,7 @@ def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
     ends = [sum(BUCKETS[: place + 1]) for place in range(len(BUCKETS))]
     sizes = [4 * sum(SIZES[end - length : end]) for end, length in zip(ends, BUCKETS, strict=True)]
     counts = [num_bytes for _, num_bytes in launches]
-    detail = f"{len(SIZES)} gradients, all-reduces of {counts} bytes; asked for: {sizes}"
+    detail = f"{len(SIZES)} gradients, all-reduces of {counts} bytes; expected: {sizes}"
     if len(launches) == len(SIZES):
         return "makes one all-reduce per gradient", "Each call has a fixed cost. What can be sent together?", detail
     if len(launches) == 1:
@@ -148,7 +148,8 @@ def _wrong_launches(recorded: Sequence[Call]) -> tuple[str, str, str] | None:
     detail = f"the buckets are complete after {ends} of {len(SIZES)} gradients, and launched after {when}"
     if min(when) == len(SIZES):
         hint = (
-            "While a bucket travels, the backward pass could compute the next gradients. Who knows that one is ready?"
+            "While a bucket is being sent, the backward pass could compute the next gradients. Who knows that one is "
+            "ready?"
         )
         return "no all-reduce is launched before the backward pass has ended", hint, detail
     if launches != list(zip(ends, sizes, strict=True)):

@@ -75,8 +75,10 @@ def _kind(held: Sequence[torch.Tensor | None], own: Sequence[torch.Tensor]) -> s
 def _wrong(kinds: dict[str, str], num_ranks: int, detail: str) -> Finding:
     left = [name for name, kind in kinds.items() if kind == "own"]
     if left and len(left) < len(kinds):
-        hint = "Which parameters does your loop pass over? Each that has a gradient needs its mean."
-        return Finding(f"only some gradients are averaged, {', '.join(left)} not", hint, detail)
+        hint = "Which parameters does your loop visit? Each that has a gradient needs its mean."
+        return Finding(
+            f"only some gradients are averaged, {', '.join(left)} {'is' if len(left) == 1 else 'are'} not", hint, detail
+        )
     mistakes = set(kinds.values()) - {"right"}
     kind = mistakes.pop() if len(mistakes) == 1 else "other"
     if kind.startswith("sum / "):

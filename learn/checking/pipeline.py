@@ -78,7 +78,7 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
             hint = "A backward pass needs the activations of its own forward pass."
             return Finding(f"B{early[0]} comes before F{early[0]} on stage {stage}", hint, detail)
     if any(_of_kind(order, kind) != _of_kind(orders[0], kind) for order in orders for kind in "FB"):
-        hint = "Messages arrive in the order in which they were sent: two neighbours must agree about it."
+        hint = "Messages arrive in the order in which they were sent: two neighbours must agree on it."
         return Finding("the stages take the micro-batches in different orders", hint, detail)
     ends, waits = play(orders)
     if waits:
@@ -90,9 +90,9 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
     limits = [min(num_stages - stage, number) for stage in range(num_stages)]
     for stage, (most, limit) in enumerate(zip(kept, limits, strict=True)):
         if most > limit:
-            problem = f"stage {stage} keeps the activations of {most} micro-batches, not of {limit} at most"
+            problem = f"stage {stage} keeps the activations of {most} micro-batches, not of at most {limit}"
             if all(order[:number] == _of_kind(order, "F") for order in orders):
-                hint = "This is the order of GPipe. When is the first gradient there that a stage could work on?"
+                hint = "This is the order of GPipe. When does the first gradient arrive that a stage could work on?"
                 return Finding(f"all forward passes come first: {problem}", hint, detail)
             hint = "How many forward passes does a stage make before its first backward pass? Later stages need fewer."
             return Finding(problem, hint, detail)
@@ -100,9 +100,7 @@ def _wrong_order(orders: Sequence[Order], number: int) -> Finding | None:
     bubble = 1 - number * (1 + BACKWARD_TIME) / max(ends)
     if bubble > least + 1e-9:
         problem = f"the stages wait {bubble:.1%} of the time, not {least:.1%}"
-        hint = (
-            "A stage that waits could start another forward pass. How many fit before the first gradient can be there?"
-        )
+        hint = "A stage that waits could start another forward pass. How many fit before the first gradient can arrive?"
         return Finding(problem, hint, detail)
     return None
 
@@ -269,7 +267,7 @@ def _suspect_gradients(
     last = create_stages(num_stages)[-1]
     F.mse_loss(last(whole_inputs), whole_targets).backward()
     if _close(held[-1], [parameter.grad for parameter in last.parameters()]):
-        return "the last stage computes with the inputs", "Its input is what the stage before it has sent."
+        return "the last stage computes with the batch's inputs", "Its input is what the stage before it has sent."
     stages, x = create_stages(num_stages), whole_inputs
     for stage, module in enumerate(stages[:-1]):
         x = module(x.detach())

@@ -102,7 +102,9 @@ def _wrong_sends(seen: Sequence[Seen], tensor: torch.Tensor) -> Finding | None:
     for rank, one in enumerate(seen):
         if one.destinations != [(rank + 1) % num_ranks]:
             hint = "In a ring every rank has one neighbour to send to, and one to receive from."
-            return Finding(f"rank {rank} sends to {', '.join(map(str, one.destinations))}, not only to the next", hint)
+            return Finding(
+                f"rank {rank} sends to {', '.join(map(str, one.destinations))}, not only to the next rank", hint
+            )
     return None
 
 
@@ -118,7 +120,7 @@ def _wrong_sum(own: Sequence[Sequence[torch.Tensor]], held: Sequence[Sequence[to
         hint = f"Nothing has been written into the tensor. Are your chunks views of it, or copies? {WAIT}"
         return Finding("each rank still has its own numbers", hint, detail)
     if all(_close(tensor, total / num_ranks) for tensor in held[case]):
-        return Finding("divides by the number of ranks", "An all-reduce sums; DDP is who divides.", detail)
+        return Finding("divides by the number of ranks", "An all-reduce sums; it is DDP that divides.", detail)
     right = torch.stack([_right(tensor, total) for tensor in held[case]])
     if complete := [str(rank) for rank, row in enumerate(right) if row.all()]:
         return Finding(f"only rank {', '.join(complete)} has the sum", f"Every rank needs it. {WAIT}", detail)

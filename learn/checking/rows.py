@@ -102,9 +102,9 @@ def _not_a_function(asked: Sequence[Asked]) -> Finding | None:
     for rank, one in enumerate(asked):
         if one.answers["own"] != one.answers["again"]:
             first, second = (one.answers[name][:1] for name in ("own", "again"))
-            hint = "A run that is resumed asks again and must get the same rows. What gives random numbers a start?"
+            hint = "A run that is resumed asks again and must get the same rows. What do random numbers start from?"
             return Finding(
-                "the same arguments give other rows", hint, f"rank {rank}, first step: {first}, then {second}"
+                "the same arguments give different rows", hint, f"rank {rank}, first step: {first}, then {second}"
             )
     for rank, one in enumerate(asked):
         if one.answers["first rank's"] != asked[0].answers["first rank's"]:
@@ -121,7 +121,9 @@ def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
     strange = sorted(row for row in counts if not 0 <= row < NUM_ROWS)
     missing = [row for row in range(NUM_ROWS) if row not in counts]
     repeated = sorted(row for row, times in counts.items() if times > 1)
-    detail = f"{NUM_ROWS} rows on {len(own)} ranks: {len(missing)} are missing, {len(repeated)} are there repeatedly"
+    detail = (
+        f"{NUM_ROWS} rows on {len(own)} ranks: {len(missing)} are missing, {len(repeated)} are there more than once"
+    )
     if strange:
         return Finding(f"there is no row {strange[0]}", f"The rows are 0 to {NUM_ROWS - 1}.", detail)
     if all(len(set(one)) == NUM_ROWS for one in rows):
@@ -132,10 +134,12 @@ def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
         detail += f", for example row {repeated[0]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         return Finding("rows are trained on more than once", "The last batch may be smaller than the others.", detail)
     if missing and not repeated:
-        hint = "The last batch may be smaller than the others, and its rows need not be equally many on all ranks."
+        hint = "The last batch may be smaller than the others, and the ranks need not have the same number of its rows."
         return Finding("rows are left out", hint, f"{detail}, for example row {missing[0]}")
     if missing:
-        detail += f", for example row {missing[0]} on no rank, and row {repeated[0]} on several, or repeatedly on one"
+        detail += (
+            f", for example row {missing[0]} on no rank, and row {repeated[0]} on several, or more than once on one"
+        )
         return Finding("the ranks' shares overlap", f"Do all ranks shuffle in the same way? {ENOUGH}", detail)
     return None
 
@@ -143,7 +147,7 @@ def _wrong_epoch(own: Sequence[list[list[int]]]) -> Finding | None:
 def _wrong_steps(own: Sequence[list[list[int]]], single: list[list[int]]) -> Finding | None:
     lengths = [len(steps) for steps in own]
     if len(set(lengths)) > 1:
-        hint = "A rank that is still training waits for the others' gradients forever. What may a step's list be?"
+        hint = "A rank that is still training waits for the others' gradients forever. What can a step's list also be?"
         return Finding("the ranks have different numbers of steps", hint, f"steps per rank: {lengths}")
     sizes = [len(step) for step in single]
     expected = [BATCH] * (NUM_ROWS // BATCH) + [NUM_ROWS % BATCH]
@@ -161,11 +165,13 @@ def _wrong_steps(own: Sequence[list[list[int]]], single: list[list[int]]) -> Fin
             hint = (
                 "Which is cut first, the order of the whole epoch into batches, or the rows into shares of the ranks?"
             )
-            return Finding("another number of ranks sees other global batches", hint, detail)
+            return Finding("a different number of ranks sees different global batches", hint, detail)
     for number, counts in enumerate(together):
         if max(counts) - min(counts) > 1:
             detail = f"step {number}: {counts} rows, by rank"
-            return Finding("a step is not shared out evenly", "The slowest rank sets the pace of all.", detail)
+            return Finding(
+                "the rows of a step are not divided evenly", "The slowest rank sets the pace of all.", detail
+            )
     return None
 
 
@@ -233,20 +239,22 @@ def _wrong_evaluation(num_rows: int, answers: Sequence[list[tuple[int, bool]]]) 
     lengths, needed = [len(one) for one in answers], -(-num_rows // num_ranks)
     if len(seen) < num_rows:
         missing = min(set(range(num_rows)) - seen)
-        return Finding(f"row {missing} is on no rank", "The ranks need not divide the rows.", detail)
+        return Finding(
+            f"row {missing} is on no rank", "The number of rows need not be a multiple of the number of ranks.", detail
+        )
     if num_ranks > 1 and num_rows > 1 and all(len({row for row, _ in one}) == num_rows for one in answers):
         return Finding("every rank evaluates all rows", "What does each rank leave out?", detail)
     if len(set(lengths)) > 1:
         hint = "A rank with one batch more waits for the others in each collective of its forward pass, as in FSDP."
         return Finding("the ranks have different numbers of rows", hint, detail)
     if lengths[0] > needed:
-        return Finding(f"{lengths[0]} rows per rank, {needed} would do", "Fill up only what is missing.", detail)
+        return Finding(f"{lengths[0]} rows per rank, {needed} would be enough", "Fill up only what is missing.", detail)
     if twice := [row for row, times in counted.items() if times > 1]:
         hint = "The accuracy would be that of another test set. Which of the rows are there only to fill up?"
         return Finding(f"row {twice[0]} counts {counted[twice[0]]} times", hint, detail)
     if len(counted) < num_rows:
         missing = min(set(range(num_rows)) - counted.keys())
         return Finding(
-            f"row {missing} does not count", "One of its places has to count, only the repeats do not.", detail
+            f"row {missing} does not count", "One of its places has to count; only the repeats do not.", detail
         )
     return None

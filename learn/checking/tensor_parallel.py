@@ -15,7 +15,7 @@ from learn.checking.probe import numbers_of, same
 
 ROWS, OUT_FEATURES = 5, 4
 SHAPE = torch.Size([2, 3])
-GRAPH = "autograd saw no way from the result back to x: was x detached, or written to under torch.no_grad()?"
+GRAPH = "autograd found no path from the result back to x: was x detached, or written to under torch.no_grad()?"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def judge_copied(seen: Sequence[Passed]) -> Finding | None:
         if _all_same([one.result for one in seen], [num_ranks * x] * num_ranks):
             hint = "All ranks have the same x already. In which direction do they have different things?"
             return Finding("sums x in the forward pass", hint, detail)
-        return Finding("the result is not x", "Forward, f changes nothing and sends nothing.", detail)
+        return Finding("the result is not x", "In the forward pass, f changes nothing and sends nothing.", detail)
     total = torch.stack(own).sum(0)
     held, right = [one.gradient for one in seen], [total] * num_ranks
     if _all_same(held, right):
@@ -84,7 +84,7 @@ def judge_summed(seen: Sequence[Passed]) -> Finding | None:
     if not _all_same(held, [total] * num_ranks):
         detail = _example("the sum", held, [total] * num_ranks, own)
         if held[0].shape != SHAPE:
-            hint = "Every rank holds a summand of the whole size, not a piece of the result."
+            hint = "Every rank holds a summand of the full size, not a piece of the result."
             return Finding(f"the result has the shape {tuple(held[0].shape)}, not that of x", hint, detail)
         if _all_same(held, own):
             hint = f"Does the call work in place, or return what you have to keep? {WAIT}"
@@ -133,7 +133,7 @@ def _explained(
             return Finding(problem, hint, detail)
     if same(held[0], right[0]):
         return Finding(
-            "only rank 0 has the right gradient", f"Which ranks go on with the backward pass? {WAIT}", detail
+            "only rank 0 has the right gradient", f"Which ranks continue with the backward pass? {WAIT}", detail
         )
     return Finding("the gradient of x is wrong", f"Print what arrives in backward and what you return. {WAIT}", detail)
 
@@ -251,7 +251,7 @@ def _suspect_output(
     if held[0].shape != total.shape:
         return f"the output has the shape {tuple(held[0].shape)}", f"It must be {tuple(total.shape)}, on every rank."
     if same(held[0], total + bias):
-        return "only rank 0 has the right output", f"Every rank goes on with the whole output. {WAIT}"
+        return "only rank 0 has the right output", f"Every rank continues with the whole output. {WAIT}"
     return "the output is not that of one process", f"Try it without biases, or without the activation, first. {WAIT}"
 
 
@@ -259,7 +259,7 @@ _OF_OUTPUT = {
     "adds the second bias on every rank": "What is in the sum is added once per rank. Where must the bias be added?",
     "forgets the second bias": "Every rank has the whole bias of the second layer. Where in the sum does it belong?",
     "averages the parts": _PARTS,
-    "forgets the activation": "What lies between the two layers?",
+    "forgets the activation": "What comes between the two layers?",
     "applies the activation to the output": "relu belongs between the layers, to the hidden features.",
     "forgets the first bias": "Each hidden feature has a bias of its own; which of them are this rank's?",
     "every rank computes rank 0's part": "Which call tells a rank who it is?",
@@ -282,15 +282,15 @@ def _wrong_gradients(seen: Sequence[Fed], whole: dict[str, torch.Tensor]) -> Fin
         return None
     detail = _example(f"the gradient of {wrong[0]}", by_name[wrong[0]], right[wrong[0]])
     if missing := [name for name in wrong if any(gradient is None for gradient in by_name[name])]:
-        hint = "The output is right, but autograd saw no way back to it. Was it detached, or copied by hand?"
+        hint = "The output is right, but autograd found no path back to it. Was it detached, or copied by hand?"
         return Finding(f"{missing[0]} gets no gradient", hint, detail)
     uncut = [name for name in wrong if name in _CUT_ALONG and _all_close(by_name[name], [whole[name]] * num_ranks)]
     if uncut:
-        hint = "The output is right, but each rank must use only its 1/N of this tensor, or it needs all its memory."
+        hint = "The output is right, but each rank must use only its 1/N of this tensor, or it saves no memory."
         name = "both layers" if {"first.weight", "second.weight"} <= set(uncut) else uncut[0]
         return Finding(f"every rank computes with all of {name}", hint, detail)
     if wrong == ["x"]:
-        problem = "the gradient of x is not whole"
+        problem = "the gradient of x is incomplete"
         return Finding(
             problem, "Each rank finds only what its own hidden features contribute. Who adds that up?", detail
         )
@@ -301,7 +301,7 @@ def _wrong_gradients(seen: Sequence[Fed], whole: dict[str, torch.Tensor]) -> Fin
         if all(_all_close(by_name[name], [factor * tensor for tensor in right[name]]) for name in wrong):
             hint = "Which collectives run in the backward pass, and is what they sum the same on all ranks?"
             return Finding(f"the gradient of {wrong[0]} is {times}", hint, detail)
-    hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they stand?"
+    hint = "The output is right, and the backward pass is not: what must f and g do there, and where do they belong?"
     return Finding(f"the gradient of {' and '.join(wrong[:2])} is wrong", hint, detail)
 
 

@@ -117,7 +117,7 @@ def _suspect_share(held: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
     if same_on_all(held, [expected[0]] * num_ranks):
         return "every rank takes rank 0's share", "Which call tells a rank who it is?"
     if same_on_all(held, expected[::-1]):
-        return "the shares are dealt out in the reverse order", "Rank r owns part r."
+        return "the shares are assigned in reverse order", "Rank r owns part r."
     if same(joined, whole) and len({len(tensor) for tensor in held}) > 1:
         return "the shares have different sizes", UNEVEN
     if same(joined, whole[: NUM_WEIGHTS - rest]):
@@ -272,7 +272,7 @@ def _wrong_weights(seen: Sequence[Stepped], means: Sequence[torch.Tensor]) -> Fi
             at = (~torch.isclose(held[rank], plain[step], rtol=1e-4)).nonzero()[0].item()
             detail = (
                 f"after step {step}, weight {at} of {NUM_WEIGHTS} was {plain[step - 1][at]:.4g} and is "
-                f"{plain[step][at]:.4g} by plain Adam; rank {rank} has {held[rank][at]:.4g}"
+                f"{plain[step][at]:.4g} with plain Adam; rank {rank} has {held[rank][at]:.4g}"
             )
             return Finding(*_suspect_weights(seen, held, plain), detail)
     return None
@@ -295,12 +295,12 @@ def _suspect_weights(
     if same_on_all(held, own_only):
         return (
             "each rank has new weights for its own share only",
-            f"How do the others' get here? {WAIT}",
+            f"How do the other ranks' weights get here? {WAIT}",
         )
     if same_on_all(held, [torch.cat([news[rank]] * num_ranks)[:NUM_WEIGHTS] for rank in range(num_ranks)]):
         return "each rank writes its own share everywhere", "Which rank's result belongs to which part?"
     if same_on_all(held, [torch.cat(news[::-1])[:NUM_WEIGHTS]] * num_ranks):
-        return "the shares are put together in the reverse order", "Part r comes from rank r."
+        return "the shares are put together in reverse order", "Part r comes from rank r."
     if same(held[0], new):
         return "only rank 0 has the new weights", f"Every rank computes the next gradients with them. {WAIT}"
     if all(torch.allclose(tensor.sort().values, new.sort().values, rtol=1e-4) for tensor in held):

@@ -35,7 +35,7 @@ def write_csv(folder: Path, bad: dict[int, bytes]) -> list[str]:
 
 
 CSV_LINES = {
-    "too few fields": (b'"only one"\n', "1 fields, but the header names text and label further right"),
+    "too few fields": (b'"only one"\n', "1 fields, but the header names text and label further to the right"),
     "empty text": (b'" ","a"\n', "the text is empty"),
     "empty label": (b'"A text",""\n', "label '' must be a name or a whole number"),
     "stray quote": (b'"A "text","a"\n', "not valid CSV"),
@@ -97,7 +97,7 @@ def test_only_the_first_ten_are_named_and_all_are_counted(tmp_path: Path) -> Non
     data = load_news(str(tmp_path), bad_rows="skip")
 
     assert data.left_out == 12
-    assert data.notes[-1].count("further right") == 10
+    assert data.notes[-1].count("further to the right") == 10
     assert data.notes[-1].endswith(" ...")
 
 

@@ -292,7 +292,7 @@ def test_a_rule_with_a_third_backend_is_refused(world: World) -> None:
     route["spec"]["rules"][0]["backendRefs"].append({"name": "third", "port": 80})
     (world.folder / "route.json").write_text(json.dumps(route))
 
-    assert "has other backends" in error_line(world.run(), 2)
+    assert "has backends other than" in error_line(world.run(), 2)
 
 
 QUERIES = queries(Route("distrinews", "news", STABLE, CANARY), "/predict", 60)

@@ -115,7 +115,7 @@ def test_a_broken_connection_starts_no_job_twice_and_says_how_to_look(run: Run, 
 
     line = error_line(run(*TWO, "--yes"))
 
-    assert "look with hf jobs ps whether it has started before you start it again" in line
+    assert "check with hf jobs ps whether it has started before you start it again" in line
     assert len(hub.jobs) == 1
 
 

@@ -78,7 +78,7 @@ def test_a_space_is_checked_before_ray_starts(start: Start) -> None:
     run = start("--address", "nowhere:1", metric="f1")
 
     assert run.wait() == 2
-    assert "space.yaml: --best_metric f1 and --task classification: it has accuracy" in run.err
+    assert "space.yaml: --best_metric f1 and --task classification: this task has accuracy" in run.err
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_shape(server: httpx.C
 def test_what_is_sent_to_the_wrong_place_is_told_the_right_one(server: httpx.Client) -> None:
     _assert_refused(server.get("/predict"), 405, "method_not_allowed", 'use POST with JSON such as {"text": "')
     _assert_refused(server.get("/predict/batch"), 405, "method_not_allowed", 'use POST with JSON such as {"texts": ["')
-    _assert_refused(server.post("/livez"), 405, "method_not_allowed", "this path does not take POST; use GET")
+    _assert_refused(server.post("/livez"), 405, "method_not_allowed", "this path does not accept POST; use GET")
     form = server.post("/predict", data={"text": "News"})
     _assert_refused(form, 422, "invalid_request", 'send JSON such as {"text": "')
     for path in ("/predict", "/explain"):

@@ -97,7 +97,7 @@ def test_a_pt_file_is_exported_into_a_folder_next_to_it(
 def test_a_folder_that_no_export_wrote_is_left_alone(folder_copy: Path, rows_file: Path) -> None:
     (folder_copy / "onnx").mkdir()
     (folder_copy / "onnx" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="is in the way and not an artefact"):
+    with pytest.raises(UserError, match="is in the way and is not an artefact"):
         export.main([str(folder_copy), "--engine", "onnx", "--rows", str(rows_file)])
     assert _names(folder_copy / "onnx") == {"mine.txt"}
 
@@ -152,7 +152,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "
     ("family", "config", "what"),
     [
         ("Longformer", SIZES | LONGFORMER, "the onnx fp32 engine fails on a text of 3 tokens"),
-        ("XLNet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "answers a text differently among longer"),
+        ("XLNet", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, "answers a text differently in a batch"),
     ],
 )
 def test_a_model_that_would_answer_wrongly_or_not_at_all_is_not_written(

@@ -118,7 +118,7 @@ def test_a_model_folder_is_fetched_with_its_artefacts_and_without_its_weights(tm
     verified_manifest(target / "onnx", target)
     assert not (target / "model.safetensors").exists()
     assert (target / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-    assert "is there already" in fetch(model, target).stdout
+    assert "is already there" in fetch(model, target).stdout
 
 
 def test_what_is_there_already_is_not_fetched_again(files: FileServer, target: Path) -> None:
@@ -128,7 +128,7 @@ def test_what_is_there_already_is_not_fetched_again(files: FileServer, target: P
     done = fetch(f"{files.address}/news", target)
 
     assert done.returncode == 0
-    assert "is there already" in done.stdout
+    assert "is already there" in done.stdout
     assert files.paths() == ["/news/manifest.json"]
 
 
@@ -200,7 +200,7 @@ def test_a_manifest_cannot_name_a_file_outside_its_folder(source: Path, target: 
     content["files"][name] = content["files"]["config.json"]
     (source / "manifest.json").write_text(json.dumps(content))
 
-    assert f"{name!r} is no file with a size" in refusal(fetch(source, target), target)
+    assert f"{name!r} is not a file with a size" in refusal(fetch(source, target), target)
 
 
 def test_a_model_larger_than_allowed_is_refused_before_it_is_fetched(files: FileServer, target: Path) -> None:
@@ -318,7 +318,7 @@ def test_https_needs_a_known_certificate_and_never_falls_back_to_http(
 @pytest.mark.parametrize(
     ("address", "word"),
     [
-        ("http://models.example.org/news", "anyone on the way could change"),
+        ("http://models.example.org/news", "anyone on the network path could change"),
         ("https://user:secret@models.example.org/news", "a token comes from FETCH_TOKEN"),
         ("https://models.example.org/news?signature=secret", "no user, query or fragment"),
         ("https:///news", "not an address"),
@@ -353,7 +353,7 @@ def test_a_folder_with_something_else_in_it_is_kept(target: Path) -> None:
     done = fetch(NEWS, target)
 
     assert done.returncode == 2
-    assert "holds something else" in done.stderr
+    assert "holds something other" in done.stderr
     assert (target / "thesis.txt").read_text() == "years of work"
 
 
@@ -386,7 +386,7 @@ def test_of_two_processes_one_fetches_and_the_other_finds_it_there(files: FileSe
     said = [process.communicate(timeout=120)[0] for process in processes]
 
     assert [process.returncode for process in processes] == [0, 0]
-    assert sum("is there already" in out for out in said) == 1
+    assert sum("is already there" in out for out in said) == 1
     assert files.paths().count("/news/model_int8.safetensors") == 1
 
 

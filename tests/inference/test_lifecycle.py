@@ -326,7 +326,7 @@ def test_a_server_whose_passes_keep_failing_is_not_ready_until_the_model_answers
         for path, field in (("/readyz", "reason"), ("/health", "error")):
             probe = client.get(path)
             assert probe.status_code == 503
-            assert "the model fails on every text, a known good one included (out of order)" in probe.json()[field]
+            assert "the model fails on every text, including a known good one (out of order)" in probe.json()[field]
         assert client.get("/v2/health/ready").status_code == 503
         assert client.get("/livez").status_code == 200
         lines = {"content-type": "application/x-ndjson"}

@@ -445,7 +445,7 @@ def test_the_terminal_classifies_a_pair_and_a_file_of_pairs(
     assert [row["label"] for row in found] == [one["label"] for one in expected]
     assert (found[0]["text"], found[0]["text_pair"]) == PAIRS[0]
     lines.write_text("oil\tgas\nno second text\n")
-    with pytest.raises(UserError, match=r"each line needs two with a tab between; found 'no second text'"):
+    with pytest.raises(UserError, match=r"each line needs two, separated by a tab; found 'no second text'"):
         predict.main(["--file", str(lines), "--model", model])
     with pytest.raises(UserError, match="reads pairs of texts; give the second one with --pair"):
         predict.main(["oil", "--model", model])
@@ -454,7 +454,7 @@ def test_the_terminal_classifies_a_pair_and_a_file_of_pairs(
 
 
 def test_an_export_without_rows_asks_for_some(folders: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match="reads pairs of texts, and the sample news are single ones; name rows"):
+    with pytest.raises(UserError, match="reads pairs of texts, and the sample news has only single texts; name rows"):
         export.main([str(folders["bert"])])
 
 

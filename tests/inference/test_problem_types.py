@@ -433,7 +433,7 @@ def test_the_terminal_shows_labels_with_their_thresholds_or_the_number(
     predict.main([TEXTS[0], "--model", str(folders["multi_label"])])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (", ".join(answers["multi_label"]["labels"]) or "no label reaches its threshold")
-    assert any(line.endswith("given from 30.0%") and line.startswith("Sports ") for line in lines)
+    assert any(line.endswith("given if at least 30.0%") and line.startswith("Sports ") for line in lines)
     predict.main([TEXTS[0], "--model", str(folders["regression"])])
     assert capsys.readouterr().out == f"price  {answers['regression']['value']:.6g}\n"
 

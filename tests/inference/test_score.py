@@ -346,7 +346,7 @@ def test_rows_that_change_while_they_are_scored_make_no_output(
             file.write("61,oil\n")
 
     monkeypatch.setattr(bulk_job.Job, "begin", begin_and_change)
-    with pytest.raises(UserError, match="has changed while it was scored"):
+    with pytest.raises(UserError, match="changed while it was scored"):
         score(news, out, model_folder)
     assert not out.exists()
 
@@ -429,7 +429,7 @@ def test_bad_input_is_refused_in_one_line(model_folder: Path, tmp_path: Path) ->
     assert "no column title among text, id" in refusal(good, out, model_folder, "--text_column", "title")
     assert "[model-unusable]" in refusal(good, out, tmp_path / "no_model")
     assert "is IN itself" in refusal(good, good, model_folder)
-    assert "lies in" in refusal(tmp_path, tmp_path / "folder", model_folder)
+    assert "is in" in refusal(tmp_path, tmp_path / "folder", model_folder)
     assert "must end in" in refusal(good, tmp_path / "out.txt", model_folder)
     assert "names one file" in refusal(tmp_path / "*.csv", out, model_folder)
     assert "cannot be written" in refusal(good, good / "out.csv", model_folder)

@@ -91,7 +91,7 @@ def test_a_finished_run_gets_more_epochs_and_is_tested_again(
     said = capfd.readouterr().out
     assert train_here(*CONSTANT, "--epochs", 2, "--output_dir", tmp_path / "whole") == 0
 
-    assert "--epochs was 1, is 2: the schedule now ends at step 16" in said
+    assert "--epochs was 1 and is now 2, so the schedule ends at step 16" in said
     run_dir = tmp_path / "model.run"
     assert [record["step"] for record in metrics_of(run_dir)] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     assert [record["epoch"] for record in metrics_of(run_dir, "epoch")] == [1, 2]
@@ -102,7 +102,7 @@ def test_a_finished_run_gets_more_epochs_and_is_tested_again(
 
     assert train_here(*CONSTANT, "--epochs", 1, "--output_dir", one_epoch) == 2
     [line] = capfd.readouterr().err.splitlines()
-    assert re.search(r"--epochs 1: .*step_00000016 is of epoch 2; give 2 or more, or --resume none", line)
+    assert re.search(r"--epochs 1: .*step_00000016 has reached epoch 2; give 2 or more, or --resume none", line)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_run_stopped_within_an_epoch_takes_a_new_end_and_keeps_it(
     linear = (*SIZES, "--ema", 0.9, "--warmup", 0, "--epochs", 3)
     wrong = train_here(*linear, "--output_dir", tmp_path / "other", "--resume", middle)
     assert wrong == 2
-    assert "schedule was 'constant', is 'linear'" in capfd.readouterr().err
+    assert "schedule was 'constant' and is now 'linear'" in capfd.readouterr().err
 
     flags = (*CONSTANT, "--epochs", 3, "--output_dir", tmp_path / "longer")
     assert train_here(*flags, "--resume", middle) == 0

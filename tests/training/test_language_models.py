@@ -165,7 +165,7 @@ def test_an_adapted_encoder_can_be_trained_to_classify(
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_server_refuses_a_language_model_in_one_line(task: str, alone: dict[str, Path]) -> None:
-    with pytest.raises(ModelLoadError, match="a language model, which gives texts no labels"):
+    with pytest.raises(ModelLoadError, match="a language model, which does not label texts"):
         read_saved_model(alone[task])
 
 
@@ -271,7 +271,7 @@ def test_a_network_that_sees_what_it_should_predict_is_refused() -> None:
         (("--label_column", "topic"), "--label_column topic: does nothing with --task causal_lm"),
         (("--duplicates", "drop"), "--duplicates drop: does nothing with --task causal_lm"),
         (("--class_weights", "auto"), "--class_weights auto: does nothing with --task causal_lm"),
-        (("--best_metric", "accuracy"), "--best_metric accuracy and --task causal_lm: it has perplexity"),
+        (("--best_metric", "accuracy"), "--best_metric accuracy and --task causal_lm: this task has perplexity"),
     ],
 )
 def test_flags_that_need_labels_are_refused(

@@ -275,10 +275,10 @@ def test_what_changes_the_training_is_refused_with_the_names_of_the_fields(
     batch = train_here(*_flags(1, copied), "--batch_size", "6")
 
     assert (fields, batch) == (2, 2)
-    assert "learning_rate was None, is 0.0005" in line
-    assert "max_train_rows was 63, is 60" in line
+    assert "learning_rate was None and is now 0.0005" in line
+    assert "max_train_rows was 63 and is now 60" in line
     assert "log_every" not in line
-    assert "the global batch was 8 rows, is 6" in capfd.readouterr().err
+    assert "the global batch was 8 rows and is now 6" in capfd.readouterr().err
 
 
 def test_resume_none_moves_the_older_run_aside(
@@ -370,7 +370,7 @@ def test_a_run_older_than_the_clean_flag_resumes_and_cleans_as_before(
 
     refused = launch(1, *flags, "--clean", "none")
     assert refused.process.returncode == 2
-    assert "clean was 'news', is 'none'" in refused.err
+    assert "clean was 'news' and is now 'none'" in refused.err
 
     again = launch(1, *flags)
     assert again.process.returncode == 0, again.err

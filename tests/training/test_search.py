@@ -247,7 +247,7 @@ def test_ranges_and_lists_have_the_types_of_their_fields(write: Write) -> None:
     [
         ({"trails": 3}, "no key 'trails'; did you mean 'trials'?"),
         ({"trials": 0}, "trials: must be at least 1"),
-        ({"metric": "f1"}, "space.yaml: --best_metric f1 and --task classification: it has accuracy, macro_f1, loss"),
+        ({"metric": "f1"}, "space.yaml: --best_metric f1 and --task classification: this task has accuracy, macro_f1"),
         ({"search": None}, "search: is missing"),
         ({"search": {}}, "search: "),
         ({"search": {"learning_rate": 1e-3}}, "search.learning_rate: must be a list of values, or {low: ..."),

@@ -244,7 +244,10 @@ def test_how_busy_a_gpu_is_is_logged_only_if_it_can_be_known(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--suspects", "drop", "--epochs", 1), "--suspects drop and --epochs 1: it begins with the second epoch"),
+        (
+            ("--suspects", "drop", "--epochs", 1),
+            "--suspects drop and --epochs 1: this takes effect from the second epoch on",
+        ),
         (("--suspects", "list", "--task", "regression"), "--suspects list: does nothing with --task regression"),
         (("--suspects", "list", "--task", "multi_label"), "--suspects list: does nothing with --task multi_label"),
     ],

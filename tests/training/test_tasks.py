@@ -292,9 +292,12 @@ def test_the_documented_commands_train(
         ),
         (
             ("--task", "regression", "--best_metric", "accuracy"),
-            "--best_metric accuracy and --task regression: it has rmse",
+            "--best_metric accuracy and --task regression: this task has rmse",
         ),
-        (("--best_metric", "rmse"), "--best_metric rmse and --task classification: it has accuracy, macro_f1, loss"),
+        (
+            ("--best_metric", "rmse"),
+            "--best_metric rmse and --task classification: this task has accuracy, macro_f1, loss",
+        ),
     ],
 )
 def test_flags_that_a_task_has_no_use_for_are_refused(

@@ -62,7 +62,9 @@ def find_resume_point(
         ranks.run_on_all_ranks(lambda: _check_same_run(config, data_shard, resumed, sources))
         move_later_aside(ranks, storage, resumed.state["step"], say)
         done = begun and config.resume != "auto"
-        hint = f"--resume {config.resume} counted at the first start" if done else "--resume none starts from scratch"
+        hint = (
+            f"--resume {config.resume} applied only to the first start" if done else "--resume none starts from scratch"
+        )
         say(f"Resuming from {resumed.path} ({hint})")
         return resumed
 
@@ -261,35 +263,35 @@ def _check_same_run(
     before = defaults | state["config"] | {"clean": _cleaning(state["config"])}
     now = config.model_dump(mode="json")
     differing = [
-        f"{name} was {before[name]!r}, is {value!r}"
+        f"{name} was {before[name]!r} and is now {value!r}"
         for name, value in now.items()
         if on_resume(name) == "same" and before[name] != value
     ]
     asked = config.batch_size * data_shard.size * config.gradient_accumulation
     same_flags = all(before[name] == now[name] for name in now if on_resume(name) == "same global batch")
     if asked != state["global_batch_size"] and not same_flags:
-        differing.append(f"the global batch was {state['global_batch_size']} rows, is {asked}")
+        differing.append(f"the global batch was {state['global_batch_size']} rows and is now {asked}")
     # The key of cached tokens once had no version and changed with every edit of that code: accept such data.
     if not differing and state["data_key"].startswith("v") and state["data_key"] != sources["data_key"]:
-        differing.append("the texts, the tokenizer or the way of cleaning have changed")
+        differing.append("the texts, the tokenizer or the cleaning have changed")
     if not differing and state.get("frozen_hash") != sources["frozen_hash"]:
         differing.append(f"the weights of --model {config.model} have changed")
     if not differing and (before := state.get("teacher_key")) != (now := sources["teacher_key"]):
-        what = "is new" if before is None else "is not there" if now is None else "has changed"
-        differing.append(f"the teacher, --distill, {what}")
+        what = "is new" if before is None else "is no longer given" if now is None else "has changed"
+        differing.append(f"the teacher (--distill) {what}")
     if differing:
         raise UserError(
             f"{resumed.path} belongs to another run: {'; '.join(differing)}. To resume it, use the same flags; "
-            "else give another --output_dir, or --resume none to start from scratch (the earlier run is moved aside, "
-            "not deleted)",
+            "otherwise give another --output_dir, or --resume none to start from scratch (the earlier run is moved "
+            "aside, not deleted)",
             code="checkpoint-other-run",
         )
     # A run may get more epochs, or fewer, but none that it has begun is taken back.
     begun = _epochs_begun(state)
     if config.epochs < begun:
         raise UserError(
-            f"--epochs {config.epochs}: {resumed.path} is of epoch {begun}; give {begun} or more, or --resume none to "
-            "start from scratch (the earlier run is moved aside, not deleted)",
+            f"--epochs {config.epochs}: {resumed.path} has reached epoch {begun}; give {begun} or more, or --resume "
+            "none to start from scratch (the earlier run is moved aside, not deleted)",
             code="checkpoint-other-run",
         )
 

@@ -134,7 +134,8 @@ class Storage(ABC):
             return self._find_damage(path, part, parts)
         except Unreachable as error:
             raise UserError(
-                f"{path}: cannot be read now ({error}); rerun the same command when it can", code="storage-unreachable"
+                f"{path}: cannot be read now ({error}); rerun the same command when it can be read again",
+                code="storage-unreachable",
             ) from error
         except FileNotFoundError:
             return f"{MANIFEST} is missing"
@@ -146,12 +147,12 @@ class Storage(ABC):
         manifest = self.read_json(path, MANIFEST)
         files, sizes = manifest["files"], self._sizes(path)
         if manifest["format"] != FORMAT:
-            return f"{MANIFEST} is of format {manifest['format']}, this version reads {FORMAT}"
+            return f"{MANIFEST} has format {manifest['format']}, this version reads {FORMAT}"
         if not files:
             return f"{MANIFEST} names no files"
         named = _NAME.fullmatch(path.rsplit("/", 1)[-1])
         if named and int(named[1]) != manifest["step"]:
-            return f"{MANIFEST} is of step {manifest['step']}"
+            return f"{MANIFEST} belongs to step {manifest['step']}"
         for name, expected in sorted(files.items()):
             if name not in sizes:
                 return f"{name} is missing"

@@ -124,7 +124,7 @@ def check_model_name(model: str, revision: str = "") -> None:
     """Refuse early what is neither a folder nor a possible hub name."""
     if model == STARTER and not STARTER_FOLDER.is_dir():
         raise UserError(
-            f"--model starter: {STARTER_FOLDER} is not there; it comes with the repository, or make one of your own "
+            f"--model starter: {STARTER_FOLDER} is not there; it comes with the repository, or make one from your own "
             "texts with python -m training.starter",
             code="model-not-found",
         )

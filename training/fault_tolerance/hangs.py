@@ -87,7 +87,7 @@ def _known_problem(status: RankStatus) -> str | None:
     state = _process_state(status.pid)
     if state in (None, "Z", "X"):
         return GONE
-    return "does not move: its process is stopped" if state in ("T", "t") else None
+    return "makes no progress: its process is stopped" if state in ("T", "t") else None
 
 
 def _process_state(pid: int) -> str | None:

@@ -115,7 +115,7 @@ class Watchdog(Subscriber):
             exit_code = LostRank.exit_code if waits and missing else 1
             if not waits:
                 missing.append(Missing(status, why))
-            line = self._line(missing, f"nothing moved for {seconds:.0f} s (--collective_timeout)")
+            line = self._line(missing, f"no progress for {seconds:.0f} s (--collective_timeout)")
             line += f". Stacks and last collectives of the ranks: {self._run_dir / 'hangs'} [no-progress]"
             self._events.write("hang", seconds=seconds, message=line)
             self._report_and_exit(exit_code, line, reports=reports, at_once=not waits)

@@ -33,7 +33,7 @@ def keep_blocks(network: nn.Module, count: int, model: str) -> None:
     blocks = network.get_submodule(family.blocks)
     if count > len(blocks):
         raise UserError(
-            f"--layers {count}: --model {model} has {len(blocks)} blocks; keep at most these", code="flag-value"
+            f"--layers {count}: --model {model} has {len(blocks)} blocks; keep at most that many", code="flag-value"
         )
     kept = np.linspace(0, len(blocks) - 1, count).round().astype(int).tolist()
     setattr(network.get_submodule(owner), name, nn.ModuleList(blocks[i] for i in kept))
@@ -53,7 +53,7 @@ def check_depths(network: nn.Module, config: TrainConfig) -> None:
             _known_family(network, f"--{flag} {value}")
     if config.freeze != "none" and config.frozen_depth > (num_blocks := network.config.num_hidden_layers):
         raise UserError(
-            f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most these",
+            f"--freeze {config.freeze}: --model {config.model} has {num_blocks} blocks; freeze at most that many",
             code="flag-value",
         )
 
@@ -62,8 +62,8 @@ def _known_family(network: nn.Module, asked: str) -> EncoderFamily:
     kind = type(network).__name__
     if kind not in FAMILY_OF:
         raise UserError(
-            f"{asked}: which layers {kind} has is not known, only those of "
-            f"{', '.join(family.name for family in FAMILIES)} are; leave it out",
+            f"{asked}: the layers of {kind} are not known, only those of "
+            f"{', '.join(family.name for family in FAMILIES)}; leave it out",
             code="model-layers-unknown",
         )
     return FAMILY_OF[kind]

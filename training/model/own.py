@@ -48,11 +48,11 @@ class Own:
         """
         if (loss or config.loss) and config.distill:
             raise UserError(
-                f"--loss and --distill {config.distill}: your own loss does not know the teacher's answers; drop one",
+                f"--loss and --distill {config.distill}: your own loss does not get the teacher's answers; drop one",
                 code="flags-conflict",
             )
         if (network or config.network) and (config.layers or config.export):
-            flag, why = f"--layers {config.layers}", "only encoders of transformers have blocks that it knows"
+            flag, why = f"--layers {config.layers}", "it only knows the blocks of encoders of transformers"
             if config.export:
                 flag, why = "--export", "the server runs no network that a model folder names"
             raise UserError(f"--network and {flag}: {why}; drop one", code="flags-conflict")

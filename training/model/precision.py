@@ -58,7 +58,7 @@ def choose_precision(asked: str, device: torch.device) -> str:
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16" and not has_bf16:
         raise UserError(
-            f"--precision bf16: {torch.cuda.get_device_name(device)} has none; use fp16 or auto",
+            f"--precision bf16: {torch.cuda.get_device_name(device)} has no bf16; use fp16 or auto",
             code="precision-unsupported",
         )
     return ("bf16" if has_bf16 else "fp16") if asked == "auto" else asked

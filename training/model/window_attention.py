@@ -20,8 +20,8 @@ def add_window_attention(model: NewsClassifier, config: TrainConfig) -> None:
     """
     if not isinstance(model.network, PreTrainedModel):
         raise UserError(
-            "--long windows and a network of your own: windows are pooled by a row of the last layer, which only "
-            "encoders of transformers are known to have; drop one",
+            "--long windows and a network of your own: windows are pooled by a row of the last layer, and only "
+            "encoders of transformers are known to have such a layer; drop one",
             code="flags-conflict",
         )
     name = model.head

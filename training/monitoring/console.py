@@ -128,7 +128,7 @@ class Console:
             metric = metrics_of(validation)[main]
             facts = {"Best epoch": f"{best_epoch}, validation {metric.title} {metric.shown(validation[main])}"}
         else:
-            facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another"}
+            facts = {"Last epoch": f"{best_epoch}, there were no validation rows to choose another one by"}
         for name, metric in metrics_of(test).items():
             value, title = metric.shown(test[name]), metric.title[0].upper() + metric.title[1:]
             if name == main:

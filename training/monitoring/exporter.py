@@ -75,30 +75,31 @@ class Exporter(Subscriber):
         self._phase_seconds = histogram(
             "phase_seconds",
             "Seconds of this rank in each phase of a step: data = waiting for rows, agree = for other ranks, step = "
-            "what forward, backward and optimizer leave of it (a pipeline's passes), other = between steps; outside of "
-            "steps evaluate and save.",
+            "the rest of the step besides forward, backward and optimizer (a pipeline's passes), other = between "
+            "steps; outside of steps evaluate and save.",
             _PHASE_SECONDS,
             "phase",
         )
         self._by_phase: dict[str, Histogram] = {}  # finding one by its label takes as long as observing
-        self._step = gauge("step", "Optimizer steps of the run, those before a resume included.", 0)
-        self._total_steps = gauge("total_steps", "Optimizer steps that the run is to have.", 0)
+        self._step = gauge("step", "Optimizer steps of the run, including those before a resume.", 0)
+        self._total_steps = gauge("total_steps", "Optimizer steps that the run will have in all.", 0)
         self._epoch = gauge("epoch", "Epoch of the last step, from 1.", 0)
         self._loss = gauge("loss", "Mean loss of the last global batch.")
-        self._accuracy = gauge("accuracy", "Share of the last global batch answered right, with dropout.")
+        self._accuracy = gauge("accuracy", "Share of the last global batch answered correctly, with dropout.")
         self._grad_norm = gauge("grad_norm", "Global gradient norm of the last step, before clipping.")
         self._learning_rate = gauge("learning_rate", "Learning rate of the last step.")
         self._samples_rate = gauge("samples_per_second", "Rows of all ranks per second, over the last steps.")
         self._tokens_rate = gauge("tokens_per_second", "Tokens of all ranks per second, over the last steps.")
         self._efficiency = gauge(
             "scaling_efficiency",
-            "What all ranks achieve over what they would if none waited for another, as measured under ddp; with "
-            "--one_rank_rate over what as many ranks would achieve at that rate. NaN if neither is known.",
+            "What all ranks achieve, divided by what they would achieve if none waited for another, as measured under "
+            "ddp; with --one_rank_rate, by what the same number of ranks would achieve at that rate. NaN if neither "
+            "is known.",
         )
         self._utilization = gauge("gpu_utilization", "Share of the last second in which the GPU computed, 0 to 1.")
         self._mfu = None
         if config.is_language_model:
-            text = "Operations that the tokens of the last steps need, over what the devices could do, 0 to 1."
+            text = "Operations that the tokens of the last steps need, divided by what the devices could do, 0 to 1."
             self._mfu = gauge("mfu", text)
         self._validation = {"loss": gauge("validation_loss", "Loss on the validation rows after the last epoch.")}
         for name in METRICS_OF_TASKS[config.task]:
@@ -106,12 +107,15 @@ class Exporter(Subscriber):
                 title = METRICS[name].title
                 title, unit = title[0].upper() + title[1:], ", 0 to 1" if METRICS[name].is_share else ""
                 self._validation[name] = gauge(f"validation_{name}", f"{title} there{unit}.")
-        self._last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step, first of the start.")
+        self._last_step = gauge(
+            "last_step_timestamp_seconds", "Unix time of the last step; before the first one, of the start."
+        )
 
         # Checkpoints.
         self._last_checkpoint = gauge(
             "last_checkpoint_timestamp_seconds",
-            "Unix time of this process's last checkpoint; before it, of the run's first start that has led to none.",
+            "Unix time of this process's last checkpoint; before the first one, of the run's first start that has led "
+            "to no checkpoint.",
         )
         self._checkpoint_seconds = histogram(
             "checkpoint_seconds", "Seconds until a checkpoint was complete.", _CHECKPOINT_SECONDS
@@ -123,24 +127,30 @@ class Exporter(Subscriber):
 
         # What other parts of the run count here. Every series exists from the start, with 0: Prometheus sees no
         # increase in the first value of a series that appears later.
-        self._skipped = counter("skipped_steps", "Steps that did not update the weights, the loss scale's included.")
-        self.bad_steps = counter("bad_steps", "Steps skipped for a loss or gradient that is not finite.")
-        self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above those before.")
-        self.replica_checks = counter("replica_checks", "Comparisons of what ranks hold copies of.", "outcome")
+        self._skipped = counter(
+            "skipped_steps", "Steps that did not update the weights, including those that the loss scale skipped."
+        )
+        self.bad_steps = counter("bad_steps", "Steps skipped because the loss or gradient was not finite.")
+        self.loss_spikes = counter("loss_spikes", "Steps whose loss was far above that of the steps before.")
+        self.replica_checks = counter("replica_checks", "Comparisons of the copies that ranks hold.", "outcome")
         for outcome in ("equal", "different"):
             self.replica_checks.labels(outcome)
-        text = "Seconds of this rank in a phase over the median of all, at the last look; NaN if none is compared."
+        text = (
+            "Seconds of this rank in a phase divided by the median of all, at the last check; NaN if none is compared."
+        )
         self.slowness = gauge("slowness", text, math.nan, "phase")
         self.straggler = gauge("straggler", "1 while this rank is reported as slow.", 0, "phase")
         for phase in COMPARED:
             self.slowness.labels(phase).set(math.nan)
             self.straggler.labels(phase).set(0)
-        self._collective_steps = counter("collective_steps", "Steps whose collectives were looked at, one in so many.")
+        self._collective_steps = counter(
+            "collective_steps", "Steps whose collectives were recorded (--record_collectives_every)."
+        )
         self._collective_calls = counter("collective_calls", "Collectives of this rank in those steps.", "operation")
         self._collective_bytes = counter("collective_bytes", "Bytes that it handed to them.", "operation")
         self._collective_seconds = histogram(
             "collective_seconds",
-            "Seconds of each, the wait for other ranks included; with NCCL of each kernel on the GPU.",
+            "Seconds of each, including the wait for other ranks; with NCCL, of each kernel on the GPU.",
             _PHASE_SECONDS,
             "operation",
         )
@@ -251,8 +261,8 @@ class Exporter(Subscriber):
         cuda = torch.cuda
         readings: dict[str, tuple[str, Callable[[], float]]] = {
             "allocated": ("Bytes that tensors take on the GPU; 0 on a CPU.", lambda: cuda.memory_allocated(device)),
-            "reserved": ("Bytes that PyTorch holds of the GPU.", lambda: cuda.memory_reserved(device)),
-            "total": ("Bytes that the GPU has.", lambda: cuda.get_device_properties(device).total_memory),
+            "reserved": ("Bytes of the GPU's memory that PyTorch holds.", lambda: cuda.memory_reserved(device)),
+            "total": ("Bytes of memory that the GPU has.", lambda: cuda.get_device_properties(device).total_memory),
         }
         for name, (text, read) in readings.items():
             gauge = self._gauge(f"device_memory_{name}_bytes", text, 0)

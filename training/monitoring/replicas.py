@@ -103,7 +103,7 @@ class ReplicaCheck(Subscriber):
         good = f"The checkpoint of step {self.saved_at} is good and is kept. " if self.saved_at else ""
         raise TrainingFailure(
             f"{when} the copies of the weights differ: {found}.{since} {good}To resume, rerun the same command. If "
-            f"it happens again on {_listed(found.odd)}, look for a failing memory, processor or GPU there",
+            f"it happens again on {_listed(found.odd)}, look for failing memory or a failing processor or GPU there",
             quiet=not self.ranks.is_first,
             code="replicas-differ",
         )
@@ -121,7 +121,7 @@ def check_gradient_sync(parameters: Mapping[str, nn.Parameter], ranks: Ranks, wh
     if found:
         raise TrainingFailure(
             f"{f'{when}: ' * bool(when)}the gradients differ after their reduction: that of {found}. A backward pass "
-            "bypasses what reduces them: call the wrapped model, and use no_sync for no step's last micro-batch",
+            "bypasses what reduces them: call the wrapped model, and do not use no_sync for a step's last micro-batch",
             quiet=not ranks.is_first,
             code="gradients-differ",
         )

@@ -58,7 +58,7 @@ class DeepSpeedStrategy(Strategy):
     def _prepare(self, model: NewsClassifier) -> tuple[ModuleType, Settings]:
         if not self.ranks.is_distributed:
             raise UserError(
-                "--strategy deepspeed: needs a process group, also for one process; start with "
+                "--strategy deepspeed: needs a process group, even for one process; start with "
                 "torchrun --nproc_per_node=N training/train_ddp.py",
                 code="torchrun-needed",
             )

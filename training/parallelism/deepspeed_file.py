@@ -86,7 +86,7 @@ def flags_of_file(path: Path, num_ranks: int) -> dict[str, Any]:
         known = num_ranks * int(flags.get("batch_size", flags.get("gradient_accumulation", 1)))
         if known < 1 or total % known or total < known:
             raise UserError(
-                f"--deepspeed_config {path}: train_batch_size {total} does not divide into {num_ranks} ranks"
+                f"--deepspeed_config {path}: train_batch_size {total} is not divisible by {num_ranks} ranks"
                 f"{f' and the other factors, together {known}' if known != num_ranks else ''}",
                 code="deepspeed-config",
             )
@@ -109,11 +109,12 @@ def _check_section(section: Any, what: str) -> None:
 def _check_optimizer(section: Settings, what: str) -> None:
     kind = section.get("type")
     if str(kind).lower() not in ("adam", "adamw"):
-        raise UserError(f"{what}: optimizer.type is {kind}: only AdamW is trained with here", code="deepspeed-config")
+        raise UserError(f"{what}: optimizer.type is {kind}: this trainer uses only AdamW", code="deepspeed-config")
     known = {name.rpartition(".")[2] for name in FLAGS if name.startswith("optimizer.")} | {"torch_adam"}
     if unknown := sorted(section.get("params", {}).keys() - known):
         raise UserError(
-            f"{what}: optimizer.params.{unknown[0]}: not known here; leave it out ({', '.join(sorted(known))} are)",
+            f"{what}: optimizer.params.{unknown[0]}: not supported here; leave it out ({', '.join(sorted(known))} are "
+            "supported)",
             code="deepspeed-config",
         )
 
@@ -128,7 +129,9 @@ def _checked_scheduler(section: Settings, what: str) -> Settings:
         )
     names = {"warmup_num_steps", "cos_min_ratio" if kind == "WarmupCosineLR" else "warmup_max_lr"}
     if unknown := sorted(params.keys() - names - IGNORED - ZERO):
-        raise UserError(f"{what}: scheduler.params.{unknown[0]}: not known here; leave it out", code="deepspeed-config")
+        raise UserError(
+            f"{what}: scheduler.params.{unknown[0]}: not supported here; leave it out", code="deepspeed-config"
+        )
     for name in sorted(params.keys() & ZERO):
         if params[name] != 0:
             raise UserError(

@@ -33,7 +33,7 @@ class MeshStrategy(Strategy):
         config, ranks = self.config, self.ranks
         if not ranks.is_distributed:
             raise UserError(
-                f"--strategy {config.strategy}: needs processes; start with torchrun, or use ddp",
+                f"--strategy {config.strategy}: needs a process group; start with torchrun, or use ddp",
                 code="torchrun-needed",
             )
         ranks_per_machine = gcd(*ranks.gather(ranks.local_world_size))

@@ -39,11 +39,12 @@ def check_pipeline(config: TrainConfig, num_ranks: int) -> None:
         return
     if config.compile:
         raise UserError(
-            f"--compile and --pp_schedule {schedule}: it splits backward passes; use interleaved", code="flags-conflict"
+            f"--compile and --pp_schedule {schedule}: this schedule splits backward passes; use interleaved",
+            code="flags-conflict",
         )
     if config.activation_checkpointing == "selective":
         raise UserError(
-            f"--activation_checkpointing selective and --pp_schedule {schedule}: what is computed again would be "
+            f"--activation_checkpointing selective and --pp_schedule {schedule}: recomputed activations would be "
             "needed twice; use full, or --pp_schedule interleaved",
             code="flags-conflict",
         )

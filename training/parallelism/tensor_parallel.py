@@ -62,8 +62,8 @@ def apply_tensor_parallel(model: NewsClassifier, mesh: DeviceMesh, *, sequence_p
     names = _family_of(network, mesh.size())
     if sequence_parallel and LENGTH_MULTIPLE % mesh.size():
         raise UserError(
-            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which "
-            f"{mesh.size()} ranks do not divide; leave it out, or use a power of 2",
+            f"--sequence_parallel with --tp {mesh.size()}: lengths are multiples of {LENGTH_MULTIPLE}, which are not "
+            f"divisible by {mesh.size()} ranks; leave it out, or use a power of 2",
             code="uneven-split",
         )
     # How the hidden states between attention and feed-forward are placed.

@@ -202,7 +202,7 @@ def timelines_of(schedule: str, stages: int, micro_batches: int, stages_per_rank
     may_be_more = schedule in ("interleaved", "zero_bubble")
     if count < needed or (count > needed and not may_be_more):
         wanted = f"{needed} or more" if may_be_more else f"exactly {needed}"
-        raise UserError(f"--stages_per_rank {count}: the {schedule} schedule has {wanted}", code="uneven-split")
+        raise UserError(f"--stages_per_rank {count}: the {schedule} schedule needs {wanted}", code="uneven-split")
     if stages % count:
         raise UserError(f"--stages {stages}: {count} stages per rank need a multiple of {count}", code="uneven-split")
     return [simulate(schedule, stages // count, micro_batches, count)]
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=positive, default=8, help="in one step (default: %(default)s)")
     parser.add_argument("--schedule", choices=[*SCHEDULES, ALL], default="1f1b", help="default: %(default)s")
     parser.add_argument("--stages_per_rank", type=positive, help="default: what the schedule needs, 1 or 2")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it, too")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw it as a PNG")
     options = parser.parse_args()
     timelines = timelines_of(options.schedule, options.stages, options.micro_batches, options.stages_per_rank)
     console = Console(highlight=False)

@@ -1,1 +1,1 @@
-"""Planning: memory, communication and time of a training run on hardware that is not here, without PyTorch."""
+"""Planning: memory, communication and time of a training run on hardware that you do not have, without PyTorch."""

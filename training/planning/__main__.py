@@ -1,4 +1,4 @@
-"""Plan a training run on hardware that is not here.
+"""Plan a training run on hardware that you do not have.
 
 For example: python -m training.planning --model llama-13b --gpus 32 --gpu a100-80gb
 The largest model that fits: python -m training.planning --largest --gpus 32 --gpu a100-80gb
@@ -33,18 +33,20 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--largest",
         action="store_true",
-        help="find the largest model that fits under each strategy: of the proportions of --model, or of each of "
-        f"{' and '.join(FAMILIES_SCALED)}",
+        help="find the largest model that fits under each strategy: with the proportions of --model, or with those of "
+        f"each of {' and '.join(FAMILIES_SCALED)}",
     )
     parser.add_argument("--gpus", type=positive, required=True, metavar="N", help="GPUs of the whole cluster")
     parser.add_argument("--gpu", required=True, metavar="NAME", help=", ".join(GPUS))
-    parser.add_argument("--nodes", type=positive, metavar="N", help="machines (default: as few as the GPU is sold in)")
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="machines (default: the fewest that these GPUs are usually sold in)"
+    )
     parser.add_argument(
         "--strategy",
         choices=(*STRATEGIES, "all"),
         default="all",
         metavar="NAME",
-        help=f"plan only this one: {', '.join(STRATEGIES)} (default: all)",
+        help=f"plan only this strategy: {', '.join(STRATEGIES)} (default: all)",
     )
     parser.add_argument(
         "--batch_tokens",
@@ -64,13 +66,15 @@ def build_parser() -> OneLineParser:
         help=f"{', '.join(CHECKPOINTING_MODES)} (default: the fastest)",
     )
     target = parser.add_mutually_exclusive_group()
-    target.add_argument("--target_tokens", type=_tokens, metavar="N", help="how many days so many take, such as 2e9")
+    target.add_argument(
+        "--target_tokens", type=_tokens, metavar="N", help="how many days this many tokens take, such as 2e9"
+    )
     target.add_argument(
         "--target_run",
         type=_run,
         metavar="RUN",
-        help="MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6: the same for the tokens that one of these GPUs gets "
-        "through with another model",
+        help="MODEL:DAYS:UTILISATION, such as llama-7b:21:0.6: the same for the tokens that one of these GPUs "
+        "processes with another model",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     return parser
@@ -163,13 +167,14 @@ def _question(flags: argparse.Namespace, model: str) -> tuple[ModelShape, Cluste
     if tokens % seq_len:
         nearest = max(1, tokens // seq_len) * seq_len
         raise UserError(
-            f"--batch_tokens {tokens} and --seq_len {seq_len}: not whole rows; use {nearest}", code="uneven-split"
+            f"--batch_tokens {tokens} and --seq_len {seq_len}: does not make whole rows; use {nearest}",
+            code="uneven-split",
         )
     supported = cluster.gpu.peak_flops
     precision = flags.precision or next(one for one in ("bf16", "fp16", "fp32") if one in supported)
     if precision not in supported:
         raise UserError(
-            f"--precision {precision}: {cluster.gpu.name} has {', '.join(supported)}", code="precision-unsupported"
+            f"--precision {precision}: {cluster.gpu.name} supports {', '.join(supported)}", code="precision-unsupported"
         )
     work = Work(tokens // seq_len, seq_len, precision, flags.micro_batch, flags.activation_checkpointing)
     return shape, cluster, work

@@ -271,5 +271,5 @@ def cautions(shape: ModelShape, layout: Layout) -> list[str]:
     if not SHORTEST_TEXT <= layout.seq_len <= LONGEST_TEXT:
         return [f"No command: the trainer takes texts of {SHORTEST_TEXT} to {LONGEST_TEXT} tokens."]
     if shape.num_labels is None and shape.tied_embeddings and (layout.tp > 1 or layout.pp > 1):
-        return ["No command: the trainer splits no language model whose head is its embedding table; use zero3."]
+        return ["No command: the trainer cannot split a language model whose head is its embedding table; use zero3."]
     return []

@@ -60,7 +60,7 @@ def print_largest(families: Sequence[LargestAnswer]) -> None:
         "fastest layout",
         "GiB",
         "tokens/s",
-        "what stops one layer more",
+        "what stops one more layer",
     )
     for family in families:
         work, rows, nothing = family.work, [], []
@@ -148,7 +148,7 @@ def print_answer(answer: Answer) -> None:
     if any(found and (answer.efficiency(found) or 0) > 1 + ROUNDING for found in answer.scaling.values()):
         note += " More than 100%: 1 GPU updates all weights in every step, each of these only its shard of them."
     header = ("GPUs", "best layout", "tokens/s", "tokens/s per GPU", "efficiency" if fits_on_one else "share of ideal")
-    title = f"From 1 to {answer.cluster.gpus} GPUs, with equally many tokens per GPU"
+    title = f"From 1 to {answer.cluster.gpus} GPUs, with equal token counts per GPU"
     print_table(title, header, rows, [note])
 
     saved, host = checkpoint_cost(shape, answer.cluster), host_memory(shape, answer.cluster)

@@ -131,7 +131,7 @@ def settle_batch_size(
 
 
 def _why_no_more(most: int) -> str:
-    return "the most that auto takes" if most == MOST_ROWS else f"an epoch keeps {LEAST_STEPS} steps"
+    return "the most that auto tries" if most == MOST_ROWS else f"an epoch keeps {LEAST_STEPS} steps"
 
 
 def _trial_of(

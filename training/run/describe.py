@@ -60,7 +60,7 @@ def _steps(context: RunContext, budget: Budget | None) -> dict[str, str]:
     end = f"{format_time(budget.closing)} of it set aside to test and write"
     facts = {
         "Steps": f"about {plan.total_steps:,} = {epochs:.2f} epochs x {plan.steps_per_epoch:,}; "
-        "the count follows the pace",
+        "the number adapts to the speed",
         "Budget": f"{config.budget} in all, {format_time(budget.spent)} of it spent, {end}",
     }
     if plan.total_steps == config.epochs * plan.steps_per_epoch:

@@ -72,15 +72,15 @@ class SearchSpace(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # fmt: off
-    config: dict[str, Any] = Field({}, description="fields of the training configuration, equal in all trials")
+    config: dict[str, Any] = Field({}, description="fields of the training configuration, the same in all trials")
     search: dict[str, Values] = Field(description="fields to search: a list, or {low, high}, with log: true or a step", min_length=1)
-    metric: str = Field("", description="that decides, of the best epoch on the validation rows, as in --best_metric; unset = the first of the task")
+    metric: str = Field("", description="the one that decides, at the best epoch on the validation rows, as in --best_metric; unset = the first of the task")
     trials: int = Field(20, description="how many in all, failed and pruned ones included", ge=1)
     at_once: int = Field(1, description="trials that run at the same time, each on its share of cores and GPUs", ge=1)
     processes: int = Field(1, description="ranks of each trial", ge=1)
     sampler: Named = Field("tpe", description=f"{', '.join(SAMPLERS)}; with Optuna's arguments: {{tpe: {{n_startup_trials: 5}}}}")
     pruner: Named = Field("none", description=f"{', '.join(PRUNERS)}; with Optuna's arguments: {{median: {{n_startup_trials: 3}}}}")
-    seed: int = Field(42, description="of the sampler; that of training is a field of config", ge=0, lt=2**32)
+    seed: int = Field(42, description="of the sampler; the seed of training is a field of config", ge=0, lt=2**32)
     storage: str = Field("", description=f"address of a database for Optuna; unset = OUTPUT_DIR/{DATABASE}")
     output_dir: Path = Field(Path("checkpoints/search"), description="folder of the search and its trials")
     # fmt: on

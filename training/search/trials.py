@@ -117,7 +117,7 @@ def _database_errors() -> Iterator[None]:
     try:
         yield
     except (StorageInternalError, SQLAlchemyError, ModuleNotFoundError) as error:  # the last one for a driver
-        message = f"the database of the trials does not answer ({first_line(error)}); check storage, then rerun"
+        message = f"the database of the trials does not answer ({first_line(error)}); check the storage, then rerun"
         raise UserError(message, code="search-storage") from error
 
 

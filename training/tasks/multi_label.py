@@ -33,7 +33,7 @@ class MultiLabelClassification(Task):
         if len(names) < 2:
             raise UserError(
                 f"--dataset {dataset}: the training rows have {len(names)} different labels, and --task multi_label "
-                "needs two; for one label that applies or not use --task classification with two labels",
+                "needs two; for one label that applies or not, use --task classification with two labels",
                 code="labels-too-few",
             )
         notes, num_rows = [], len(labels)

@@ -66,14 +66,14 @@ class EncoderShape:
             ValueError: The kernels do not compute this model; the message says why.
         """
         if config.get("is_decoder"):
-            raise ValueError("is_decoder: the native engine computes encoders only, in which all tokens see each other")
+            raise ValueError("is_decoder: the native engine supports encoders only, in which all tokens see each other")
         model_type = config.get("model_type")
         family = next((family for family in FAMILIES if family.model_type == model_type), None)
         if family is None:
             known = ", ".join(family.model_type for family in FAMILIES)
-            raise ValueError(f"model_type {model_type!r}: the native engine computes {known}")
+            raise ValueError(f"model_type {model_type!r}: the native engine supports {known}")
         if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ValueError("position_embedding_type: the native engine computes absolute positions only")
+            raise ValueError("position_embedding_type: the native engine supports absolute positions only")
         num_layers = config[family.num_layers_key]
         if num_layers < 1:
             raise ValueError(f"{family.num_layers_key} {num_layers}: the native engine needs at least 1")
@@ -134,7 +134,7 @@ class EncoderShape:
 
 def _activation(key: str, name: str, known: Mapping[str, int]) -> int:
     if name not in known:
-        raise ValueError(f"{key} {name!r}: the native engine computes {' and '.join(known)}")
+        raise ValueError(f"{key} {name!r}: the native engine supports {' and '.join(known)}")
     return known[name]
 
 
@@ -152,7 +152,7 @@ def _modernbert_attention(config: Mapping[str, Any]) -> tuple[tuple[int, ...], t
         parameters = (config.get("rope_parameters") or {}).get(kind) or {}
         rope_type = parameters.get("rope_type", "default")
         if rope_type != "default" or config.get("rope_scaling"):
-            raise ValueError(f"rope_type {rope_type!r}: the native engine computes the default rotary positions only")
+            raise ValueError(f"rope_type {rope_type!r}: the native engine supports the default rotary positions only")
         # A layer kind without a theta of its own has the usual one of the family.
         thetas[kind] = float(parameters.get("rope_theta") or config.get(old_key) or usual)
     window = config.get("local_attention", 128) // 2

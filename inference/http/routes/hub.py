@@ -31,7 +31,7 @@ class HubParameters(BaseModel):
     top_k: int | None = Field(default=None, ge=1, description="Return only this many labels; null returns all.")
     function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
         default=None,
-        description="From scores to answers; null is softmax, for a multi-label model sigmoid, for regression none.",
+        description="How scores become answers; null is softmax, for a multi-label model sigmoid, for regression none.",
     )
 
 
@@ -53,7 +53,8 @@ class HubRequest(BaseModel):
     model_config = ConfigDict(strict=True, json_schema_extra={"examples": [{"inputs": "Shares fall on Wall Street."}]})
 
     inputs: str | HubPair | Annotated[Texts, Field(min_length=1)] | Annotated[HubPairs, Field(min_length=1)] = Field(
-        description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs the same of pairs."
+        description="One text, or 1 to MAX_BATCH_TEXTS texts; for a model that reads pairs, one pair or that many "
+        "pairs."
     )
     parameters: HubParameters = HubParameters()
 

@@ -141,7 +141,7 @@ class InferRoute(JsonRoute):
         for tensor in binary:
             size = tensor.parameters["binary_data_size"] if tensor is not binary[-1] else len(rest)
             if type(size) is not int or not 0 <= size <= len(rest):
-                raise RefusedTextError("invalid_request", "binary_data_size must be a number of bytes behind the JSON")
+                raise RefusedTextError("invalid_request", "binary_data_size must be a number of bytes after the JSON")
             try:
                 tensor.data = read_binary_texts(rest[:size], settings.max_batch_texts, settings.max_text_chars)
             except UnicodeDecodeError:

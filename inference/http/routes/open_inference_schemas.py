@@ -95,7 +95,8 @@ class InferRequest(BaseModel):
     inputs: list[InputTensor] = Field(
         min_length=1,
         max_length=2,
-        description="The tensor of the texts; for a model that reads pairs another of the same shape, named text_pair.",
+        description="The tensor of the texts; for a model that reads pairs, also another of the same shape, named "
+        "text_pair.",
     )
     outputs: list[RequestedOutput] = Field(
         default=[], max_length=3, fail_fast=True, description="Default: all that the model has."

@@ -48,7 +48,7 @@ def _refusal(folder: Path, engine: str = "auto") -> str:
 def test_a_model_whose_answer_changes_with_padding_is_refused(
     make_folder: MakeFolder, family: str, config: dict[str, Any]
 ) -> None:
-    assert "answers a text differently among longer texts" in _refusal(make_folder(family, **config))
+    assert "answers a text differently in a batch with longer texts" in _refusal(make_folder(family, **config))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_a_regression_model_is_tested_in_its_own_unit(make_folder: MakeFolder, u
         weights[name] *= unit
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     line = _refusal(folder)
-    assert "answers a text differently among longer texts, by " in line
-    assert " standard deviations where 0.001 is allowed" in line
+    assert "answers a text differently in a batch with longer texts, by " in line
+    assert " standard deviations, more than the 0.001 allowed" in line
 
 
 def test_two_classes_with_the_same_name_are_refused(make_folder: MakeFolder) -> None:

@@ -226,7 +226,7 @@ def test_keys_are_replaced_without_a_restart_and_a_lost_file_opens_nothing(model
     ("content", "line"),
     [
         (None, "is not readable"),
-        ("\n# none\n", "holds no key; write one key on each line"),
+        ("\n# none\n", "holds no key; write one key per line"),
         ("good\nsecret fast\n", "line 2: must be KEY, or KEY TEXTS_PER_SECOND above 0"),
         ("secret 0\n", "line 1: must be KEY"),
         ("secret nan\n", "line 1: must be KEY"),

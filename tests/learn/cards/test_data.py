@@ -117,8 +117,8 @@ def test_an_address_is_read_like_a_file(tmp_path: Path) -> None:
         ("width,kind\n1,a\n2,a\n", "kind", "target_column kind: 1 different values in 2 rows"),
         ("width,kind\n1,a\n2,b\n", "sort", "target_column 'sort': .* has the columns width, kind"),
         ("width,kind\n1,a\n2,b\n", "2", "target_column '2'"),
-        ("kind\na\nb\n", "kind", "has one column"),
-        ("width;kind\n1;a\n2;b\n", "kind", "has one column; .* with commas between"),
+        ("kind\na\nb\n", "kind", "has only one column"),
+        ("width;kind\n1;a\n2;b\n", "kind", "has only one column; .* separated by commas"),
         ("width,kind\n1,a\x0cb\n2,c\u2028d\nwide,e\n", "kind", "line 4, column width: 'wide' is not a finite number"),
         ("width,kind\n", "kind", "holds no rows"),
         ("", "kind", "is empty"),
@@ -148,7 +148,7 @@ def test_a_server_that_stalls_is_given_up(sent: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = Event()
         Thread(target=trickle, args=(server, sent, done), daemon=True).start()
-        with pytest.raises(UserError, match=r"cannot be read \(no end within 0.1 s\)"):
+        with pytest.raises(UserError, match=r"cannot be read \(not complete within 0.1 s\)"):
             read_table(f"http://127.0.0.1:{server.getsockname()[1]}/rows.csv", seconds=0.1)
         done.set()
 
@@ -169,7 +169,7 @@ def test_the_split_keeps_the_shares_of_the_classes_and_leaves_no_row_out() -> No
     assert sorted(torch.cat([train, test]).tolist()) == list(range(62))
     assert labels[test].bincount().tolist() == [10, 5, 1]
     assert not torch.equal(test, stratified_split(labels, ["a", "b", "c"], 0.25, seed=2)[1])
-    with pytest.raises(UserError, match="class c: has one row"):
+    with pytest.raises(UserError, match="class c: has only one row"):
         stratified_split(labels[:-1], ["a", "b", "c"], 0.25, seed=1)
 
 

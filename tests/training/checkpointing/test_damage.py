@@ -56,8 +56,8 @@ THE_MANIFEST = [
         (with_values(files=[1]), r"manifest.json cannot be read \(.*\)"),
         (with_values(files={}), r"manifest.json names no files"),
         (with_values(files={"state.json": {}}), r"manifest.json cannot be read \(.*\)"),
-        (with_values(format=2), r"manifest.json is of format 2, this version reads 1"),
-        (with_values(step=1), r"manifest.json is of step 1"),
+        (with_values(format=2), r"manifest.json has format 2, this version reads 1"),
+        (with_values(step=1), r"manifest.json belongs to step 1"),
         (None, r"manifest.json is missing"),
     ]
 ]

@@ -180,7 +180,7 @@ def test_the_sample_is_read_by_name() -> None:
         (
             "train.csv",
             '"1","a\nb","c"\n"x","c","d"\n',
-            r"train.csv line 3: label 'x' is not a number; rows without a header are",
+            r"train.csv line 3: label 'x' is not a number; rows without a header must be",
         ),
         ("train.csv", '"1","a","b"\n"2"\n', r"train.csv line 2: one field"),
         ("train.csv", '"1","a","b"\n"2"," ",""\n', r"train.csv line 2: the text is empty"),
@@ -425,7 +425,10 @@ def test_a_byte_order_mark_tells_the_encoding(tmp_path: Path, encoding: str) -> 
             "text,label\nhello,a\n".encode("utf-16-le"),
             r"train.csv: not UTF-8 text \(it looks like UTF-16\); save",
         ),
-        ("text,label\nhello,a\n".encode("utf-16")[:-1], r"train.csv: UTF-16 text that is torn at byte \d+; save it as"),
+        (
+            "text,label\nhello,a\n".encode("utf-16")[:-1],
+            r"train.csv: UTF-16 text that is damaged at byte \d+; save it as",
+        ),
         ("Überschrift;Kategorie\nhello;a\n".encode("cp1252"), r"train.csv line 1: not UTF-8 text; save the file as"),
         ("text;label\nUn café;a\n".encode("cp1252"), r'line 2: not UTF-8 text; save the file as UTF-8 \(in Excel "CSV'),
     ],

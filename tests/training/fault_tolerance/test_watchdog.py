@@ -62,8 +62,8 @@ def test_a_stopped_process_is_named_and_the_run_ends_with_stacks_and_collectives
 
     assert ranks.exit_code(0) == LostRank.exit_code
     [line] = ranks.errors
-    named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) does not move: its process is stopped; last seen "
-    assert re.match(rf"error: lost at step \d+: nothing moved for \d+ s \(--collective_timeout\); {named}", line)
+    named = rf"rank 1 \(host \S+, process {ranks.processes[1].pid}\) makes no progress: its process is stopped; last "
+    assert re.match(rf"error: lost at step \d+: no progress for \d+ s \(--collective_timeout\); {named}", line)
     assert line.endswith(f"{GO_ON}. Stacks and last collectives of the ranks: {run_dir / 'hangs'} [no-progress]")
     status = _status(run_dir, 0)
     assert status.state == "failed"

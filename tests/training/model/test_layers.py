@@ -59,14 +59,14 @@ def test_the_embeddings_and_so_many_of_the_lowest_blocks_are_frozen(freeze: str,
 
 
 def test_more_blocks_than_there_are_and_unknown_families_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^--freeze 4: --model small has 3 blocks; freeze at most these$"):
+    with pytest.raises(UserError, match=r"^--freeze 4: --model small has 3 blocks; freeze at most that many$"):
         check_depths(_network("bert"), TrainConfig(freeze="4", model="small"))
 
     unknown = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=3))
     check_depths(unknown, TrainConfig())
     for flag, value in (("freeze", "embeddings"), ("layer_decay", 0.9)):
         with pytest.raises(
-            UserError, match=rf"^--{flag} {value}: which layers SimpleNamespace has is not known"
+            UserError, match=rf"^--{flag} {value}: the layers of SimpleNamespace are not known"
         ) as found:
             check_depths(unknown, TrainConfig(**{flag: value}))
         assert found.value.code == "model-layers-unknown"

@@ -267,7 +267,7 @@ def test_sequence_parallel_ranks_that_do_not_divide_the_lengths_are_refused(
     run_on_ranks: Callable[..., list[Any]],
 ) -> None:
     assert run_on_ranks(3, _refusal_with_three_heads)[0] == (
-        "--sequence_parallel with --tp 3: lengths are multiples of 16, which 3 ranks do not divide; "
+        "--sequence_parallel with --tp 3: lengths are multiples of 16, which are not divisible by 3 ranks; "
         "leave it out, or use a power of 2"
     )
 

@@ -66,8 +66,8 @@ def test_a_schedule_that_cannot_run_says_what_it_needs() -> None:
         (("1f1b", 4, 3, None), r"--micro_batches 3: the 1f1b schedule over 4 ranks needs at least 4"),
         (("interleaved", 8, 9, None), r"--micro_batches 9: .*use a multiple of 4"),
         (("zbv", 7, 8, None), r"--stages 7: 2 stages per rank need a multiple of 2"),
-        (("gpipe", 4, 8, 2), r"--stages_per_rank 2: the gpipe schedule has exactly 1"),
-        (("interleaved", 4, 8, 1), r"--stages_per_rank 1: the interleaved schedule has 2 or more"),
+        (("gpipe", 4, 8, 2), r"--stages_per_rank 2: the gpipe schedule needs exactly 1"),
+        (("interleaved", 4, 8, 1), r"--stages_per_rank 1: the interleaved schedule needs 2 or more"),
     ]:
         with pytest.raises(UserError, match=complaint):
             timelines_of(*arguments)

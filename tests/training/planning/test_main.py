@@ -151,7 +151,7 @@ def test_json_holds_the_plans_that_are_printed(
         (("--gpus", "30", "--nodes", "4"), "--gpus 30 on --nodes 4: not divisible; use 28 GPUs"),
         (("--gpus", "0"), "argument --gpus: 0: must be a whole number, at least 1 (see --help)"),
         (("--seq_len", "9000"), "--seq_len 9000: llama-13b has 4096 positions"),
-        (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: not whole rows; use 4096"),
+        (("--batch_tokens", "5000"), "--batch_tokens 5000 and --seq_len 2048: does not make whole rows; use 4096"),
         (("--batch_tokens", "4096", "--strategy", "ddp"), "2 rows of 2048 tokens cannot be divided evenly over 32"),
         (
             ("--micro_batch", "3"),
@@ -162,7 +162,7 @@ def test_json_holds_the_plans_that_are_printed(
         (("--gpus", "20000"), "--gpus 20000: at most 8192 can be planned"),
         (("--batch_tokens", "2048000000000000"), "--batch_tokens 2048000000000000: at most 268435456"),
         (("--seq_len", "7"), "--seq_len 7: the trainer takes rows of 8 tokens or more"),
-        (("--gpu", "v100-32gb", "--precision", "bf16"), "--precision bf16: v100-32gb has fp32, fp16"),
+        (("--gpu", "v100-32gb", "--precision", "bf16"), "--precision bf16: v100-32gb supports fp32, fp16"),
         (("--target_tokens", "many"), "many: must be a number of tokens, such as 2e9"),
         (("--target_run", "llama-7b"), "llama-7b: must be MODEL:DAYS:UTILISATION"),
         (("--target_run", "llama-7b:21:60"), "the utilisation above 0 and at most 1"),

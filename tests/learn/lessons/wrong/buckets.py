@@ -146,7 +146,7 @@ return average(parameters, fill(parameters, bucket_bytes), write=False)
 return average(parameters, [[parameter] for parameter in parameters])
 
 # buckets_that_are_too_large
-# a bucket is too large | asked for: [48, 80, 48, 8]
+# a bucket is too large | expected: [48, 80, 48, 8]
 buckets = [[]]
 for parameter in parameters:
     buckets[-1].append(parameter)

@@ -96,7 +96,7 @@ if dist.get_rank() == 0:
         dist.broadcast(tensor.detach(), src=0)
 
 # broadcast_skips_frozen_weights
-# only some of the model is broadcast, frozen.weight not
+# only part of the model is broadcast, frozen.weight is not
 for parameter in model.parameters():
     if parameter.requires_grad:
         dist.broadcast(parameter.detach(), src=0)
@@ -213,7 +213,7 @@ for parameter in model.parameters():
     parameter.grad /= dist.get_world_size()
 
 # gradients_of_matrices_only
-# only some gradients are averaged, layer.bias, norm.weight, norm.bias not
+# only some gradients are averaged, layer.bias, norm.weight, norm.bias are not
 for parameter in model.parameters():
     if parameter.grad is not None and parameter.dim() > 1:
         dist.all_reduce(parameter.grad)
@@ -309,7 +309,7 @@ dist.all_reduce(counts)
 return (counts[0].double() / counts[1].double()).item()
 
 # accuracy_in_per_cent
-# returns per cent
+# returns a percentage
 counts = torch.tensor([correct, total])
 dist.all_reduce(counts)
 return 100 * counts[0].item() / counts[1].item()

@@ -194,7 +194,7 @@ class OneBuffer(Stage):
 OneBuffer(module, inputs, targets).run(order)
 
 # run_with_the_inputs_on_every_stage
-# the last stage computes with the inputs
+# the last stage computes with the batch's inputs
 class Inputs(Stage):
     def receive(self, index):
         x = super().receive(index).detach().clone()

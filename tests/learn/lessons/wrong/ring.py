@@ -50,7 +50,7 @@ for step in range(size - 1):
     pass_on(sent, received)
 
 # ring_directly_to_each
-# on 3 ranks | rank 0 sends to 1, 2, not only to the next
+# on 3 ranks | rank 0 sends to 1, 2, not only to the next rank
 rank, size = dist.get_rank(), dist.get_world_size()
 chunks = tensor.view(-1).tensor_split(size)
 own = chunks[rank].clone()

@@ -21,7 +21,7 @@ SIGNATURES = {
 WRONG = {
     "training_rows": """
 # rows_by_global_random_numbers
-# the same arguments give other rows | resumed
+# the same arguments give different rows | resumed
 rows = torch.randperm(num_rows).tolist()
 return [batch[rank::world_size] for batch in cut(rows, batch_size)]
 
@@ -31,7 +31,7 @@ rows = order(epoch, num_rows, seed)
 return [batch[dist.get_rank()::world_size] for batch in cut(rows, batch_size)]
 
 # rows_cut_into_blocks_first
-# another number of ranks sees other global batches
+# a different number of ranks sees different global batches
 rows = order(epoch, num_rows, seed)
 blocks = [rows[num_rows * index // world_size : num_rows * (index + 1) // world_size] for index in range(world_size)]
 sizes = [batch_size * (index + 1) // world_size - batch_size * index // world_size for index in range(world_size)]
@@ -100,7 +100,7 @@ dist.broadcast_object_list(rows, src=0)
 return [batch[rank::world_size] for batch in cut(rows[0], batch_size)]
 
 # rows_shared_out_unevenly
-# a step is not shared out evenly
+# the rows of a step are not divided evenly
 shares = []
 for batch in cut(order(epoch, num_rows, seed), batch_size):
     size = len(batch) // world_size - 1
@@ -141,7 +141,7 @@ rows += [(row, False) for row, _ in rows[: -num_rows % world_size]]
 return rows[rank::world_size]
 
 # evaluation_filled_up_too_much
-# rows per rank, 4 would do
+# rows per rank, 4 would be enough
 rows = [(row, True) for row in range(num_rows)]
 rows += [(index % num_rows, False) for index in range(world_size - num_rows % world_size)]
 return rows[rank::world_size]

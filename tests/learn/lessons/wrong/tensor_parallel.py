@@ -192,7 +192,7 @@ return g(linear(torch.relu(linear(f(x), part(first.weight), part(first.bias))), 
 return g(linear(torch.relu(linear(f(x), part(first.weight))), part(second.weight, 1))) + second.bias
 
 # feed_without_f
-# the gradient of x is not whole
+# the gradient of x is incomplete
 hidden = torch.relu(linear(x, part(first.weight), part(first.bias)))
 return g(linear(hidden, part(second.weight, 1))) + second.bias
 

@@ -57,7 +57,7 @@ share = flatten(parameters).chunk(dist.get_world_size())[0].clone()
 return torch.optim.Adam([nn.Parameter(share)], lr=learning_rate)
 
 # adam_of_shares_in_reverse
-# the shares are dealt out in the reverse order
+# the shares are assigned in reverse order
 share = flatten(parameters).chunk(dist.get_world_size())[-1 - dist.get_rank()].clone()
 return torch.optim.Adam([nn.Parameter(share)], lr=learning_rate)
 
@@ -253,7 +253,7 @@ optimizer.step()
 write(parameters, share.detach().repeat(dist.get_world_size()))
 
 # step_joined_in_reverse
-# the shares are put together in the reverse order
+# the shares are put together in reverse order
 (share,) = optimizer.param_groups[0]["params"]
 share.grad = share_of(mean_gradient(parameters))
 optimizer.step()
