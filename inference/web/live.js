@@ -214,7 +214,7 @@ function newBar(name) {
   const track = element("span", { class: "track" }, element("span", { class: "fill" }));
   const threshold = kind.thresholds[name];
   if (kind.problemType === "multi_label_classification" && threshold !== undefined) {
-    const mark = element("span", { class: "threshold", title: `given from ${percent(threshold)} on` });
+    const mark = element("span", { class: "threshold", title: `given if at least ${percent(threshold)}` });
     mark.style.setProperty("--threshold", threshold);
     track.append(mark);
   }

@@ -63,7 +63,12 @@ def test_several_labels_are_shown_with_their_thresholds(
         winners = page.locator("#bars .winner").evaluate_all("bars => bars.map((bar) => bar.dataset.label)")
         assert sorted(winners) == sorted(expected["labels"])
         marks = page.locator("#bars .threshold").evaluate_all("marks => marks.map((mark) => mark.title)")
-        assert marks == ["given from 50.0% on", "given from 30.0% on", "given from 60.0% on", "given from 45.0% on"]
+        assert marks == [
+            "given if at least 50.0%",
+            "given if at least 30.0%",
+            "given if at least 60.0%",
+            "given if at least 45.0%",
+        ]
         assert page.inner_text("#file-hint").endswith("You get it back with one more column: labels.")
 
 

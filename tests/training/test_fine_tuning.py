@@ -122,7 +122,7 @@ def test_a_run_stopped_within_an_epoch_takes_a_new_end_and_keeps_it(
     capfd.readouterr()
     assert train_here(*flags, "--resume", later) == 0
 
-    assert "the schedule now ends" not in capfd.readouterr().out
+    assert "so the schedule ends" not in capfd.readouterr().out
     assert _losses(metrics_of, tmp_path / "longer") == losses
 
 
