@@ -28,9 +28,10 @@ EVERY_STUDENT = ("--max_length", "96", "--validation_fraction", "0.02", "--epoch
 HALF = ("--layers", "3", "--batch_size", "16", "--learning_rate", "1.5e-4", "--ema", "0.999")
 STARTER = ("--model", "starter", "--batch_size", "32", "--learning_rate", "6e-4", "--ema", "0.998")
 INTRODUCTION = """
-The teacher is a fine-tuned {teacher}. Each student is trained by `training/run_ddp.sh {processes} --dataset {name}
-{flags}` and the flags of its row, once per seed. *Accuracy* is on all {tests:,} test rows, as each model is served,
-mean and range of {seeds} seeds. *Rows per second* is what `python -m inference.score` prints for {speed_rows:,}
+The teacher is `{teacher}`. Each student is trained by `training/run_ddp.sh {processes} --dataset {name}
+{flags}`
+and the flags of its row, once per seed. *Accuracy* is on all {tests:,} test rows, as each model is served, with
+{seeds}. *Rows per second* is what `python -m inference.score` prints for {speed_rows:,}
 training texts in a CSV file: the models of the first seed take turns, for {rounds} rounds. *Speed* is against the
 teacher in PyTorch at fp32, by the median of the ratios within a round.
 """
@@ -124,7 +125,7 @@ def served_bytes(path: Path) -> int:
 def render(run: Mapping[str, Any]) -> str:
     """The page of a run."""
     cases = list(run["accuracy"])
-    speeds = run["rows_per_second"]
+    speeds, seeds = run["rows_per_second"], len(run["accuracy"][cases[-1]])
 
     def accuracy(case: str) -> str:
         found = [100 * value for value in run["accuracy"][case]]
@@ -142,7 +143,7 @@ def render(run: Mapping[str, Any]) -> str:
         **{key: run[key] for key in ("teacher", "name", "tests", "speed_rows")},
         processes=usable_cpus(),
         flags=" ".join(EVERY_STUDENT),
-        seeds=len(run["accuracy"][cases[-1]]),
+        seeds=f"the mean and range of {seeds} seeds" if seeds > 1 else "one seed per student",
         rounds=len(speeds[cases[0]]),
     )
     page = harness.introduction(MODULE, "A teacher and its students", text)

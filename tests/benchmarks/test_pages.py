@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
+from benchmarks import budget, distillation, harness, one_or_two_processes, scaling, sizing, time_to_accuracy
 from benchmarks.serving import page as serving_page
 from benchmarks.training_features import Block, cost_of_save, count_kept, slowest
 from common.errors import UserError
@@ -34,6 +34,7 @@ RENDERERS: dict[str, Callable[[Any], str]] = {
     "one_or_two_processes": lambda run: one_or_two_processes.render(run, "figure.png"),
     "sizing": sizing.render,
     "budget": budget.render,
+    "distillation": distillation.render,
     "time_to_accuracy": time_to_accuracy.render,
     "serving": serving_page.render,
     "training_throughput": training_throughput_page,
