@@ -39,7 +39,8 @@ def test_the_answers_of_each_server_and_the_connections_are_counted(model_folder
     with stand_in_server(model_folder, tmp_path, 0, WORKERS="2", MAX_CONNECTION_AGE_S="0.2") as server:
         _, summary = _drive(server.address, CLIENTS="8", LOAD_SECONDS="2")
     assert len(summary["servers"]) == 2
-    assert sum(summary["servers"].values()) == summary["answered"]
+    refused = sum(count for outcome, count in summary["errors"].items() if outcome.isdigit())  # a busy server may
+    assert sum(summary["servers"].values()) == summary["answered"] + refused
     assert summary["connections"] > 16
 
     with stand_in_server(model_folder, tmp_path, 0, MAX_CONNECTION_AGE_S="0") as server:

@@ -173,7 +173,7 @@ def test_a_bad_row_ends_the_job_with_its_line_unless_it_is_to_be_kept(model_fold
     )
 
     assert f"{source} line 3: the text is empty" in refusal(source, out, model_folder)
-    assert "bad_rows was refuse and is keep" in refusal(source, out, model_folder, "--bad_rows", "keep")
+    assert "bad_rows was refuse and is now keep" in refusal(source, out, model_folder, "--bad_rows", "keep")
     score(source, out, model_folder, "--bad_rows", "keep", "--restart")
     rows = rows_of(out)
 
@@ -389,7 +389,7 @@ def test_another_job_does_not_touch_what_is_there(news: Path, model_folder: Path
     score(news, out, model_folder)
     before = out.read_bytes()
 
-    assert "probabilities was False and is True" in refusal(
+    assert "probabilities was False and is now True" in refusal(
         news, out, model_folder, "--part_rows", "16", "--probabilities"
     )
     with news.open("a") as file:

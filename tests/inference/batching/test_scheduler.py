@@ -184,6 +184,7 @@ def test_beside_many_single_texts_a_call_gets_the_share_of_a_few_of_them() -> No
     assert of_batch / of_singles == pytest.approx(LARGEST_WEIGHT / 60, rel=0.15)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4), st.data())
 def test_each_pass_takes_no_more_than_a_slot_s_share_of_what_waits(
     num_texts: int, num_slots: int, data: st.DataObject
