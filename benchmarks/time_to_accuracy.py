@@ -1,5 +1,4 @@
-"""How many seconds until so much accuracy? Ours beside a linear model, static embeddings,
-transformers' Trainer and SetFit.
+"""How many seconds until so much accuracy? Ours beside a linear model, static embeddings, Trainer and SetFit.
 
 Every line is a new process, timed from its start until it has answered all test rows, on the same machine.
 """
@@ -189,11 +188,11 @@ def render(run: dict[str, Any]) -> str:
     }
     has_setfit = any(case.startswith("SetFit") for case in cases)
     setfit = "SetFit trains on 16 rows per label, its usual case." if has_setfit else "SetFit was not measured."
-    has_static = any(case.startswith("static") for case in cases)
-    static = (
-        "`static` is `model2vec` at its defaults: embeddings that it distills from the encoder, and its classifier."
-    )
-    static = static if has_static else "Static embeddings (`model2vec`) were not measured."
+    static = "Static embeddings (`model2vec`) were not measured."
+    if any(case.startswith("static") for case in cases):
+        static = (
+            "`static` is `model2vec` at its defaults: embeddings that it distills from the encoder, and its classifier."
+        )
     text = INTRODUCTION.format(
         static=static,
         setfit=setfit,
