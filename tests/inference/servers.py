@@ -153,6 +153,12 @@ def serving(folder: Path, seconds_per_token: float = 0.0, **settings: object) ->
         yield client
 
 
+def num_arrived(client: httpx.Client) -> float:
+    """How many requests for /predict have reached the server, answered or not."""
+    answered = metric(client, "requests_total", route="/predict")
+    return answered + metric(client, "requests_in_progress") - 1  # without the one for /metrics itself
+
+
 def metric(client: httpx.Client, name: str, /, **labels: str) -> float:
     """Add up the values of /metrics with these labels."""
     wanted = {f'{key}="{value}"' for key, value in labels.items()}

@@ -24,7 +24,16 @@ from inference.batching.served_model import ServedModel
 from inference.engines.model_loader import ModelLoader
 from inference.metrics import ServerMetrics
 from inference.settings import Settings
-from tests.inference.servers import Server, ThreadedServer, free_port, metric, running, serving, stand_in_server
+from tests.inference.servers import (
+    Server,
+    ThreadedServer,
+    free_port,
+    metric,
+    num_arrived,
+    running,
+    serving,
+    stand_in_server,
+)
 from tests.inference.stand_in_model import RAISES, StandInModel, stand_in, text_of
 from tests.processes import run_python, wait_until
 
@@ -89,7 +98,7 @@ def test_what_was_accepted_is_answered_after_sigterm_even_without_a_drain(model_
     with stand_in_server(model_folder, tmp_path, seconds_per_token=0.03, DRAIN_SECONDS="0") as server:
         with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=server.address, timeout=60) as client:
             ask = [pool.submit(client.post, "/predict", json={"text": text_of(i)}) for i in range(20)]
-            wait_until(lambda: metric(server.client, "requests_in_progress") > 20)
+            wait_until(lambda: num_arrived(server.client) == 20)
             server.process.send_signal(signal.SIGTERM)
             assert [one.result().status_code for one in ask] == [200] * 20
         assert server.process.wait(timeout=30) == 0

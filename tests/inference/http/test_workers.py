@@ -19,7 +19,7 @@ from inference.engines import selection
 from inference.http.workers import num_workers, share_of
 from inference.metrics import ServerMetrics, merged, render_merged
 from inference.settings import Settings
-from tests.inference.servers import Server, metric, stand_in_server
+from tests.inference.servers import Server, metric, num_arrived, stand_in_server
 from tests.inference.stand_in_model import text_of
 from tests.processes import wait_until
 
@@ -284,7 +284,7 @@ def test_ctrl_c_lets_workers_answer_what_they_have(model_folder: Path, tmp_path:
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: metric(server.client, "requests_in_progress") > 5)
+        wait_until(lambda: num_arrived(server.client) == 10)
         begun = time.monotonic()
         os.killpg(server.process.pid, signal.SIGINT)  # as a terminal would
         for thread in threads:
