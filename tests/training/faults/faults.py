@@ -115,7 +115,9 @@ class FaultedRun:
     def command(self, base_flags: Sequence[str]) -> list[str | Path]:
         """Torchrun, and the run below it."""
         launcher = [*TORCHRUN, *self.fault.launcher, FAULT_INJECTION]
+        # An empty cache, so that each run prepares its data itself.
         places = ["--output_dir", self.folder / "model", "--checkpoint_dir", self.checkpoints]
+        places += ["--cache_dir", self.folder / "cache"]
         flags = [*base_flags, *FLAGS, *places, "--epochs", self.fault.epochs, *self.fault.flags]
         return [str(part).format(port=self.port) for part in (*launcher, *flags)]
 
