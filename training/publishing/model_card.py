@@ -80,7 +80,8 @@ def _teacher(metrics: dict[str, Any]) -> str:
     if "distilled_from" not in metrics:
         return ""
     more = f", and to {count:,} texts without a label" if (count := metrics["unlabelled_rows"]) else ""
-    names = " and ".join(f"`{public_name(name)}`" for name in metrics["distilled_from"].split(","))
+    *others, last = (f"`{public_name(name)}`" for name in metrics["distilled_from"].split(","))
+    names = f"{', '.join(others)} and {last}" if others else last
     return f", which learned from the answers of {names} to its rows{more}"
 
 
