@@ -165,11 +165,14 @@ def _load_best(context: RunContext) -> EpochMetrics:
     """Load the weights of the best epoch whose checkpoint is still there and undamaged."""
     ranks, state = context.ranks, context.state
     paths = list_checkpoints(ranks, context.storage)
-    # Best first. The last epoch's weights are still in memory; those of others may have been pruned or damaged.
+    # Best first, and the later of two that scored the same. The last epoch's weights are still in memory; those of
+    # others may have been pruned or damaged.
     metric, validated = context.config.best_metric, bool(state.epochs[-1].validation)
-    for epoch in sorted(
-        state.epochs, key=lambda epoch: -score_of(epoch.validation, metric) if validated else -epoch.step
-    ):
+
+    def rank(epoch: EpochMetrics) -> tuple[float, int]:
+        return (score_of(epoch.validation, metric) if validated else 0.0, epoch.step)
+
+    for epoch in sorted(state.epochs, key=rank, reverse=True):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)

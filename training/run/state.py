@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from training.config import TrainConfig
 from training.monitoring import EpochMetrics
+from training.monitoring.records import score_of
 
 
 class AverageMeter:
@@ -88,9 +90,16 @@ class RunState:
     def best(self) -> EpochMetrics | None:
         return next((epoch for epoch in reversed(self.epochs) if epoch.is_best), None)
 
-    def no_longer_improves(self, patience: int) -> bool:
-        """Whether so many last evaluations were no better than the best one; a patience of 0 never ends."""
-        return bool(patience and self.best and len(self.epochs) - 1 - self.epochs.index(self.best) >= patience)
+    def first_best(self, metric: str) -> EpochMetrics:
+        """The first evaluation that scored as well as the best one."""
+        return max(self.epochs, key=lambda epoch: score_of(epoch.validation, metric))
+
+    def no_longer_improves(self, config: TrainConfig) -> bool:
+        """Whether the last ``--early_stopping`` evaluations were no better than one before them."""
+        if not config.early_stopping or not self.epochs:
+            return False
+        since = len(self.epochs) - 1 - self.epochs.index(self.first_best(config.best_metric))
+        return since >= config.early_stopping
 
     def to_plain(self) -> dict[str, Any]:
         return {

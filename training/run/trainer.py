@@ -242,10 +242,11 @@ class Trainer:
         if (state.step < plan.total_steps or validation_pending) and not self._train(validation_pending):
             return None
         if state.best and state.step < plan.total_steps:
+            config = self.context.config
+            best = state.first_best(config.best_metric).epoch
             self.context.say(
-                f"Stopping after epoch {state.epochs[-1].epoch} of {self.context.config.epochs}: the last "
-                f"{self.context.config.early_stopping} evaluations had no better {self.context.config.best_metric} "
-                f"than epoch {state.best.epoch}"
+                f"Stopping after epoch {state.epochs[-1].epoch} of {config.epochs}: the last {config.early_stopping} "
+                f"evaluations had no better {config.best_metric} than epoch {best}"
             )
         try:
             with self.context.phases("finish"):
@@ -259,7 +260,7 @@ class Trainer:
         self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
         self.bad_steps = BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
-        patience = context.config.early_stopping
+        config = context.config
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
         progress = (
             context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
@@ -271,7 +272,7 @@ class Trainer:
             if bar:
                 context.events.subscribers.append(bar)
             done = not validation_pending or self._validate()
-            while done and state.step < plan.total_steps and not state.no_longer_improves(patience):
+            while done and state.step < plan.total_steps and not state.no_longer_improves(config):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
         return done
@@ -311,7 +312,7 @@ class Trainer:
                 if not self._validate():
                     return False
                 began += time.perf_counter() - seconds  # an evaluation is no training time
-                if state.no_longer_improves(config.early_stopping) or state.step >= self.context.plan.total_steps:
+                if state.no_longer_improves(config) or state.step >= self.context.plan.total_steps:
                     return True
         return True
 

@@ -43,6 +43,7 @@ def validate(context: RunContext) -> EpochMetrics:
             code="loss-not-finite",
         )
     metric = context.config.best_metric
-    is_best = all(score_of(validation, metric) > score_of(past.validation, metric) for past in state.epochs)
+    # Of two that score the same the later one has learned longer, and at a lower rate.
+    is_best = all(score_of(validation, metric) >= score_of(past.validation, metric) for past in state.epochs)
     accuracy = state.epoch_accuracy.average if state.epoch_accuracy.count else None
     return EpochMetrics(epoch, state.step, state.epoch_loss.average, state.epoch_seconds, validation, is_best, accuracy)
