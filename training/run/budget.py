@@ -48,7 +48,7 @@ FORWARD_AND_BACKWARD = 3  # times the work of the forward pass; a guess until th
 ROWS_TIMED = 512  # per rank, in the first seconds
 # Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
 FEW_ROWS, LEAST_BLOCKS = 6_000, 4
-FEW_PASSES = 2  # with fewer over the rows, there is no dropout
+FEW_PASSES = 1.5  # with fewer over the rows, there is no dropout
 # Texts are cut where so many of their tokens are before the cut.
 TOKENS_KEPT = 0.95
 SHORTEST = 32
