@@ -118,7 +118,14 @@ def stand_in_server(
     command = command or ("tests.inference.stand_in_server", "--host", "127.0.0.1")
     settings = {"MODEL_CHECKPOINT": str(folder), "SECONDS_PER_TOKEN": str(seconds_per_token), **settings}
     started = [sys.executable, "-m", *command, "--port", str(port)]
-    with running(started, port, tmp_path / "log", warm=True, **settings) as server:
+
+    workers = int(settings.get("WORKERS", "1"))
+
+    def is_up(server: Server) -> bool:
+        # Each worker loads a stand-in of its own, and until then answers 503.
+        return server.is_ready() and (workers == 1 or server.log().count('"message":"serving ') >= workers)
+
+    with running(started, port, tmp_path / "log", is_up, warm=True, **settings) as server:
         yield server
 
 
