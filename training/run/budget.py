@@ -39,7 +39,7 @@ from training.run.suspects import ask_words
 
 # Set aside for the end, beside the answers to the test rows: the plots of the report and the end of the processes; the
 # files, each weight being written about five times (checkpoint with moments, folder, one file); and what may go wrong.
-CLOSING_SECONDS = 3.0
+CLOSING_SECONDS = 2.5
 BYTES_PER_WEIGHT, BYTES_PER_SECOND = 20, 2e8
 MARGIN = 0.01
 # The pace of a step is that of the last so many of them.
