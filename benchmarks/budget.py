@@ -82,7 +82,8 @@ def render(run: dict[str, Any]) -> str:
 
     def chosen(case: str) -> str:
         open_ = [flag for flag in ("max_length", "learning_rate", "dropout", "freeze") if flag not in case]
-        parts = [f"{flag} {values(case, flag)[-1]}" for flag in open_]
+        found = {flag: values(case, flag)[-1] for flag in open_}
+        parts = [f"{flag} {'as in the model' if value == 'null' else value}" for flag, value in found.items()]
         return ", ".join([*parts, f"{values(case, 'epochs')[-1]:g} epochs"])
 
     def expected(case: str) -> str:

@@ -117,8 +117,9 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
-    """The median, with the smallest and the largest in brackets."""
-    return f"{median(values):,.{digits}f} ({spread(values, digits)})"
+    """The median, with the smallest and the largest in brackets if there are several."""
+    middle = f"{median(values):,.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({spread(values, digits)})"
 
 
 # The page.

@@ -47,6 +47,7 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
 
 def test_a_spread_names_the_smallest_and_the_largest() -> None:
     assert harness.median_and_spread([3.0, 1.0, 1234.5]) == "3.0 (1.0 to 1,234.5)"
+    assert harness.median_and_spread([1234.5]) == "1,234.5"
 
 
 def test_a_table_has_a_row_per_case_and_a_cell_per_column() -> None:

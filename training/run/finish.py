@@ -169,10 +169,10 @@ def _load_best(context: RunContext) -> EpochMetrics:
     # others may have been pruned or damaged.
     metric, validated = context.config.best_metric, bool(state.epochs[-1].validation)
 
-    def rank(epoch: EpochMetrics) -> tuple[float, int]:
+    def preference(epoch: EpochMetrics) -> tuple[float, int]:
         return (score_of(epoch.validation, metric) if validated else 0.0, epoch.step)
 
-    for epoch in sorted(state.epochs, key=rank, reverse=True):
+    for epoch in sorted(state.epochs, key=preference, reverse=True):
         if epoch.step == state.step:
             break
         path = paths.get(epoch.step)

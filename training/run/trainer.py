@@ -260,7 +260,6 @@ class Trainer:
         self.step_log = StepLog(context.ranks, plan.ideal_seconds, self.suspects)
         self.bad_steps = BadSteps(context)
         epochs_done, steps_into_epoch = divmod(state.step, plan.steps_per_epoch)
-        config = context.config
         samples_done = epochs_done * len(context.news.train_index) + steps_into_epoch * plan.global_batch_size
         progress = (
             context.console.progress(total_steps=plan.total_steps, first_step=state.step, samples_done=samples_done)
@@ -272,7 +271,7 @@ class Trainer:
             if bar:
                 context.events.subscribers.append(bar)
             done = not validation_pending or self._validate()
-            while done and state.step < plan.total_steps and not state.no_longer_improves(config):
+            while done and state.step < plan.total_steps and not state.no_longer_improves(context.config):
                 done = self._train_epoch(epoch=state.step // plan.steps_per_epoch + 1)
             self.report_saves(self.saver.wait)
         return done
