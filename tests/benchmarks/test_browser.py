@@ -24,4 +24,4 @@ def test_a_row_compares_within_rounds() -> None:
 
 def test_the_first_answer_counts_code_and_model_apart() -> None:
     start = {"seconds": 0.5, "code": 100_000, "model": 24_500_000}
-    assert f"| {browser.OURS} | 0.50 (0.50 to 0.50) | 100 | 24.5 |" in browser.start_table({browser.OURS: [start]})
+    assert f"| {browser.OURS} | 0.50 (0.50 to 0.50) | 100 | 24.5 |" in browser.start_table({browser.OURS: [start] * 2})
