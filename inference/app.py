@@ -48,6 +48,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server = server_of_process()
     tasks: set[asyncio.Task[None]] = set()
 
+    if parts.line is not None:
+        await parts.line.connect()
+
     def load() -> None:
         task = asyncio.create_task(_load_once_started(server, parts))
         tasks.add(task)
@@ -96,6 +99,8 @@ async def _load_once_started(server: Any, parts: Parts) -> None:
             return
         await asyncio.sleep(0.01)
     await parts.served_model.load_or_log()
+    if parts.line is not None and parts.served_model.current is not None:
+        parts.line.say_loaded()
 
 
 def create_app(

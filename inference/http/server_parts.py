@@ -97,7 +97,11 @@ class Parts:
     @property
     def unready(self) -> str | None:
         """Why requests should go elsewhere, or None."""
-        return "the server is shutting down" if self.lifecycle.is_draining else self.served_model.error
+        if self.lifecycle.is_draining:
+            return "the server is shutting down"
+        if self.served_model.error is None and self.line is not None and not self.line.all_are_ready:
+            return "other workers of this server are still loading the model; try again in a few seconds"
+        return self.served_model.error
 
 
 def parts_of(request: Request) -> Parts:

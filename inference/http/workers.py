@@ -88,11 +88,15 @@ class SupervisorLine:
     def __init__(self, connection: socket.socket, *, has_model: bool) -> None:
         """``has_model``: whether loading takes no time, as a model is in memory already."""
         self.has_model = has_model
+        # Until all workers have a model, a client that this one answers may reach another one next that cannot.
+        self.all_are_ready = has_model
         self._connection = connection
-        self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_asked = 0
         self._taken: dict[tuple[str, str, float | None], float] = {}
+
+    async def connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=_LONGEST_MESSAGE)
 
     async def follow(
         self,
@@ -101,19 +105,23 @@ class SupervisorLine:
         leave: Callable[[], None],
     ) -> None:
         """Do what the supervisor says; if it dies, the worker ends like one that is told to."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=_LONGEST_MESSAGE)
-        while line := await reader.readline():
+        while line := await self._reader.readline():
             message = json.loads(line)
             if "snapshot" in message:
                 self.say_counts(snapshot())
             elif "leave" in message:
                 leave()
+            elif "all_ready" in message:
+                self.all_are_ready = True
             elif "taken" in message:
                 for limiter, client, rate, amount in message["taken"]:
                     take_elsewhere(limiter, client, rate, amount)
             elif (answer := self._answers.get(message["answer"])) and not answer.done():
                 answer.set_result(message)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def say_loaded(self) -> None:
+        self._send(loaded=True)
 
     def say_counts(self, snapshot: Snapshot) -> None:
         self._send(snapshot=snapshot)
@@ -152,7 +160,7 @@ class SupervisorLine:
             del self._answers[number]
 
     def _send(self, **message: Any) -> None:
-        if self._writer is not None and not self._writer.is_closing():
+        if not self._writer.is_closing():
             self._writer.write(_encoded(message))
 
 
@@ -170,7 +178,7 @@ class _Worker:
     connection: socket.socket
     is_serving: bool
     started: float = field(default_factory=time.monotonic)
-    is_ready: bool = False  # with a new model, but not to serve it yet
+    is_ready: bool = False  # has loaded a model by itself, be it one that it may not serve yet
     is_leaving: bool = False
     has_told: bool = False  # its counts, since they were asked for
     snapshot: Snapshot = field(default_factory=list)
@@ -390,6 +398,11 @@ class Supervisor:
         worker.is_serving = True
         self._send(worker, serve=True)
 
+    def _say_if_all_are_ready(self) -> None:
+        if all(worker.is_ready for worker in self._workers):
+            for worker in self._workers:
+                self._send(worker, all_ready=True)
+
     def _hear(self, worker: _Worker) -> None:
         try:
             data = worker.connection.recv(1 << 16)
@@ -417,10 +430,14 @@ class Supervisor:
                 self._give_up(self._next, message["refused"])
             else:
                 logger.error("a new worker cannot replace a dead one: %s", message["refused"])
+        elif "loaded" in message:
+            worker.is_ready = True
+            self._say_if_all_are_ready()
         elif "model" in message:
             worker.is_ready = True
             if worker not in self._next:  # it takes a dead worker's place
                 self._serve(worker)
+                self._say_if_all_are_ready()
             elif all(one.is_ready for one in self._next):
                 self._take_over(message["model"])
         elif message["ask"] == "metrics":

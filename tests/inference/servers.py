@@ -111,20 +111,18 @@ def running(
 
 @contextmanager
 def stand_in_server(
-    folder: Path, tmp_path: Path, seconds_per_token: float, command: tuple[str, ...] = (), **settings: str
+    folder: Path,
+    tmp_path: Path,
+    seconds_per_token: float,
+    command: tuple[str, ...] = (),
+    is_up: Callable[[Server], bool] = Server.is_ready,
+    **settings: str,
 ) -> Iterator[Server]:
     """Start a server whose model is a stand-in; `command` where it is not `python -m inference.serve`."""
     port = free_port()
     command = command or ("tests.inference.stand_in_server", "--host", "127.0.0.1")
     settings = {"MODEL_CHECKPOINT": str(folder), "SECONDS_PER_TOKEN": str(seconds_per_token), **settings}
     started = [sys.executable, "-m", *command, "--port", str(port)]
-
-    workers = int(settings.get("WORKERS", "1"))
-
-    def is_up(server: Server) -> bool:
-        # Each worker loads a stand-in of its own, and until then answers 503.
-        return server.is_ready() and (workers == 1 or server.log().count('"message":"serving ') >= workers)
-
     with running(started, port, tmp_path / "log", is_up, warm=True, **settings) as server:
         yield server
 

@@ -35,7 +35,6 @@ def two_workers(model_folder: Path, tmp_path: Path) -> Iterator[Server]:
 @contextmanager
 def _two_workers(folder: Path, tmp_path: Path, seconds_per_token: float = 0.0, **settings: str) -> Iterator[Server]:
     with stand_in_server(folder, tmp_path, seconds_per_token, WORKERS="2", API_KEY=KEY, **settings) as server:
-        wait_until(lambda: metric(server.client, "model_ready") == 1 and len(_pids(server)) == 2)
         yield server
 
 
@@ -90,6 +89,28 @@ def _asking(server: Server, failed: list[Exception], statuses: list[int]) -> Ite
         stopped.set()
         for thread in threads:
             thread.join()
+
+
+def test_no_worker_says_ready_before_all_have_loaded_the_model(model_folder: Path, tmp_path: Path) -> None:
+    def one_has_loaded(server: Server) -> bool:
+        return (tmp_path / "one").exists() and server.log().count('"message":"serving ') == 1
+
+    settings = {"WORKERS": "2", "LOAD_ONE_AT_ONCE": str(tmp_path)}
+    with stand_in_server(model_folder, tmp_path, 0.0, is_up=one_has_loaded, **settings) as server:
+        with _clients_of_both(server) as clients:
+            answers = [client.get("/readyz") for client in clients]
+            assert [answer.status_code for answer in answers] == [503, 503]
+            assert any("other workers of this server are still loading" in answer.text for answer in answers)
+            (tmp_path / "go").touch()
+            for client in clients:
+                wait_until(lambda client=client: client.get("/readyz").status_code == 200)
+                assert client.post("/predict", json={"text": "oil"}).status_code == 200
+        # One that replaces a worker from now on is ready as soon as it serves.
+        before = _pids(server)
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: len(_pids(server) - before) == 1)
+        with _clients_of_both(server) as clients:
+            assert [client.get("/readyz").status_code for client in clients] == [200, 200]
 
 
 def test_a_killed_worker_is_replaced_and_loses_only_what_it_held(model_folder: Path, tmp_path: Path) -> None:
