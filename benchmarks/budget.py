@@ -19,6 +19,8 @@ from common.hardware import usable_cpus
 from training.config import TrainConfig
 
 MODULE = "benchmarks.budget"
+# What a budget chooses, and config.yaml says.
+CHOSEN = ("max_length", "learning_rate", "layer_decay", "dropout", "freeze")
 INTRODUCTION = """
 Each row runs `training/run_ddp.sh {processes} --dataset {name} --budget TIME` with its model and flags, one process per
 core. *Time used* is the time of the whole command, from start to end, as a share of the budget. *Chosen* is what the
@@ -58,7 +60,7 @@ def measure(flags: Sequence[str], seed: int, options: Namespace, folder: str) ->
         flags = ("--dataset", options.dataset, *flags, "--seed", str(seed))
         seconds, metrics, printed = train_as_a_user(flags, output)
         config = (output.with_name("model.run") / "config.yaml").read_text(encoding="utf-8")
-        settings = dict(re.findall(r"^(max_length|learning_rate|dropout|freeze): '?([^'\n]*)", config, re.M))
+        settings = dict(re.findall(rf"^({'|'.join(CHOSEN)}): '?([^'\n]*)", config, re.M))
         expected = re.search(r"test accuracy ([\d.]+)% to ([\d.]+)%", printed)
         budget = flags[flags.index("--budget") + 1]
         allowed = TrainConfig(budget=budget).budget_seconds
@@ -81,7 +83,7 @@ def render(run: dict[str, Any]) -> str:
         return [found[case][key] for found in run["rounds"]]
 
     def chosen(case: str) -> str:
-        open_ = [flag for flag in ("max_length", "learning_rate", "dropout", "freeze") if flag not in case]
+        open_ = [flag for flag in CHOSEN if flag not in case]
         found = {flag: values(case, flag)[-1] for flag in open_}
         parts = [f"{flag} {'as in the model' if value == 'null' else value}" for flag, value in found.items()]
         return ", ".join([*parts, f"{values(case, 'epochs')[-1]:g} epochs"])

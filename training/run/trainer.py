@@ -60,7 +60,7 @@ from training.parallelism.distributed import Ranks, seed_everything
 from training.parallelism.registry import STRATEGIES
 from training.parallelism.state import StrategyState
 from training.run.batch_size import settle_batch_size
-from training.run.budget import settle_flags, settle_layers, settle_rate, start_budget
+from training.run.budget import settle_flags, settle_learning, start_budget
 from training.run.context import RunContext, StepPlan
 from training.run.describe import describe_run
 from training.run.finish import finish_run
@@ -124,7 +124,7 @@ class Trainer:
         class_weights = ranks.broadcast(ranks.run_on_all_ranks(lambda: weigh() if ranks.is_first else None))
         own = own or ranks.run_on_all_ranks(lambda: Own.of(config))
         model = prepare_model(config, ranks, news, say, own)
-        config = settle_layers(settle_rate(config, model), model, ranks, news, precision, began)
+        config = settle_learning(config, model, ranks, news, precision, began)
         # Checkpoints hold the adapters only, so a resumed run must begin with the same frozen weights.
         frozen = ranks.broadcast(frozen_hash(model) if config.lora and ranks.is_first else None)
         ideal_seconds = None

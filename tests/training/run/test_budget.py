@@ -26,7 +26,7 @@ from training.data.tokenized import encode_rows, load_tokenizer
 from training.model.dropout import RowDropout
 from training.parallelism.distributed import Ranks
 from training.run import budget as module
-from training.run.budget import Budget, expect_accuracy, settle_flags, settle_layers, settle_rate
+from training.run.budget import Budget, expect_accuracy, settle_flags, settle_learning
 
 Train = Callable[..., int]
 Metrics = Callable[..., list[dict[str, Any]]]
@@ -182,43 +182,46 @@ def test_a_resumed_run_cuts_where_it_did_before(tmp_path: Path) -> None:
 
 
 def test_a_length_and_a_rate_that_were_given_are_kept(tmp_path: Path) -> None:
-    config, news = _prepared("starter", tmp_path, budget="1m", max_length=100, learning_rate=1e-5)
+    config, news = _prepared("starter", tmp_path, budget="10h", max_length=100, learning_rate=1e-5)
     assert settle_flags(config, news, {}) == (config, news)
-    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=384))
-    assert settle_rate(config, model) == config
+    model = prepare_model(config, ALONE, news, print)
+    assert settle_learning(config, model, ALONE, news, "fp32", {}).learning_rate == 1e-5
 
 
-def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one() -> None:
+def test_a_narrow_encoder_gets_a_higher_rate_than_a_wide_one(tmp_path: Path) -> None:
     rates = []
+    config, news = _prepared("starter", tmp_path, budget="10m", strategy="zero3")
     for width in (256, 384, 768, 1024):
-        model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
-        rates.append(settle_rate(TrainConfig(budget="10m", model="checkpoints/some"), model).learning_rate)
+        model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=width), network=None)
+        rates.append(settle_learning(config, model, ALONE, news, "fp32", {}).learning_rate)
     assert rates == sorted(rates, reverse=True)
     assert rates[2] == pytest.approx(5e-5)
     assert all(low < high for high, low in itertools.pairwise(rates))
 
 
 @pytest.mark.parametrize(("budget", "frozen"), [("10s", True), ("10h", False)])
-def test_half_of_the_encoder_is_frozen_and_nothing_dropped_if_few_rows_fit(
+def test_few_rows_train_half_of_the_encoder_without_dropout_and_many_train_it_gently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, frozen: bool
 ) -> None:
     monkeypatch.setattr(module, "_seconds_since_start", lambda ranks: 9.9)
     monkeypatch.setattr(module, "LEAST_BLOCKS", 2)
     config, news = _prepared("starter", tmp_path, budget=budget)
     model = prepare_model(config, ALONE, news, print)
-    chosen = settle_layers(config, model, ALONE, news, "fp32", {})
+    chosen = settle_learning(config, model, ALONE, news, "fp32", {})
     assert chosen.freeze == ("1" if frozen else "none")
     assert chosen.dropout == (0 if frozen else None)
+    assert (chosen.learning_rate, chosen.layer_decay) == ((4.5e-4, 1) if frozen else (2.25e-4, 0.9))
     assert {layer.p for layer in model.modules() if isinstance(layer, RowDropout)} == ({0} if frozen else {0.1, 0.2})
     trained = {name for name, parameter in model.network.named_parameters() if parameter.requires_grad}
     assert ("distilbert.embeddings.word_embeddings.weight" not in trained) == frozen
     assert "distilbert.transformer.layer.2.attention.q_lin.weight" in trained
     assert all(parameter.grad is None for parameter in model.parameters())
-    before = {"config": {"freeze": "2", "dropout": 0.3}}
-    resumed = settle_layers(config, model, ALONE, news, "fp32", before)
-    assert (resumed.freeze, resumed.dropout) == ("2", 0.3)
-    given = config.model_copy(update={"freeze": "none", "dropout": 0.5})  # and both are then set
-    assert settle_layers(given, model, ALONE, news, "fp32", before) == given
+    before = {"config": {"freeze": "2", "dropout": 0.3, "learning_rate": 0.001, "layer_decay": 0.8}}
+    resumed = settle_learning(config, model, ALONE, news, "fp32", before)
+    assert before["config"].items() <= resumed.model_dump().items()
+    own = {"freeze": "none", "dropout": 0.5, "learning_rate": 0.002, "layer_decay": 0.7}
+    given = config.model_copy(update=own)  # and all are then set
+    assert settle_learning(given, model, ALONE, news, "fp32", before) == given
 
 
 def test_the_words_of_the_rows_say_what_to_expect_of_an_encoder_but_not_of_a_network_from_scratch(
