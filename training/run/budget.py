@@ -46,8 +46,11 @@ MARGIN = 0.01
 STEPS_REMEMBERED = 200
 FORWARD_AND_BACKWARD = 3  # times the work of the forward pass; a guess until the first steps are done
 ROWS_TIMED = 512  # per rank, in the first seconds
+# Of the time of a step, when nothing but these two has been timed; the rest is the optimizer and the exchange of
+# gradients.
+SHARE_OF_FORWARD_AND_BACKWARD = 0.85
 # Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
-FEW_ROWS, LEAST_BLOCKS = 6_000, 4
+FEW_ROWS, LEAST_BLOCKS = 5_000, 4
 FEW_PASSES = 1.5  # with fewer over the rows, there is no dropout
 # With so many, the rate is multiplied by this, and decays from each block to the one below.
 SEVERAL_PASSES, GENTLER_RATE, GENTLER_DECAY = 2.0, 0.5, 0.9
@@ -168,7 +171,8 @@ def settle_learning(
             per_row = _seconds_per_row(model, news.tokens.train, precision, ranks) / ranks.world_size
             testing = per_row * len(news.tokens.test) / FORWARD_AND_BACKWARD
             left = config.budget_seconds - _seconds_since_start(ranks) - CLOSING_SECONDS - testing
-            chosen |= _learning_of(left / per_row, len(news.train_index), model, chosen["learning_rate"])
+            rows = SHARE_OF_FORWARD_AND_BACKWARD * left / per_row
+            chosen |= _learning_of(rows, len(news.train_index), model, chosen["learning_rate"])
         chosen = ranks.broadcast(chosen)
     chosen = {name: value for name, value in chosen.items() if name not in config.model_fields_set}
     config = config.model_copy(update=chosen)
