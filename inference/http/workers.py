@@ -178,7 +178,7 @@ class _Worker:
     connection: socket.socket
     is_serving: bool
     started: float = field(default_factory=time.monotonic)
-    is_ready: bool = False  # has loaded a model by itself, be it one that it may not serve yet
+    is_ready: bool = False  # has loaded a model by itself, even if it may not serve it yet
     is_leaving: bool = False
     has_told: bool = False  # its counts, since they were asked for
     snapshot: Snapshot = field(default_factory=list)

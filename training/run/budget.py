@@ -152,7 +152,7 @@ def settle_learning(
 
     - About one pass over the rows cannot learn them by heart, and needs no dropout.
     - In several passes a pre-trained encoder loses less of what it knows at half of that rate, with lower blocks
-      slower than upper ones: MiniLM had 93.7% instead of 93.25% right after three passes, and no more after one.
+      slower than upper ones: MiniLM had 93.5 and 93.7% right after three passes, not 93.25%, and no more after one.
     - If only few rows fit, the lower half of the encoder is frozen: steps then take little more than half the time, and
       lower layers learn little from few rows anyway. In a minute and a half MiniLM became as good by 7,500 rows with
       half of it frozen as by 4,500 without, or a little better.
