@@ -49,7 +49,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     tasks: set[asyncio.Task[None]] = set()
 
     if parts.line is not None:
-        await parts.line.connect()
+        await parts.line.connect()  # before the load, which reports on it
 
     def load() -> None:
         task = asyncio.create_task(_load_once_started(server, parts))

@@ -88,7 +88,7 @@ class SupervisorLine:
     def __init__(self, connection: socket.socket, *, has_model: bool) -> None:
         """``has_model``: whether loading takes no time, as a model is in memory already."""
         self.has_model = has_model
-        # Until all workers have a model, a client that this one answers may reach another one next that cannot.
+        # Until then this worker is not ready either: a client that it answers may reach one without a model next.
         self.all_are_ready = has_model
         self._connection = connection
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -178,7 +178,7 @@ class _Worker:
     connection: socket.socket
     is_serving: bool
     started: float = field(default_factory=time.monotonic)
-    is_ready: bool = False  # has loaded a model by itself, even if it may not serve it yet
+    is_ready: bool = False  # has loaded the model for itself, though perhaps not to serve it yet
     is_leaving: bool = False
     has_told: bool = False  # its counts, since they were asked for
     snapshot: Snapshot = field(default_factory=list)

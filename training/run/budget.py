@@ -52,7 +52,7 @@ SHARE_OF_FORWARD_AND_BACKWARD = 0.85
 # Where so few rows fit, half of the blocks are frozen, of encoders that have so many.
 FEW_ROWS, LEAST_BLOCKS = 5_000, 4
 FEW_PASSES = 1.5  # with fewer over the rows, there is no dropout
-# With so many, the rate is multiplied by this, and decays from each block to the one below.
+# From so many on, the rate is multiplied by the second, and by the third from each block to the one below.
 SEVERAL_PASSES, GENTLER_RATE, GENTLER_DECAY = 2.0, 0.5, 0.9
 # The flags that `settle_learning` chooses.
 _LEARNING = ("learning_rate", "layer_decay", "dropout", "freeze")

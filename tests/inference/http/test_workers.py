@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -32,10 +32,10 @@ def two_workers(model_folder: Path, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-@contextmanager
-def _two_workers(folder: Path, tmp_path: Path, seconds_per_token: float = 0.0, **settings: str) -> Iterator[Server]:
-    with stand_in_server(folder, tmp_path, seconds_per_token, WORKERS="2", API_KEY=KEY, **settings) as server:
-        yield server
+def _two_workers(
+    folder: Path, tmp_path: Path, seconds_per_token: float = 0.0, **settings: str
+) -> AbstractContextManager[Server]:
+    return stand_in_server(folder, tmp_path, seconds_per_token, WORKERS="2", API_KEY=KEY, **settings)
 
 
 def _pids(server: Server) -> set[int]:
