@@ -61,7 +61,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def replace_folder(aside: Path, target: Path) -> None:
-    """Put a finished folder in place of ``target``; an older one is removed once the new one is there."""
+    """Put a finished folder in place of ``target``; an older one is removed once the new one is there.
+
+    If ``target`` is a symbolic link, the link is replaced, and the folder that it leads to stays as it is.
+    """
     for path in aside.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -76,10 +79,10 @@ def replace_folder(aside: Path, target: Path) -> None:
         and hasattr(libc, "renameat2")
         and libc.renameat2(_AT_FDCWD, os.fsencode(aside), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
     ):
-        shutil.rmtree(aside, ignore_errors=True)  # the older folder has this name now
+        _remove(aside)  # the older folder has this name now
     else:
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             target.rename(old)
         try:
             aside.rename(target)
@@ -88,7 +91,15 @@ def replace_folder(aside: Path, target: Path) -> None:
                 old.rename(target)
             raise
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder if it is there; of a link to one only the link, so that nobody writes through it later."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def move_aside(folder: Path) -> Path:

@@ -132,6 +132,9 @@ def _read_whole(source: Source, path: str, deadline: float) -> bytes:
 
 def _fetch(source: Source, manifests: dict[str, bytes], folder: Path, deadline: float, most_gb: float) -> int:
     """Fetch the files of all manifests; the folder is there once every hash is right. Returns how many bytes."""
+    if folder.is_symlink():
+        what = f"is a symbolic link to {folder.readlink()}; fetch into a new folder, then let the link lead there"
+        raise UserError(f"{folder}: {what}", code="not-writable")
     if folder.exists() and not _is_model(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder}: holds something other than a fetched model; name another FOLDER", code="not-writable"

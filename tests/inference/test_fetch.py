@@ -357,6 +357,20 @@ def test_a_folder_with_something_else_in_it_is_kept(target: Path) -> None:
     assert (target / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_link_to_a_model_and_the_model_stay_as_they_are(target: Path) -> None:
+    first = target.with_name("first")
+    assert fetch(NEWS, first).returncode == 0
+    first.joinpath("manifest.json").write_text("{}")
+    target.symlink_to("first")
+
+    done = fetch(NEWS, target)
+
+    assert done.returncode == 2
+    assert "is a symbolic link to first; fetch into a new folder, then let the link lead there" in done.stderr
+    assert target.is_symlink()
+    assert (first / "manifest.json").read_text() == "{}"
+
+
 def test_what_a_killed_process_left_is_cleared_by_the_next(files: FileServer, target: Path) -> None:
     half_way = threading.Event()
 
