@@ -219,6 +219,15 @@ class Settings(BaseModel):
     def _in_small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
+    @field_validator("api_key")
+    @classmethod
+    def _one_that_a_header_can_carry(cls, value: SecretStr | None) -> SecretStr | None:
+        # A secret that was made from a file often ends with its newline, which no header has.
+        key = value.get_secret_value().strip() if value else None
+        if key is not None and not (key and key.isprintable()):
+            raise PydanticCustomError("api_key", "must be a key without line breaks or other control characters")
+        return SecretStr(key) if key else None
+
     @field_validator("model_name")
     @classmethod
     def _a_part_of_an_address(cls, value: str) -> str:

@@ -110,7 +110,7 @@ def read_keys(file: Path) -> list[Key]:
         SettingsError: it cannot be read, a line is invalid, or it holds no key.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"API_KEYS_FILE: {file} is not readable ({error})", code="api-keys-file") from None
     keys = [_key(file, number, line.split()) for number, line in enumerate(lines, 1) if _is_key_line(line)]

@@ -28,5 +28,13 @@ def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value:
         Settings()
 
 
+def test_a_key_that_no_header_can_carry_starts_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "open sesame\n")  # a secret that was made from a file
+    assert Settings().api_key.get_secret_value() == "open sesame"
+    for key in (" \n", "open\nsesame", "open\x00sesame"):
+        with pytest.raises(ValidationError, match="a key without line breaks"):
+            Settings(api_key=key)
+
+
 def test_every_setting_says_what_it_does() -> None:
     assert all(field.description for field in Settings.model_fields.values())

@@ -107,6 +107,8 @@ class StreamResponse(Response):
         return bool(groups)
 
     async def _pause(self, error: QueueFullError | RateLimitedError | WorkerDownError) -> None:
+        if isinstance(error, RateLimitedError):  # the client's own rate lets it on, however long one group takes
+            self._give_up_at = time.monotonic() + self._timeout_s
         if time.monotonic() > self._give_up_at:
             self._unsubmitted = [error if isinstance(one, PredictRequest) else one for one in self._unsubmitted]
         else:

@@ -190,7 +190,7 @@ def test_wrong_keys_are_limited_without_a_rate_limit_too(model_folder: Path) -> 
 
 def test_each_key_has_a_rate_of_its_own(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# one for each client\nfirst\n\nsecond\nthird 1000\n")
+    file.write_text("\ufefffirst\n\n# one for each client\nsecond\nthird 1000\n")  # as Notepad writes it
     with serving(model_folder, api_keys_file=file, api_key="zeroth", rate_limit_per_s=0.5) as client:
         for key in ("zeroth", "first", "second"):
             statuses = [client.post("/predict", json=TEXT, headers={"X-API-Key": key}).status_code for _ in range(3)]

@@ -98,6 +98,13 @@ def test_a_stream_waits_for_room_in_the_queue_instead_of_failing(model_folder: P
     assert all("label" in answer for answers in found for answer in answers)
 
 
+def test_a_stream_waits_for_its_clients_rate_longer_than_a_request_may(model_folder: Path) -> None:
+    texts = [text_of(i) for i in range(96)]
+    with serving(model_folder, rate_limit_per_s=12, request_timeout_s=2) as client:
+        answers = _post(client, _lines(texts))  # after two groups of 32, the bucket of 24 lacks 40, which is 3.3 s
+    assert [answer["index"] for answer in answers if "label" in answer] == list(range(96))
+
+
 def test_a_body_that_stops_arriving_ends_in_an_error_line(model_folder: Path) -> None:
     with (
         serving(model_folder, request_timeout_s=0.5) as client,
